@@ -32,7 +32,7 @@ from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.report import Row, log, machine, publish, spread, versions
 from bench.stand_in_encoder import NAME, registered
-from bench.time_training_steps import Context
+from bench.training_step_workloads import Context
 from runtimes.process.job import EncodeJob
 from tasks.encode.decode_and_crop import TransformSettings, transform
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards

@@ -22,8 +22,8 @@ from typing import Any
 from bench import benchmark_inputs, report, run_kilnworks
 from bench.job_command_line import read_train_job
 from bench.report import Row
-from bench.time_training_steps import METHODS, OURS
 from bench.train_cuda import BF16, SD2_UNET, SDXL_UNET, batch_size
+from bench.training_step_workloads import METHODS, OURS
 from runtimes.process.job import TrainJob, write_job
 
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps

@@ -83,9 +83,9 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     from bench import report
     from bench.run_diffusers_scripts import Peer, PeerFailed
-    from bench.time_training_steps import Context
     from bench.train_mindspore import MINDSPORE_ROWS
     from bench.train_rows import ROWS
+    from bench.training_step_workloads import Context
 
     facts = {"machine": report.machine(int(os.environ[THREADS])), "versions": report.versions()}
     peer = None

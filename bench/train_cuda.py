@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import benchmark_inputs, run_kilnworks
 from bench.report import Row, Skip, spread
-from bench.time_training_steps import Context, Workload, loop_figures, step_row
+from bench.training_step_workloads import Context, Workload, loop_figures, step_row
 
 MODELS = Path(__file__).with_name("models")
 SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 from bench import benchmark_inputs, run_kilnworks
 from bench.report import Row, Skip
-from bench.time_training_steps import Context, Workload
+from bench.training_step_workloads import Context, Workload
 from runtimes.check_support import probe_runtime
 from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter

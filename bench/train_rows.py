@@ -13,8 +13,8 @@ from typing import Any
 from bench import benchmark_inputs, run_kilnworks
 from bench.report import Row, Skip, spread
 from bench.run_diffusers_scripts import SCRIPTS
-from bench.time_training_steps import COMMON, OURS, Context, Workload, step_row
 from bench.train_cuda import CUDA_ROWS
+from bench.training_step_workloads import COMMON, OURS, Context, Workload, step_row
 from runtimes.process.job import write_job
 
 EQUAL_STEPS, EQUAL_BATCH, EQUAL_WITHIN = 50, 8, 1e-5

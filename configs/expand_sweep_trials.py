@@ -12,7 +12,7 @@ import yaml
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.recipe import Recipe
 from configs.strict_yaml import parse_yaml
-from configs.train import key_settings
+from configs.train_settings_in_cache_key import key_settings
 
 
 class Trial(NamedTuple):

@@ -1,7 +1,4 @@
-"""Settings of the section `train`: weights, objective, optimizer, hardware and monitoring.
-
-`key_settings` returns those that affect the trained weights.
-"""
+"""Settings of the section `train`: weights, objective, optimizer, hardware and monitoring."""
 
 from __future__ import annotations
 
@@ -288,71 +285,3 @@ class Train(Section):
     def compute_dtype(self) -> str:
         """The dtype name of forward and backward, as in PyTorch, JAX and MindSpore."""
         return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.mixed_precision]
-
-
-#: Settings that do not affect the trained weights; a resumed run may change them.
-NOT_IN_KEY = frozenset(
-    {
-        "attention",
-        "cache_bytes",
-        "checkpointing_steps",
-        "checkpoint_shard_bytes",
-        "compile",
-        "deterministic",
-        "device",
-        "divergence",  # it affects just runs that would otherwise end without weights
-        "grace_seconds",
-        "gradient_checkpointing",
-        "hpu",
-        "keep_best",
-        "checkpoints_total_limit",
-        "logging_steps",
-        "micro_batch_size",
-        "mindspore",
-        "fsdp",
-        "peak_tflops",
-        "prefetch",
-        "processes",
-        "profile",
-        "sample_every_n_steps",
-        "holdout_loss",
-        "wandb",
-    }
-)
-
-
-def key_settings(settings: Train) -> dict[str, Any]:
-    """The settings that affect the trained weights, without those that have no effect here."""
-    excluded = set(NOT_IN_KEY)
-    if settings.method == "full":
-        excluded.add("lora")
-    elif settings.lora.dropout:  # its random draws depend on both settings
-        excluded -= {"micro_batch_size", "processes"}
-    if settings.compute_dtype != "float16":
-        excluded.add("loss_scale")
-    if settings.lr_scheduler == "constant":
-        excluded.add("lr_min_ratio")
-    if settings.lr_scheduler != "cosine_with_restarts":
-        excluded.add("lr_num_cycles")
-    if settings.lr_scheduler != "polynomial":
-        excluded.add("lr_power")
-    if settings.guidance_scale == 1:  # most models have no such input
-        excluded.add("guidance_scale")
-    found = _dump(settings, excluded)
-    rule = settings.best_checkpoint
-    if rule is None:
-        del found["best_checkpoint"]
-        return found
-    # The candidates, and what their scores depend on.
-    found = _dump(settings, excluded - {"checkpointing_steps"})
-    found["best_checkpoint"]["mode"] = "min" if rule.lower_is_better else "max"
-    if not rule.by_samples:
-        found["holdout_loss"] = settings.holdout_loss.model_dump(exclude={"every_n_steps"})
-    return found
-
-
-def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
-    found = settings.model_dump(mode="json", exclude=excluded)
-    if not settings.timesteps.resolution_shift:  # diffusion has none
-        del found["timesteps"]["resolution_shift"]
-    return found

@@ -44,7 +44,7 @@ from runtimes.process.memory import collect_garbage_rarely
 from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.sample.generate_job import generate
-from runtimes.train.divergence import Diverged
+from runtimes.train.detect_divergence import Diverged
 from runtimes.train.training_loop import read_train_settings, train
 
 

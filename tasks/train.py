@@ -18,7 +18,8 @@ from artifacts.download_or_find_model import digest_model
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft
 from configs.recipe import Recipe
-from configs.train import Train, key_settings
+from configs.train import Train
+from configs.train_settings_in_cache_key import key_settings
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import read_config

@@ -223,10 +223,11 @@ def test_page_of_commands_has_each_command() -> None:
     assert "`kiln ls`" in text
 
 
-def test_reliability_names_tests_that_exist() -> None:
-    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("page", "least"), [("reliability", 40), ("security", 10)])
+def test_pages_name_tests_that_exist(page: str, least: int) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?`", text)
-    assert len(named) > 50
+    assert len(named) > least
     for file, test in named:
         assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
 

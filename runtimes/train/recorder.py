@@ -10,7 +10,7 @@ from typing import Any
 
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
-from runtimes.train.divergence import DivergenceDetector
+from runtimes.train.detect_divergence import DivergenceDetector
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.mfu import BatchShapes, StepFlops
 

@@ -17,7 +17,7 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.background_save import Saver, Snapshot
 from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.divergence import Diverged, DivergenceDetector, DivergenceEvent
+from runtimes.train.detect_divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
 from runtimes.train.profiling import Profiling

@@ -25,7 +25,7 @@ from artifacts.store import SHARDS, Shard, Store
 from configs.download import Download
 from configs.redact_urls import without_secrets
 from tasks.download.dead_web_hosts import is_outage
-from tasks.download.download_statistics import shard_statistics
+from tasks.download.duplicates_hosts_and_sizes import shard_statistics
 from tasks.download.event_loop import run
 from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.plan_parquet import distrust_file

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from artifacts.download_or_find_model import cache_folder
 from tasks.download.body_memory import BodyMemory
+from tasks.download.pace_requests_per_web_host import HostLimits
 from tasks.download.robots_txt import RobotsCache
-from tasks.download.web_host_limits import HostLimits
 
 #: Bytes of the bodies that a process reads or keeps for decoding.
 BODIES = 2**28

@@ -9,9 +9,9 @@ from typing import Any
 from artifacts.hashing import digest_bytes
 from configs.download import Download
 from tasks.download.body_memory import Room
+from tasks.download.fetch_with_robots_and_retries import Fetcher
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.download.opt_out_headers import is_opted_out
-from tasks.download.polite_fetch import Fetcher
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt

@@ -29,7 +29,7 @@ from tasks.download.download_shard import (
     shard_key,
     shard_settings,
 )
-from tasks.download.download_statistics import DownloadStatistics
+from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.plan_parquet import plan_key
 from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards
 from tasks.download.retryable_and_final_failures import is_transient

@@ -16,8 +16,8 @@ from bench.compare_losses import compare as compare_losses
 from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
 from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime
-from bench.time_training_steps import Context, Workload, compare_steps
 from bench.train_rows import ROWS, TINY
+from bench.training_step_workloads import Context, Workload, compare_steps
 from runtimes.families import detect_family
 from runtimes.torch.runtime import TheRuntime
 

@@ -23,9 +23,9 @@ from bench import (
     same_picture,
     train_mindspore,
 )
-from bench.time_training_steps import Context, Workload
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
+from bench.training_step_workloads import Context, Workload
 from configs.train import Train
 from runtimes.check_support import probe_runtime
 

@@ -7,7 +7,7 @@ import pytest
 
 from configs.download import Download
 from tasks.download.check_dataset_limits import check_data
-from tasks.download.download_statistics import DownloadStatistics, shard_statistics
+from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics, shard_statistics
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.stage_errors import TooManyFailed
 

@@ -34,7 +34,7 @@ from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
 from tasks.download.download_on_beam import MOST_DEFERRED, THREADS
-from tasks.download.download_statistics import DownloadStatistics
+from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
 from tasks.download.stage_errors import Outage
 from tasks.encode.buckets import bucket_sizes

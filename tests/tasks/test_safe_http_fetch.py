@@ -23,13 +23,13 @@ from tasks.download.dead_web_hosts import DeadHosts, is_outage
 from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
 from tasks.download.event_loop import run, shared
-from tasks.download.polite_fetch import Fetched, Fetcher
+from tasks.download.fetch_with_robots_and_retries import Fetched, Fetcher
+from tasks.download.pace_requests_per_web_host import AsyncClock
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public
 from tasks.download.source_protocol import ServedAt
-from tasks.download.web_host_limits import AsyncClock
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 

@@ -10,7 +10,7 @@ import pytest
 from configs.holdout_divergence_profile_wandb import OnDivergence
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
-from runtimes.train.divergence import DivergenceDetector
+from runtimes.train.detect_divergence import DivergenceDetector
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.recorder import Recorder
 

@@ -20,7 +20,7 @@ from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.divergence import Diverged
+from runtimes.train.detect_divergence import Diverged
 from runtimes.train.resume import check_same_run
 from runtimes.train.training_loop import train
 from runtimes.train.write_and_prune_checkpoints import Checkpoints

@@ -25,7 +25,7 @@ from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import training_run
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.divergence import Diverged
+from runtimes.train.detect_divergence import Diverged
 from runtimes.train.resume import _with_defaults
 from runtimes.train.training_loop import train
 from runtimes.train.write_and_prune_checkpoints import Checkpoints

@@ -18,12 +18,12 @@ import pytest
 from configs.download import Download
 from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.event_loop import run
-from tasks.download.polite_fetch import Fetched, Fetcher, user_agent
+from tasks.download.fetch_with_robots_and_retries import Fetched, Fetcher, user_agent
+from tasks.download.pace_requests_per_web_host import AsyncClock, HostLimits
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt
-from tasks.download.web_host_limits import AsyncClock, HostLimits
 
 
 @pytest.fixture(autouse=True)
@@ -334,7 +334,7 @@ def test_rows_that_a_crawl_delay_would_keep_too_long_are_transient_failures(site
 LOCKED = """
 import asyncio, sys
 from pathlib import Path
-from tasks.download.web_host_limits import HostLimits
+from tasks.download.pace_requests_per_web_host import HostLimits
 
 async def main():
     limits = HostLimits(Path(sys.argv[1]))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from configs.holdout_divergence_profile_wandb import OnDivergence
-from runtimes.train.divergence import DivergenceDetector
+from runtimes.train.detect_divergence import DivergenceDetector
 
 NAN, INF = float("nan"), float("inf")
 

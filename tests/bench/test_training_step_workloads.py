@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.time_training_steps import Context
+from bench.training_step_workloads import Context
 
 
 def test_alternate_rotates_the_sides_and_returns_results_by_side(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from configs.download import Download
 from tasks.download.body_memory import Room
 from tasks.download.dead_web_hosts import SILENT, DeadHosts
 from tasks.download.event_loop import Shared, shared
+from tasks.download.pace_requests_per_web_host import MAX_WAIT, AsyncClock
 from tasks.download.retryable_and_final_failures import (
     DISALLOWED,
     NO_ANSWER,
@@ -28,7 +29,6 @@ from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.row_fields_and_hash import Row, absolute
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
 from tasks.download.source_protocol import ServedAt
-from tasks.download.web_host_limits import MAX_WAIT, AsyncClock
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.
 TOKEN = "kilnworks"

@@ -1,6 +1,6 @@
 """Processor time, disk and money of data sets, by arithmetic from the rates of docs/scale.md.
 
-`python -m bench.sizing` prints the table of docs/scale.md.
+`python -m bench.estimate_time_and_cost` prints the table of docs/scale.md.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from bench import sizing
+from bench import estimate_time_and_cost as sizing
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_table_of_sizes_is_that_of_the_documents() -> None:
-    """Otherwise: python -m bench.sizing prints it."""
+    """Otherwise: python -m bench.estimate_time_and_cost prints it."""
     assert sizing.table() in (DOCS / "scale.md").read_text(encoding="utf-8")
 
 
