@@ -132,7 +132,7 @@ class AbstractStep:
         """
         if self._splash is None:
             return 0.0
-        recomputed = self._settings.gradient_checkpointing != "none"
+        recomputed = self._settings.gradient_checkpointing == "blocks"
         passes = 1 + recomputed + 5 / 2
         forward = sum(self._splash.forward_flops) / self._mesh.count
         return forward * passes * self.micro_batches

@@ -34,6 +34,11 @@ LARGEST_BLOCK = 1024
 LARGEST_BLOCK_OF_WIDE_HEADS = 512
 #: With fewer queries or keys (captions have 77), XLA's own operations move fewer bytes on a v5p.
 SHORTEST = 512
+#: Name, for jax.checkpoint's policies, of the kernel's output and log-sum-exp.
+KEPT = "splash_attention"
+#: Largest block of keys of the backward kernel, in blocks of logits. The kernel writes a partial
+#: gradient of the queries for each. Four need 17.3 MiB on a v5p; the compiler allots 16 MiB.
+BLOCKS_OF_KEYS = 2
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,13 @@ class SplashAttention:
         blocks = splash_attention_kernel.BlockSizes(
             block_q=block_q,
             block_kv=block_kv,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
+            block_q_dkv=_block(lengths[0], LARGEST_BLOCK_OF_WIDE_HEADS),
+            block_kv_dkv=_block(lengths[1], BLOCKS_OF_KEYS * block_kv, block_kv),
+            block_kv_dkv_compute=block_kv,
             use_fused_bwd_kernel=True,
         )
         kernel = splash_attention_kernel.make_splash_mha_single_device(
-            mask, block_sizes=blocks, interpret=self.interpret
+            mask, block_sizes=blocks, interpret=self.interpret, residual_checkpoint_name=KEPT
         )
         if keys == lengths[1]:
             return kernel, None
@@ -156,6 +162,7 @@ def _padded(array: Array) -> Array:
     return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % LANES), (0, 0)))
 
 
-def _block(length: int, largest: int) -> int:
-    """The largest block that divides a padded length."""
-    return next(size for size in range(largest, 0, -LANES) if length % size == 0)
+def _block(length: int, largest: int, unit: int = LANES) -> int:
+    """The largest multiple of a unit, up to a limit, that divides a padded length."""
+    sizes = range(largest - largest % unit, 0, -unit)
+    return next(size for size in sizes if length % size == 0)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from torch.nn import functional
 
 from configs.train import Train
@@ -28,6 +29,10 @@ from runtimes.jax.splash_attention import SplashAttention
 from runtimes.torch_models.network import Network
 
 Arrays = Mapping[str, Any]
+#: Name, for jax.checkpoint's policies, of the outputs of linear layers.
+_LINEAR = "linear"
+#: Policy that keeps the outputs of linear layers and of the attention kernel.
+_KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(_LINEAR, splash_attention.KEPT)
 #: Parts of overload names that torchax 0.0.13 references and PyTorch 2.13 has removed.
 _GONE = ("dimname", "names")
 
@@ -102,14 +107,12 @@ def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[
 
 
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Whether selective recomputation keeps the outputs of an operation.
+    """Whether selective recomputation keeps an operation's outputs.
 
-    Products with batch dimensions are attention's logits, which are larger than all else.
+    Attention without the kernel is computed again: its logits are larger than all else.
     """
-    if primitive is jax.lax.dot_general_p:
-        _, batch_dimensions = parameters["dimension_numbers"]
-        return not any(batch_dimensions)
-    return primitive is jax.lax.conv_general_dilated_p
+    is_convolution = primitive is jax.lax.conv_general_dilated_p
+    return is_convolution or _KEEP_NAMED(primitive, **parameters)
 
 
 def _recomputed(
@@ -198,6 +201,7 @@ def _environment() -> Any:
     ours = {
         functional.group_norm: _group_norm,
         functional.layer_norm: _layer_norm,
+        functional.linear: _linear,
         functional.interpolate: _interpolate,
         functional.scaled_dot_product_attention: _attention,
     }
@@ -265,6 +269,13 @@ def _layer_norm(
     axes = tuple(range(inputs.ndim - len(normalized_shape), inputs.ndim))
     normal = _normalized(inputs, axes, eps)
     return _affine(normal, weight, bias, tuple(normalized_shape)).astype(inputs.dtype)
+
+
+@_on_arrays
+def _linear(inputs: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Linear layer whose output, with its bias, selective recomputation keeps."""
+    output = jnp.einsum("...a,ba->...b", inputs, weight)
+    return checkpoint_name(output if bias is None else output + bias, _LINEAR)
 
 
 def _normalized(inputs: Array, axes: tuple[int, ...], eps: float) -> Array:

@@ -10,10 +10,11 @@ from torch.nn import functional
 jax = chips.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
+from runtimes.jax import splash_attention  # noqa: E402
 from runtimes.jax.attention import attend  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.splash_attention import SplashAttention, using  # noqa: E402
-from runtimes.jax.torchax_bridge import as_function  # noqa: E402
+from runtimes.jax.torchax_bridge import as_function, recompute  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,17 @@ def normal(count: int, *shape: int, seed: int = 0) -> list[Any]:
 
 def interpreted() -> SplashAttention:
     return SplashAttention(Mesh(1, jax.devices()[:1]).mesh, interpret=True)
+
+
+def kernels(program: Any) -> int:
+    """Number of kernels whose outputs the program uses; XLA removes equations without outputs."""
+    count = 0
+    for equation in program.eqns:
+        count += equation.primitive.name == "pallas_call"
+        inner = equation.params.get("jaxpr")
+        if inner is not None and equation.outvars and equation.primitive.name != "pallas_call":
+            count += kernels(getattr(inner, "jaxpr", inner))
+    return count
 
 
 @pytest.mark.parametrize(
@@ -50,6 +62,54 @@ def test_the_kernel_and_its_gradients_equal_the_plain_formula(
     for one, other in zip(gradients, plain, strict=True):
         assert jnp.allclose(one, other, atol=5e-6)
     assert kernel.forward_flops == [4 * 2 * queries * keys * size]
+
+
+def test_gradients_of_several_blocks_of_keys_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """640 keys are five blocks of logits; the backward kernel takes all, or one at a time."""
+    (query, key, value, gradient), kernel = normal(4, 1, 2, 640, 8), interpreted()
+    monkeypatch.setattr(splash_attention, "LARGEST_BLOCK", 128)
+
+    def gradients(attention: Any) -> Any:
+        def call(*given: Any) -> Any:
+            return jnp.sum(attention(*given, scale=0.3) * gradient)
+
+        return jax.jit(jax.grad(call, argnums=(0, 1, 2)))(query, key, value)
+
+    expected = gradients(attend)
+    for blocks in (1, 5):
+        monkeypatch.setattr(splash_attention, "BLOCKS_OF_KEYS", blocks)
+        for one, other in zip(gradients(kernel), expected, strict=True):
+            assert jnp.allclose(one, other, atol=1e-5)
+
+
+def test_selective_recomputation_keeps_the_output_of_the_kernel() -> None:
+    """The backward pass of `blocks` runs the forward kernel again."""
+
+    class Block(torch.nn.Module):
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(query, query, query)
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def _set_gradient_checkpointing(
+            self, *, enable: bool, gradient_checkpointing_func: Any
+        ) -> None:
+            self.call = gradient_checkpointing_func
+
+        def forward(self, query: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.call(self.block, query))
+
+    (query,) = normal(1, 1, 1, 512, 8)
+    calls: dict[str, int] = {}
+    for what in ("selective", "blocks"):
+        recompute(network := Network(), what)
+        call = as_function(network, training=True, splash=interpreted())
+        gradient = jax.make_jaxpr(jax.grad(lambda given, call=call: call({}, 0, given).sum()))
+        calls[what] = kernels(gradient(query).jaxpr)
+    assert calls == {"selective": 2, "blocks": 3}
 
 
 def test_a_network_uses_the_kernel_for_long_sequences() -> None:
