@@ -7,6 +7,7 @@ the script calls:
 
 * accelerate's data loader: seconds per fetch, and seconds until the next fetch;
 * the VAE's `encode` and the text encoders' `forward`: their seconds;
+* datasets' `Dataset.map`, by which a script precomputes: seconds, and CPU seconds of the process;
 * with a record folder, `add_noise`, the UNet's `forward`, `Accelerator.backward` and
   `clip_grad_norm_`: the arrays of each step, as `00000.npz`, ... in that folder.
 """
@@ -33,7 +34,7 @@ def _allow_foreign_torchvision() -> None:
 
 
 class Stopwatch:
-    """Seconds of each step: fetching, encoding, and all except fetching.
+    """Seconds of each step: fetching, encoding, and all except fetching; and of `Dataset.map`.
 
     On CUDA, every reading of the clock synchronizes the device.
     """
@@ -44,6 +45,7 @@ class Stopwatch:
         self._wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
         self.steps: list[dict[str, float]] = []
         self.encoding = 0.0
+        self.precomputing = [0.0, 0.0]
         self._encodes = False  # encoders may be nested; only the outer one is timed
 
     def now(self) -> float:
@@ -81,6 +83,18 @@ class Stopwatch:
             finally:
                 self._encodes = False
                 self.encoding += self.now() - begin
+
+        return timed
+
+    def mapping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A dataset's `map`, timed."""
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin, cpu = self.now(), time.process_time()
+            found = original(*arguments, **keywords)
+            self.precomputing[0] += self.now() - begin
+            self.precomputing[1] += time.process_time() - cpu
+            return found
 
         return timed
 
@@ -162,12 +176,14 @@ def main(arguments: list[str]) -> None:
     _allow_foreign_torchvision()
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard
+    from datasets import Dataset
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     watch = Stopwatch()
     _wrap(DataLoaderShard, "__iter__", watch.batches)
     _wrap(AutoencoderKL, "encode", watch.encoder)
+    _wrap(Dataset, "map", watch.mapping)
     for kind in (CLIPTextModel, CLIPTextModelWithProjection):
         _wrap(kind, "forward", watch.encoder)
     if record != "-":
@@ -179,7 +195,12 @@ def main(arguments: list[str]) -> None:
     sys.argv = [script, *rest]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
-    Path(notes).write_text(json.dumps({"steps": watch.steps, "memory_bytes": _peak_bytes()}))
+    found = {
+        "steps": watch.steps,
+        "memory_bytes": _peak_bytes(),
+        "precomputing": watch.precomputing,
+    }
+    Path(notes).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ Rows:
 
 * `bare_loop`: the stage, from image shards to committed latent shards, against a loop over the same
   models and batches whose pictures are decoded and in memory before the clock starts.
+* `datasets_map`: the stage against `train_text_to_image_sdxl.py` of diffusers, which precomputes by
+  `datasets.Dataset.map`; requires `--diffusers-examples`, see docs/benchmarks.md.
 * `devices`: the stage with a stand-in encoder of a fixed time per batch, on 1, 2 and 4 devices.
 
 The models are loaded before the clock starts, on both sides.
@@ -13,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,7 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.report import Row, log, machine, publish, spread, versions
+from bench.run_diffusers_scripts import SCRIPTS, Peer
 from bench.stand_in_encoder import NAME, registered
 from bench.training_step_workloads import Context
 from runtimes.process.job import EncodeJob
@@ -40,6 +44,8 @@ from tasks.encode.encoder_client import EncoderProcess
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import EncodingPlan
 
+#: Seconds, and CPU seconds of the process that encodes.
+Times = tuple[float, float]
 ROUNDS = 5
 THREADS = "OMP_NUM_THREADS"
 
@@ -59,8 +65,16 @@ class Size:
         return self.shards * self.pictures
 
 
-FULL = {"bare_loop": Size(2, 48, 128), "devices": Size(4, 32, 128)}
-QUICK = {"bare_loop": Size(2, 4, 64, 2), "devices": Size(1, 4, 32, 2, 0.01)}
+FULL = {
+    "bare_loop": Size(2, 48, 128),
+    "datasets_map": Size(2, 48, 128),
+    "devices": Size(4, 32, 128),
+}
+QUICK = {
+    "bare_loop": Size(2, 4, 64, 2),
+    "datasets_map": Size(2, 4, 64, 2),
+    "devices": Size(1, 4, 32, 2, 0.01),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,14 +84,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --quick: 1")
     parser.add_argument("--quick", action="store_true", help="few small pictures, for tests")
     parser.add_argument("--only", nargs="+", choices=sorted(ROWS), default=sorted(ROWS))
+    parser.add_argument("--diffusers-examples", type=Path, metavar="FOLDER")
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else FULL
     facts = {"machine": machine(int(os.environ[THREADS])), "versions": versions()}
+    peer = None
+    if options.diffusers_examples is not None:
+        peer = Peer(options.diffusers_examples.resolve(), options.peer_python)
+        facts["peer_versions"] = peer.versions()
     rows = []
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder, registered():
         rounds = options.rounds or (1 if options.quick else ROUNDS)
-        context = Context(Path(folder), None, rounds, steps=1)
+        context = Context(Path(folder), peer, rounds, steps=1)
         for name in options.only:
             log(f"{name} ...")
             rows.append(context.row(name, partial(ROWS[name], size=sizes[name])))
@@ -91,13 +111,11 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
     `cpu_vs_bare_loop`: CPU seconds of the loop, divided by those of the stage.
     """
     model = _write_model(context.folder / "model")
-    job = EncodeJob("torch", str(model), batch_size=size.batch, device="cpu")
-    pool = EncoderPool(EncodingPlan(job, _transform(size)))
     tasks = _write_shards(context.folder / "images", size)
-    encoder = EncodingPlan(job, _transform(size)).open().encoder
+    encoder = EncodingPlan(_job(model, size), _transform(size)).open().encoder
     pixels, captions = _decoded(size)
 
-    def bare(folder: Path) -> tuple[float, float]:
+    def bare(folder: Path) -> Times:
         since = _Clock()
         for start in range(0, len(pixels), size.batch):
             encoder.images(pixels[start : start + size.batch])
@@ -105,17 +123,55 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
             encoder.texts(captions[start : start + 32])
         return since.elapsed()
 
-    def ours(folder: Path) -> tuple[float, float]:
+    return _compare(context, name, "bare_loop", bare, model, tasks, size)
+
+
+def datasets_map_row(context: Context, name: str, *, size: Size) -> Row:
+    """As `bare_loop`, against diffusers' script: seconds in its two calls of `Dataset.map`.
+
+    It decodes every picture in both calls, and stores pixels as well as latents.
+    """
+    script = SCRIPTS["sdxl", "full"]
+    peer, model = context.peer_with(script), _write_model(context.folder / "model")
+    tasks = _write_shards(context.folder / "images", size)
+    pictures = _write_folder(context.folder / "pictures", size)
+    options: dict[str, Any] = {
+        "resolution": size.side,
+        "center_crop": True,
+        "train_batch_size": size.batch,
+        "max_train_steps": 1,
+    }
+
+    def theirs(folder: Path) -> Times:
+        return peer.run(script, model, pictures, folder, **options).precomputing
+
+    return _compare(context, name, name, theirs, model, tasks, size)
+
+
+def _compare(
+    context: Context,
+    name: str,
+    other: str,
+    theirs: Callable[[Path], Times],
+    model: Path,
+    tasks: Sequence[EncodeTask],
+    size: Size,
+) -> Row:
+    """The row of the stage against another side that encodes the same pictures."""
+    job = _job(model, size)
+    pool = EncoderPool(EncodingPlan(job, _transform(size)))
+
+    def ours(folder: Path) -> Times:
         return _stage(folder, tasks, pool, job, size)
 
-    theirs, mine = context.alternate(bare, ours)
-    pairs = list(zip(theirs, mine, strict=True))
-    ratio, cpu = (spread([their[n] / our[n] for their, our in pairs]) for n in (0, 1))
+    their, mine = context.alternate(theirs, ours)
+    pairs = list(zip(their, mine, strict=True))
+    ratio, cpu = (spread([one[n] / our[n] for one, our in pairs]) for n in (0, 1))
     figures: dict[str, Any] = {"pictures": size.total, "ratio": ratio, "cpu_ratio": cpu}
-    for side, times in (("bare_loop", theirs), ("stage", mine)):
+    for side, times in ((other, their), ("stage", mine)):
         figures[f"{side}_pictures_per_second"] = spread([size.total / t for t, _ in times])
         figures[f"{side}_cpu_seconds_per_picture"] = spread([cpu / size.total for _, cpu in times])
-    ratios = {"rate_vs_bare_loop": ratio["median"], "cpu_vs_bare_loop": cpu["median"]}
+    ratios = {f"rate_vs_{other}": ratio["median"], f"cpu_vs_{other}": cpu["median"]}
     return Row(name, ratios, figures)
 
 
@@ -154,7 +210,7 @@ def devices_row(context: Context, name: str, *, size: Size) -> Row:
     return Row(name, ratios, figures)
 
 
-ROWS = {"bare_loop": bare_loop_row, "devices": devices_row}
+ROWS = {"bare_loop": bare_loop_row, "datasets_map": datasets_map_row, "devices": devices_row}
 
 
 class _Clock:
@@ -163,13 +219,13 @@ class _Clock:
     def __init__(self) -> None:
         self._since, self._cpu_since = time.perf_counter(), time.process_time()
 
-    def elapsed(self) -> tuple[float, float]:
+    def elapsed(self) -> Times:
         return time.perf_counter() - self._since, time.process_time() - self._cpu_since
 
 
 def _stage(
     folder: Path, tasks: Sequence[EncodeTask], pool: EncoderPool, job: EncodeJob, size: Size
-) -> tuple[float, float]:
+) -> Times:
     """Seconds and CPU seconds from image shards to committed latent shards in a new store."""
     store = Store(str(folder / "store"))
     dofn = EncodeShard(
@@ -181,6 +237,10 @@ def _stage(
     elapsed = since.elapsed()
     assert sum(sum(shard.meta["groups"].values()) for shard in shards) == len(tasks) * size.pictures
     return elapsed
+
+
+def _job(model: Path, size: Size) -> EncodeJob:
+    return EncodeJob("torch", str(model), batch_size=size.batch, device="cpu")
 
 
 def _transform(size: Size) -> TransformSettings:
@@ -227,6 +287,18 @@ def _write_shards(folder: Path, size: Size, shards: int | None = None) -> list[E
         sha256 = digest_bytes(path.read_bytes())
         tasks.append(EncodeTask(f"{number:064x}", str(path), sha256, size.pictures))
     return tasks
+
+
+def _write_folder(folder: Path, size: Size) -> Path:
+    """The pictures of all shards as files with a `metadata.jsonl`, as diffusers' scripts read."""
+    folder.mkdir()
+    with (folder / "metadata.jsonl").open("w", encoding="utf-8") as lines:
+        for shard in range(size.shards):
+            for sample in _samples(size, shard):
+                file = f"{shard}-{sample.key}.jpg"
+                (folder / file).write_bytes(sample.image)
+                lines.write(json.dumps({"file_name": file, "text": sample.captions[0]}) + "\n")
+    return folder
 
 
 def _decoded(size: Size) -> tuple[np.ndarray, list[str]]:

@@ -67,6 +67,7 @@ class ScriptRun:
     seconds: float  # from start to end of the process
     steps: list[dict[str, float]]  # from diffusers_script_hooks.py
     memory_bytes: int  # peak of the device, or of the process on a CPU
+    precomputing: tuple[float, float]  # seconds and CPU seconds of datasets' `map`
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
 
 #: Increment when the compiled step or the values read from the compiler change.
-VERSION = 4
+VERSION = 5
 #: Suffix of libtpu's folder, which is separate from our environment: inside it, libtpu would slow
 #: every start of Python.
 COMPILER = "-libtpu"

@@ -17,7 +17,7 @@ from configs.recipe import Recipe
 from configs.train import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
-from runtimes.jax.tpu_step_memory import _refused
+from runtimes.jax.tpu_step_memory import LEAST_EFFORT, _compile, _refused
 from runtimes.jax.tpu_step_memory_records import StepCost
 from runtimes.spmd.tpu_slices import parse_slice
 from tasks.tpu import tpu_training_plan
@@ -221,6 +221,28 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
 def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     said = capsys.readouterr()
     return json.loads(said.out), said.err
+
+
+class Lowered:
+    """A step whose compilation fails with a message at some efforts."""
+
+    def __init__(self, least: str = "", full: str = "") -> None:
+        self._messages = {True: least, False: full}
+
+    def compile(self, options: dict[str, Any]) -> str:
+        if message := self._messages[options == LEAST_EFFORT]:
+            raise RuntimeError(message)
+        return "least" if options else "full"
+
+
+def test_the_compiler_of_training_decides_what_does_not_fit() -> None:
+    """With full effort it may save memory; the plan's own effort is the least."""
+    assert _compile(Lowered()) == ("least", "")
+    assert _compile(Lowered("RESOURCE_EXHAUSTED: one")) == ("full", "")
+    refused = _compile(Lowered("RESOURCE_EXHAUSTED: one", "RESOURCE_EXHAUSTED: two"))
+    assert refused == (None, "RESOURCE_EXHAUSTED: two")
+    with pytest.raises(RuntimeError, match="unknown"):
+        _compile(Lowered("unknown operation"))
 
 
 MESHES = """
