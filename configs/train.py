@@ -142,7 +142,7 @@ class Train(Section):
         "none",
         description="What the backward pass recomputes, to save memory: all activations of each "
         "block (blocks), or all but the outputs of convolutions, of products with weights and of "
-        "PyTorch's attention kernels (selective). Compiled blocks treat selective as none.",
+        "attention kernels (selective). Compiled blocks treat selective as none.",
     )
     compile: Literal["auto", "none", "blocks", "denoiser"] = Field(
         "auto",
