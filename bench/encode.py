@@ -129,7 +129,7 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
 def datasets_map_row(context: Context, name: str, *, size: Size) -> Row:
     """As `bare_loop`, against diffusers' script: seconds in its two calls of `Dataset.map`.
 
-    It decodes every picture in both calls, and stores pixels as well as latents.
+    It decodes every picture in both calls.
     """
     script = SCRIPTS["sdxl", "full"]
     peer, model = context.peer_with(script), _write_model(context.folder / "model")

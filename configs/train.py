@@ -142,7 +142,8 @@ class Train(Section):
         "none",
         description="What the backward pass recomputes, to save memory: all activations of each "
         "block (blocks), or all but the outputs of convolutions, of products with weights and of "
-        "attention kernels (selective). Compiled blocks treat selective as none.",
+        "PyTorch's and TPUs' attention kernels (selective). Compiled blocks treat selective as "
+        "none.",
     )
     compile: Literal["auto", "none", "blocks", "denoiser"] = Field(
         "auto",

@@ -37,8 +37,10 @@ SHORTEST = 512
 #: Name, for jax.checkpoint's policies, of the kernel's output and log-sum-exp.
 KEPT = "splash_attention"
 #: Largest block of keys of the backward kernel, in blocks of logits. The kernel writes a partial
-#: gradient of the queries for each. Four need 17.3 MiB on a v5p; the compiler allots 16 MiB.
+#: gradient of the queries for each. For heads of 64, four need 17.3 MiB of 16 MiB.
 BLOCKS_OF_KEYS = 2
+#: Largest block of queries of the backward kernel. With 1,024, two blocks of keys need 16.1 MiB.
+LARGEST_BLOCK_OF_QUERIES = 512
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class SplashAttention:
         blocks = splash_attention_kernel.BlockSizes(
             block_q=block_q,
             block_kv=block_kv,
-            block_q_dkv=_block(lengths[0], LARGEST_BLOCK_OF_WIDE_HEADS),
+            block_q_dkv=_block(lengths[0], LARGEST_BLOCK_OF_QUERIES),
             block_kv_dkv=_block(lengths[1], BLOCKS_OF_KEYS * block_kv, block_kv),
             block_kv_dkv_compute=block_kv,
             use_fused_bwd_kernel=True,

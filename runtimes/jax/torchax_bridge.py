@@ -109,7 +109,7 @@ def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[
 def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Whether selective recomputation keeps an operation's outputs.
 
-    Attention without the kernel is computed again: its logits are larger than all else.
+    Attention without TPUs' kernel is computed again; XLA's logits are larger than all else.
     """
     is_convolution = primitive is jax.lax.conv_general_dilated_p
     return is_convolution or _KEEP_NAMED(primitive, **parameters)

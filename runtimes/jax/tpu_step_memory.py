@@ -50,12 +50,12 @@ def step_cost(request: TpuStepRequest) -> StepCost:
 
     check_settings(settings)
     step = AbstractStep(request, settings, devices, where.hosts)
-    compiled, refused = _compile(step.lower())
+    compiled, options, refused = _compile(step.lower(), where.chip.hbm_bytes)
     costs: dict[str, float] = {}
     if compiled is None:
         memory = _refused(refused, step.argument_bytes())
     else:
-        memory, costs = _memory(compiled.memory_analysis()), _costs(compiled, step)
+        memory, costs = _memory(compiled.memory_analysis()), _costs(compiled, step, options)
     optimal, kernel_flops = costs.get("optimal_seconds", -1.0), step.kernel_flops()
     # XLA's cost analysis counts one iteration of the loop over micro-batches.
     times = step.micro_batches if step.has_loops else 1
@@ -73,27 +73,30 @@ def step_cost(request: TpuStepRequest) -> StepCost:
     )
 
 
-def _compile(lowered: Any) -> tuple[Any, str]:
-    """The compiled step, or None and the compiler's message if its memory does not suffice.
+def _compile(lowered: Any, memory: int) -> tuple[Any, dict[str, Any], str]:
+    """Compile with least effort; if `memory` bytes do not suffice, as training does.
 
-    Training compiles with full effort, which may save memory: it decides if the least is refused.
+    Returns:
+        The program, its compiler options, and an empty message; or None, and the compiler's message
+        that a chip's memory does not suffice.
     """
-    refused = ""
     for options in (LEAST_EFFORT, {}):
         try:
-            return lowered.compile(options), ""
+            compiled, refused = lowered.compile(options), ""
         except Exception as error:  # jaxlib has no exception type for out of memory
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            refused = str(error)
-    return None, refused
+            compiled, refused = None, str(error)
+        if compiled is not None and _memory(compiled.memory_analysis())["total"] <= memory:
+            break
+    return compiled, options, refused
 
 
-def _costs(compiled: Any, step: Any) -> dict[str, float]:
+def _costs(compiled: Any, step: Any, options: dict[str, Any]) -> dict[str, float]:
     """XLA's cost analysis of the step, with all iterations of loops over blocks."""
     total = dict(compiled.cost_analysis() or {})
     for count, body in step.lower_loop_bodies():
-        one = body.compile(LEAST_EFFORT).cost_analysis()
+        one = body.compile(options).cost_analysis()
         for name in COSTS:
             total[name] += count * one[name]
     return total

@@ -58,7 +58,7 @@ for latents in data:
 """
 
 
-def test_stopwatch_splits_a_step_into_fetch_encode_and_body(
+def test_stopwatch_splits_a_step_into_fetch_encode_and_body_and_sums_precomputing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Stopwatch()
@@ -80,6 +80,9 @@ def test_stopwatch_splits_a_step_into_fetch_encode_and_body(
         encode()
         work(4)
     assert watch.steps == [{"fetch": 1, "encode": 2, "body": 6}] * 3
+    for _ in range(2):
+        watch.mapping(lambda: work(3))()
+    assert watch.precomputing[0] == 2 * 3
     slow_first = [{"fetch": 9.0, "encode": 9.0, "body": 9.0}, *watch.steps]
     time = PeerTime.from_steps(slow_first, warm_up=1)
     assert (time.iteration, time.precomputed, time.training) == (7, 5, 4)

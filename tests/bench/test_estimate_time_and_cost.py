@@ -3,31 +3,31 @@
 import re
 from pathlib import Path
 
-from bench import estimate_time_and_cost as sizing
+from bench import estimate_time_and_cost as estimate
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_table_of_sizes_is_that_of_the_documents() -> None:
     """Otherwise: python -m bench.estimate_time_and_cost prints it."""
-    assert sizing.table() in (DOCS / "scale.md").read_text(encoding="utf-8")
+    assert estimate.table() in (DOCS / "scale.md").read_text(encoding="utf-8")
 
 
 def test_measured_rates_are_those_of_the_documents() -> None:
     scale = (DOCS / "scale.md").read_text(encoding="utf-8")
-    assert f"A CPU second plans {sizing.PLANNED / 1e6} million rows" in scale
-    assert f"| CPU ms per picture | {sizing.FETCHED * 1000:.0f} (" in scale
-    assert f"| plan in the store, bytes per row | {sizing.PLAN_ROW} |" in scale
-    assert f"1024 pixels, {sizing.LATENTS / 1e6} MB each" in scale
-    assert f"| share of linear scaling | 1 | 1.00 | {sizing.SCALING} |" in scale
-    with_flip = (sizing.LATENTS + sizing.MIRRORED) / 1e6
+    assert f"A CPU second plans {estimate.PLANNED / 1e6} million rows" in scale
+    assert f"| CPU ms per picture | {estimate.FETCHED * 1000:.0f} (" in scale
+    assert f"| plan in the store, bytes per row | {estimate.PLAN_ROW} |" in scale
+    assert f"1024 pixels, {estimate.LATENTS / 1e6} MB each" in scale
+    assert f"| share of linear scaling | 1 | 1.00 | {estimate.SCALING} |" in scale
+    with_flip = (estimate.LATENTS + estimate.MIRRORED) / 1e6
     assert f"a sample then has {with_flip:.2f} MB" in scale
     benchmarks = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    assert f"| `sdxl_full`, batch 4: the default | {sizing.TRAINED} |" in benchmarks
+    assert f"| `sdxl_full`, batch 4: the default | {estimate.TRAINED} |" in benchmarks
 
 
 def test_a_row_is_its_arithmetic() -> None:
-    (row,) = (line for line in sizing.table().splitlines() if line.startswith("| 1,000,000 |"))
+    (row,) = (line for line in estimate.table().splitlines() if line.startswith("| 1,000,000 |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     # 1e6 / 0.44e6 s; 1e6 * 98 ms in hours, on 8 cores; 1e6 / 50 / 3600; 1e6 / 14.2 / 3600
     assert cells[2:8] == ["2.3 s", "27", "3.4 h", "5.6", "5.6 h", "20"]
@@ -43,13 +43,13 @@ def test_formulas_have_the_rates_of_the_table() -> None:
         return float(found.replace(",", ""))
 
     for pattern in r"\| download \| ([\d.]+) CPU ms", r"Download\*\* = pictures . ([\d.]+) ms":
-        assert number(pattern) == sizing.FETCHED * 1000
+        assert number(pattern) == estimate.FETCHED * 1000
     for pattern in r"\| encoding \| ([\d.]+) pictures", r"Encode\*\* = pictures ÷ ([\d.]+) per":
-        assert number(pattern) == sizing.ENCODED
+        assert number(pattern) == estimate.ENCODED
     for pattern in r"one accelerator \| ([\d.]+) of", r"one accelerator, the rate is . ([\d.]+):":
-        assert number(pattern) == sizing.SCALING
-    assert number(r"128 cores at this rate fetch ([\d,]+)") == round(128 / sizing.FETCHED)
-    assert number(r"which is (\d+) Gbit/s") == round(128 / sizing.FETCHED * 4e6 * 8 / 1e9)
-    prices = sizing.CORE_HOUR, sizing.DEVICE_HOUR, sizing.GB_MONTH
+        assert number(pattern) == estimate.SCALING
+    assert number(r"128 cores at this rate fetch ([\d,]+)") == round(128 / estimate.FETCHED)
+    assert number(r"which is (\d+) Gbit/s") == round(128 / estimate.FETCHED * 4e6 * 8 / 1e9)
+    prices = estimate.CORE_HOUR, estimate.DEVICE_HOUR, estimate.GB_MONTH
     words = "${} per core hour, ${:.0f} per accelerator hour, ${} per GB and month"
     assert words.format(*prices) in scale

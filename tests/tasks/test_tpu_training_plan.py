@@ -1,11 +1,13 @@
 """Planning: few compilations find the largest batch, and plans are cached."""
 
+from __future__ import annotations
+
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,26 +225,46 @@ def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     return json.loads(said.out), said.err
 
 
+@dataclass
+class Program:
+    """A compiled step that needs so many bytes."""
+
+    argument_size_in_bytes: int
+    temp_size_in_bytes = output_size_in_bytes = 0
+    alias_size_in_bytes = generated_code_size_in_bytes = 0
+
+    def memory_analysis(self) -> Program:
+        return self
+
+
+@dataclass
 class Lowered:
-    """A step whose compilation fails with a message at some efforts."""
+    """A step whose compilation needs so many bytes, or fails with a message, by effort."""
 
-    def __init__(self, least: str = "", full: str = "") -> None:
-        self._messages = {True: least, False: full}
+    least: int | str
+    full: int | str
 
-    def compile(self, options: dict[str, Any]) -> str:
-        if message := self._messages[options == LEAST_EFFORT]:
-            raise RuntimeError(message)
-        return "least" if options else "full"
+    def compile(self, options: dict[str, Any]) -> Program:
+        found = self.least if options == LEAST_EFFORT else self.full
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return Program(found)
 
 
 def test_the_compiler_of_training_decides_what_does_not_fit() -> None:
     """With full effort it may save memory; the plan's own effort is the least."""
-    assert _compile(Lowered()) == ("least", "")
-    assert _compile(Lowered("RESOURCE_EXHAUSTED: one")) == ("full", "")
-    refused = _compile(Lowered("RESOURCE_EXHAUSTED: one", "RESOURCE_EXHAUSTED: two"))
-    assert refused == (None, "RESOURCE_EXHAUSTED: two")
+    small, large, refused = Program(10), Program(11), "RESOURCE_EXHAUSTED: "
+    for least, full, expected in (
+        (10, 9, (small, LEAST_EFFORT, "")),
+        (12, 10, (small, {}, "")),
+        (12, 11, (large, {}, "")),
+        (refused + "one", 10, (small, {}, "")),
+        (refused + "one", refused + "two", (None, {}, refused + "two")),
+        (12, refused + "two", (None, {}, refused + "two")),
+    ):
+        assert _compile(Lowered(least, full), 10) == expected  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="unknown"):
-        _compile(Lowered("unknown operation"))
+        _compile(Lowered("unknown operation", 10), 10)
 
 
 MESHES = """
