@@ -110,8 +110,8 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
 
     `cpu_vs_bare_loop`: CPU seconds of the loop, divided by those of the stage.
     """
-    model = _write_model(context.folder / "model")
-    tasks = _write_shards(context.folder / "images", size)
+    folder = context.folder / name
+    model, tasks = _write_model(folder / "model"), _write_shards(folder / "images", size)
     encoder = EncodingPlan(_job(model, size), _transform(size)).open().encoder
     pixels, captions = _decoded(size)
 
@@ -132,9 +132,9 @@ def datasets_map_row(context: Context, name: str, *, size: Size) -> Row:
     It decodes every picture in both calls.
     """
     script = SCRIPTS["sdxl", "full"]
-    peer, model = context.peer_with(script), _write_model(context.folder / "model")
-    tasks = _write_shards(context.folder / "images", size)
-    pictures = _write_folder(context.folder / "pictures", size)
+    peer, folder = context.peer_with(script), context.folder / name
+    model, tasks = _write_model(folder / "model"), _write_shards(folder / "images", size)
+    pictures = _write_folder(folder / "pictures", size)
     options: dict[str, Any] = {
         "resolution": size.side,
         "center_crop": True,
