@@ -33,12 +33,12 @@ def attend(
         scale: factor of the logits.
         dropping: PRNG key and dropout probability of the attention weights.
     """
-    if mask is None and dropping is None:
-        splash = None if causal else splash_attention.current()
+    if dropping is None and not causal and _excludes_keys(mask):
+        splash = splash_attention.current()
         if splash is not None and splash.suits(query, key):
-            return splash(query, key, value, scale)
-        if _has_fused_kernel(query):
-            return fused(query, key, value, causal=causal, scale=scale)
+            return splash(query, key, value, scale, mask)
+    if dropping is None and mask is None and _has_fused_kernel(query):
+        return fused(query, key, value, causal=causal, scale=scale)
     wide = jnp.float32
     logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale
     if causal:
@@ -50,6 +50,11 @@ def attend(
         random, share = dropping
         weights = weights * jax.random.bernoulli(random, 1 - share, weights.shape) / (1 - share)
     return jnp.einsum("bhts,bhsd->bhtd", weights.astype(value.dtype), value)
+
+
+def _excludes_keys(mask: Array | None) -> bool:
+    """Whether a mask, if any, excludes the same keys from all queries and heads: their padding."""
+    return mask is None or (mask.dtype == bool and mask.ndim == 4 and mask.shape[1:3] == (1, 1))
 
 
 def _has_fused_kernel(query: Array) -> bool:

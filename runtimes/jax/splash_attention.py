@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 from jax.sharding import PartitionSpec
 
 from runtimes.jax.mesh import Mesh
@@ -74,7 +75,9 @@ class SplashAttention:
         """The kernel on a mesh of TPUs; None for other devices."""
         return cls(mesh.mesh) if mesh.platform == "tpu" else None
 
-    def __call__(self, query: Array, key: Array, value: Array, scale: float) -> Array:
+    def __call__(
+        self, query: Array, key: Array, value: Array, scale: float, kept: Array | None = None
+    ) -> Array:
         """Attention output [B, H, T, D] in the dtype of `value`.
 
         Args:
@@ -82,29 +85,37 @@ class SplashAttention:
             key: [B, H, S, D].
             value: [B, H, S, D].
             scale: factor of the logits.
+            kept: [B or 1, 1, 1, S] bool; False excludes a key, such as padding of a caption.
         """
         if times := _TIMES.get():
             self.forward_flops.extend([4.0 * math.prod(query.shape) * key.shape[2]] * times)
-        length, keys = query.shape[2], key.shape[2]
-        padded = [_padded(array) for array in (query * scale, key, value)]
+        rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+        arrays = [_padded(array) for array in (query * scale, key, value)]
+        padding = arrays[1].shape[2] - keys
+        if kept is not None or padding:
+            kept = jnp.ones((1, 1, 1, keys), bool) if kept is None else kept
+            kept = jnp.broadcast_to(kept[:, 0, 0], (rows, keys))
+            arrays.append(jnp.pad(kept, ((0, 0), (0, padding))).astype(jnp.int32))
         spread = PartitionSpec(AXES)
 
-        def local(query: Array, key: Array, value: Array) -> Array:
-            kernel, segments = self._kernel(query, key, keys)
-            run: Any = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+        def local(query: Array, key: Array, value: Array, *kept: Array) -> Array:
+            kernel: Any = self._kernel(query, key)
+            if not kept:
+                return cast(Array, jax.vmap(kernel)(query, key, value))
+            # The kernel attends within a segment: queries and kept keys are segment 1.
+            segments = SegmentIds(jnp.ones(query.shape[2], jnp.int32), *kept)
+            axes: Any = SegmentIds(None, 0)  # type: ignore[arg-type]
+            run = jax.vmap(kernel, in_axes=(0, 0, 0, axes))
             return cast(Array, run(query, key, value, segments))
 
+        specs = (spread,) * len(arrays)
         sharded = jax.shard_map(
-            local, mesh=self.mesh, in_specs=(spread,) * 3, out_specs=spread, check_vma=False
+            local, mesh=self.mesh, in_specs=specs, out_specs=spread, check_vma=False
         )
-        return sharded(*padded)[:, :, :length].astype(value.dtype)
+        return sharded(*arrays)[:, :, :length].astype(value.dtype)
 
-    def _kernel(
-        self, query: Array, key: Array, keys: int
-    ) -> tuple[
-        splash_attention_kernel.SplashAttentionKernel, splash_attention_kernel.SegmentIds | None
-    ]:
-        """The kernel for padded arrays, and the segments that exclude the padding of the keys."""
+    def _kernel(self, query: Array, key: Array) -> splash_attention_kernel.SplashAttentionKernel:
+        """The kernel for padded arrays."""
         heads, lengths = query.shape[1], (query.shape[2], key.shape[2])
         mask = splash_attention_mask.MultiHeadMask(
             [splash_attention_mask.FullMask(lengths) for _ in range(heads)]
@@ -119,14 +130,9 @@ class SplashAttention:
             block_kv_dkv_compute=block_kv,
             use_fused_bwd_kernel=True,
         )
-        kernel = splash_attention_kernel.make_splash_mha_single_device(
+        return splash_attention_kernel.make_splash_mha_single_device(
             mask, block_sizes=blocks, interpret=self.interpret, residual_checkpoint_name=KEPT
         )
-        if keys == lengths[1]:
-            return kernel, None
-        padding = (jnp.arange(lengths[1]) >= keys).astype(jnp.int32)
-        segments = splash_attention_kernel.SegmentIds(jnp.zeros(lengths[0], jnp.int32), padding)
-        return kernel, segments
 
 
 _CURRENT: ContextVar[SplashAttention | None] = ContextVar("splash_attention", default=None)

@@ -64,6 +64,32 @@ def test_the_kernel_and_its_gradients_equal_the_plain_formula(
     assert kernel.forward_flops == [4 * 2 * queries * keys * size]
 
 
+@pytest.mark.parametrize("keys", [256, 300])
+def test_the_kernel_excludes_padding_of_captions(
+    keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row has its own; excluded keys and values have no gradient."""
+    monkeypatch.setattr(splash_attention, "SHORTEST", 256)
+    query, gradient = normal(2, 3, 2, 256, 8)
+    key, value = normal(2, 3, 2, keys, 8, seed=1)
+    lengths = jnp.asarray([keys, 1, keys // 2])
+    kept = (jnp.arange(keys) < lengths[:, None])[:, None, None]
+
+    def gradients(splash: SplashAttention | None) -> Any:
+        def call(*given: Any) -> Any:
+            with using(splash):
+                return jnp.sum(attend(*given, kept, scale=0.3) * gradient)
+
+        return jax.jit(jax.value_and_grad(call, argnums=(0, 1, 2)))(query, key, value)
+
+    kernel = interpreted()
+    found, expected = gradients(kernel), gradients(None)
+    assert kernel.forward_flops, "the mask is one that the kernel supports"
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert not found[1][1][1, :, 1:].any() and not found[1][2][1, :, 1:].any()
+
+
 @pytest.mark.parametrize(("keys", "blocks"), [(640, 1), (640, 5), (512, 2), (500, 2)])
 def test_gradients_of_several_blocks_of_keys_are_summed(
     keys: int, blocks: int, monkeypatch: pytest.MonkeyPatch
