@@ -287,7 +287,7 @@ import jax
 from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from runtimes.spmd.tpu_slices import parse_slice
-from runtimes.jax.tpu_step_memory import _devices, _refused
+from runtimes.jax.tpu_step_memory import _cost, _devices, _refused
 for name in sys.argv[1:]:
     where = parse_slice(name)
     _, devices = _devices(where)
@@ -306,6 +306,9 @@ for name in sys.argv[1:]:
     fits = step.compile()
     assert fits.memory_analysis().output_size_in_bytes == 256 * 512 * 4
     assert fits.cost_analysis()["flops"] >= 2 * 2 * 256 * 256 * 512
+    rotary = ShapeDtypeStruct((256, 512), "complex64", sharding=here)
+    step = jax.jit(lambda x: (x * x).real).trace(rotary).lower(lowering_platforms=("tpu",))
+    assert 0 < _cost(step.compile())["optimal_seconds"] < 1e-3, name
 """
 
 
@@ -389,5 +392,5 @@ def test_attention_kernels_compile_for_each_generation_and_move_fewer_bytes() ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("libtpu")
 def test_the_compilers_memory_limit_is_that_of_our_table() -> None:
-    """It refuses a larger program and compiles one that fits."""
+    """It refuses a larger program and compiles one that fits; complex arguments have a time."""
     ask_compiler(REFUSED, "v4-8", "v5e-4", "v5p-8", "v6e-4")
