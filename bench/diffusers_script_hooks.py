@@ -20,6 +20,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,14 +177,16 @@ def main(arguments: list[str]) -> None:
     _allow_foreign_torchvision()
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard
-    from datasets import Dataset
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     watch = Stopwatch()
     _wrap(DataLoaderShard, "__iter__", watch.batches)
     _wrap(AutoencoderKL, "encode", watch.encoder)
-    _wrap(Dataset, "map", watch.mapping)
+    if find_spec("datasets"):
+        from datasets import Dataset
+
+        _wrap(Dataset, "map", watch.mapping)
     for kind in (CLIPTextModel, CLIPTextModelWithProjection):
         _wrap(kind, "forward", watch.encoder)
     if record != "-":

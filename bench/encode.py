@@ -34,7 +34,7 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.report import Row, log, machine, publish, spread, versions
-from bench.run_diffusers_scripts import SCRIPTS, Peer
+from bench.run_diffusers_scripts import SCRIPTS, PeerFailed, add_peer_options, find_peer
 from bench.stand_in_encoder import NAME, registered
 from bench.training_step_workloads import Context
 from runtimes.process.job import EncodeJob
@@ -47,6 +47,7 @@ from tasks.encode.encoder_process import EncodingPlan
 #: Seconds, and CPU seconds of the process that encodes.
 Times = tuple[float, float]
 ROUNDS = 5
+WRONG_INPUT = 2  # exit code
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -84,16 +85,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --quick: 1")
     parser.add_argument("--quick", action="store_true", help="few small pictures, for tests")
     parser.add_argument("--only", nargs="+", choices=sorted(ROWS), default=sorted(ROWS))
-    parser.add_argument("--diffusers-examples", type=Path, metavar="FOLDER")
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    add_peer_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
     options = parser.parse_args(arguments)
     sizes = QUICK if options.quick else FULL
     facts = {"machine": machine(int(os.environ[THREADS])), "versions": versions()}
-    peer = None
-    if options.diffusers_examples is not None:
-        peer = Peer(options.diffusers_examples.resolve(), options.peer_python)
-        facts["peer_versions"] = peer.versions()
+    try:
+        peer = find_peer(options, facts)
+    except PeerFailed as error:
+        log(f"error: {error}")
+        return WRONG_INPUT
     rows = []
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder, registered():
         rounds = options.rounds or (1 if options.quick else ROUNDS)

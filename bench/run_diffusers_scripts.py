@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,39 @@ SCRIPTS = {
     ("sd", "full"): "train_text_to_image.py",
     ("sd", "lora"): "train_text_to_image_lora.py",
 }
+
+
+def add_peer_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--diffusers-examples` and `--peer-python`, which `find_peer` reads."""
+    parser.add_argument(
+        "--diffusers-examples",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with train_text_to_image_sdxl.py and train_text_to_image_lora_sdxl.py; "
+        "without it, rows that require them are skipped",
+    )
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="Python interpreter for these scripts (default: this one)",
+    )
+
+
+def find_peer(options: argparse.Namespace, facts: dict[str, Any]) -> Peer | None:
+    """The peer of the options, its versions added to `facts`; None without scripts.
+
+    Raises:
+        PeerFailed: its interpreter or one of its packages is missing.
+    """
+    if options.diffusers_examples is None:
+        return None
+    peer = Peer(options.diffusers_examples.resolve(), options.peer_python)
+    try:
+        facts["peer_versions"] = peer.versions()
+    except (OSError, PeerFailed) as error:
+        raise PeerFailed(f"--peer-python {options.peer_python}: {error}") from None
+    return peer
 
 
 class PeerFailed(RuntimeError):

@@ -10,6 +10,9 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from bench.run_diffusers_scripts import PeerFailed, add_peer_options, find_peer
 
 ROUNDS = 5
 STEPS = 40
@@ -35,19 +38,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="torch: compare with diffusers' scripts; mindspore: compare with mindone's training "
         "step (default: %(default)s)",
     )
-    parser.add_argument(
-        "--diffusers-examples",
-        type=Path,
-        metavar="FOLDER",
-        help="folder with train_text_to_image_sdxl.py and train_text_to_image_lora_sdxl.py; "
-        "without it, rows that require them are skipped",
-    )
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="Python interpreter for these scripts (default: this one)",
-    )
+    add_peer_options(parser)
     parser.add_argument(
         "--steps",
         type=int,
@@ -82,20 +73,19 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     options = parse(arguments)
     from bench import report
-    from bench.run_diffusers_scripts import Peer, PeerFailed
     from bench.train_mindspore import MINDSPORE_ROWS
     from bench.train_rows import ROWS
     from bench.training_step_workloads import Context
 
-    facts = {"machine": report.machine(int(os.environ[THREADS])), "versions": report.versions()}
-    peer = None
-    if options.diffusers_examples is not None:
-        peer = Peer(options.diffusers_examples.resolve(), options.peer_python)
-        try:
-            facts["peer_versions"] = peer.versions()
-        except (OSError, PeerFailed) as error:
-            report.log(f"error: --peer-python {options.peer_python}: {error}")
-            return WRONG_INPUT
+    facts: dict[str, Any] = {
+        "machine": report.machine(int(os.environ[THREADS])),
+        "versions": report.versions(),
+    }
+    try:
+        peer = find_peer(options, facts)
+    except PeerFailed as error:
+        report.log(f"error: {error}")
+        return WRONG_INPUT
     if options.runtime != "torch":
         from runtimes.check_support import probe_runtime
 

@@ -38,7 +38,7 @@ SHORTEST = 512
 #: Name, for jax.checkpoint's policies, of the kernel's output and log-sum-exp.
 KEPT = "splash_attention"
 #: Largest block of keys of the backward kernel, in blocks of logits. The kernel writes a partial
-#: gradient of the queries for each. For heads of 64, four need 17.3 MiB of 16 MiB.
+#: gradient of the queries for each. For heads of 64, four need 17.3 MiB; a kernel has 16 MiB.
 BLOCKS_OF_KEYS = 2
 #: Largest block of queries of the backward kernel. With 1,024, two blocks of keys need 16.1 MiB.
 LARGEST_BLOCK_OF_QUERIES = 512

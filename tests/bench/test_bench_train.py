@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench import benchmark_inputs, overhead, run_kilnworks
+from bench import benchmark_inputs, encode, overhead, run_kilnworks, train
 from bench.compare_losses import compare as compare_losses
 from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
@@ -86,6 +86,17 @@ def test_stopwatch_splits_a_step_into_fetch_encode_and_body_and_sums_precomputin
     slow_first = [{"fetch": 9.0, "encode": 9.0, "body": 9.0}, *watch.steps]
     time = PeerTime.from_steps(slow_first, warm_up=1)
     assert (time.iteration, time.precomputed, time.training) == (7, 5, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", [train, encode])
+def test_a_missing_interpreter_is_an_error_before_the_rows(
+    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = str(tmp_path / "python")
+    given = ["--diffusers-examples", str(tmp_path), "--peer-python", python]
+    assert bench.main(given) == bench.WRONG_INPUT
+    assert f"error: --peer-python {python}: " in capsys.readouterr().err
 
 
 def test_loop_time_excludes_the_warm_up() -> None:
