@@ -124,6 +124,54 @@ def write_full_size(folder: Path, config: Path) -> Path:
     return folder
 
 
+def write_encoders(folder: Path, unet: dict[str, Any]) -> Path:
+    """Write a pipeline in bf16 whose VAE and text encoders have the published sizes of SD2 or SDXL.
+
+    Weights are random, the vocabulary is the demo's, and of the UNet there is its config alone.
+
+    Args:
+        unet: its config.json, which tells SDXL from SD2.
+    """
+    import torch
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)
+    sdxl = unet.get("addition_embed_type") == "text_time"
+    vae = {"scaling_factor": 0.13025 if sdxl else 0.18215}
+    towers = [(CLIPTextModel, 768, 12, 12)] if sdxl else [(CLIPTextModel, 1024, 16, 23)]
+    towers += [(CLIPTextModelWithProjection, 1280, 20, 32)] if sdxl else []
+    index: dict[str, Any] = {
+        "_class_name": "StableDiffusionXLPipeline" if sdxl else "StableDiffusionPipeline",
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        blocks = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
+        down = ["DownEncoderBlock2D"] * 4
+        up = ["UpDecoderBlock2D"] * 4
+        model = AutoencoderKL(
+            **blocks, down_block_types=down, up_block_types=up, latent_channels=4, **vae
+        )
+        parts: dict[str, Any] = {"vae": model}
+        for suffix, (kind, width, heads, layers) in zip(("", "_2"), towers, strict=False):
+            config = _text_config(tokenizer, width, width)
+            config.update({"num_attention_heads": heads, "num_hidden_layers": layers})
+            config.intermediate_size = 4 * width
+            parts[f"text_encoder{suffix}"] = kind(config)
+            index[f"text_encoder{suffix}"] = ["transformers", kind.__name__]
+            index[f"tokenizer{suffix}"] = ["transformers", "CLIPTokenizer"]
+            tokenizer.save_pretrained(folder / f"tokenizer{suffix}")
+    for name, part in parts.items():
+        part.to(device="cpu", dtype=torch.bfloat16).save_pretrained(folder / name)
+    (folder / "unet").mkdir()
+    (folder / "unet" / "config.json").write_text(json.dumps(unet), encoding="utf-8")
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    return folder
+
+
 def _small_vae() -> Any:
     from diffusers import AutoencoderKL
 

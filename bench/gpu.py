@@ -1,23 +1,28 @@
-"""Measure training on one GPU at true size: `python -m bench.gpu --help`.
+"""Measure training and encoding on one GPU at true size: `python -m bench.gpu --help`.
 
 Each piece takes under ten minutes. Inputs are random; models have the published sizes. Every
-variant is a process of its own, so that memory and compiled programs are its own.
+variant is a process of its own, so that memory and compiled programs are its own. With --together,
+several of them load and compile side by side; steps are still timed one variant at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench import benchmark_inputs, report, run_kilnworks
 from bench.job_command_line import read_train_job
@@ -27,9 +32,10 @@ from bench.training_step_workloads import METHODS, OURS
 from runtimes.process.job import TrainJob, write_job
 
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
-WARM_UP = 3  # steps, compilation included
+WARM_UP = 5  # steps, compilation and capture included
 EAGER: dict[str, Any] = {"compile": "none"}
 EXACT: dict[str, Any] = {"deterministic": True}
+GRAPHS: dict[str, Any] = {"cuda_graphs": True}
 CUDNN: dict[str, Any] = {"attention": "cudnn"}
 LORA = METHODS["lora"]
 
@@ -57,15 +63,18 @@ PIECES: dict[str, dict[str, Variant]] = {
         "sd2_full_denoiser": (SD2, {"compile": "denoiser"}),
         "sd2_full_checkpointing": (SD2, {"gradient_checkpointing": "blocks"}),
         "sd2_lora": (SD2, LORA),
+        "sd2_lora_cuda_graphs": (SD2, {**LORA, **GRAPHS}),
         "sd2_lora_cudnn_attention": (SD2, {**LORA, **CUDNN}),
         "sd2_lora_eager": (SD2, {**LORA, **EAGER}),
     },
     "sdxl": {
         "sdxl_full": (SDXL, {}),
+        "sdxl_full_cuda_graphs": (SDXL, GRAPHS),
         "sdxl_full_cudnn_attention": (SDXL, CUDNN),
         "sdxl_full_eager": (SDXL, EAGER),
         "sdxl_full_checkpointing": (SDXL, {"gradient_checkpointing": "blocks"}),
         "sdxl_lora": (SDXL, LORA),
+        "sdxl_lora_cuda_graphs": (SDXL, {**LORA, **GRAPHS}),
         "sdxl_lora_cudnn_attention": (SDXL, {**LORA, **CUDNN}),
     },
     "jax": {
@@ -75,32 +84,56 @@ PIECES: dict[str, dict[str, Variant]] = {
 }
 
 
-def measure(job: TrainJob, steps: int) -> dict[str, Any]:
-    """Speed, MFU and peak memory of bare steps of a job."""
+def measure(job: TrainJob, steps: int, lock: Path) -> dict[str, Any]:
+    """Speed, MFU and peak memory of bare steps of a job.
+
+    Args:
+        lock: file of `_shared` and `_alone`.
+    """
     from bench.overhead import BareSteps
 
-    begin = time.perf_counter()
-    bare = BareSteps(job)
-    loaded = time.perf_counter()
-    bare.seconds(WARM_UP)
-    warm = time.perf_counter()
-    seconds = bare.seconds(steps) / steps
-    images = job.train["global_batch_size"]
-    figures: dict[str, Any] = {
-        "images_per_second": images / seconds,
-        "seconds": seconds,
-        "memory_gb": bare.runtime.memory_bytes() / 1e9,
-        "load_seconds": loaded - begin,
-        "warm_up_seconds": warm - loaded,
-        "batch": images,
-    }
-    if os.environ.get(PROFILE):
-        report.log(_profile(bare))
+    with _shared(lock):
+        begin = time.perf_counter()
+        bare = BareSteps(job)
+        loaded = time.perf_counter()
+        bare.seconds(WARM_UP)
+        warm = time.perf_counter()
+    with _alone(lock):
+        bare.seconds(1)  # the device may have been idle
+        seconds = bare.seconds(steps) / steps
+        images = job.train["global_batch_size"]
+        figures: dict[str, Any] = {
+            "images_per_second": images / seconds,
+            "seconds": seconds,
+            "memory_gb": bare.runtime.memory_bytes() / 1e9,
+            "load_seconds": loaded - begin,
+            "warm_up_seconds": warm - loaded,
+            "batch": images,
+        }
+        if os.environ.get(PROFILE):
+            report.log(_profile(bare))
     flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
     if flops:
         figures["tflop_per_image"] = flops / images / 1e12
         figures |= {"mfu": flops / seconds / peak} if peak else {}
     return figures
+
+
+@contextmanager
+def _locked(lock: Path, kind: int) -> Iterator[None]:
+    with lock.open("a") as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def _shared(lock: Path) -> AbstractContextManager[None]:
+    """Context of loading and compiling: no other variant is timed."""
+    return _locked(lock, fcntl.LOCK_SH)
+
+
+def _alone(lock: Path) -> AbstractContextManager[None]:
+    """Context of timed steps: no other variant uses the device."""
+    return _locked(lock, fcntl.LOCK_EX)
 
 
 def _profile(bare: Any) -> str:
@@ -119,8 +152,9 @@ def run_piece(
     folder: Path,
     steps: int,
     limit: float | None = None,
+    together: int = 1,
 ) -> list[Row]:
-    """Measure variants one after another, each in a process of its own.
+    """Measure variants, each in a process of its own.
 
     Args:
         variants: name to model and settings.
@@ -128,30 +162,55 @@ def run_piece(
         folder: for job files.
         steps: timed steps.
         limit: maximum seconds of a variant; its process is then killed.
+        together: variants that load and compile side by side; the device's memory must hold them.
     """
-    rows = []
-    for name, (model, settings) in variants.items():
-        report.log(f"{name} ...")
-        path = folder / f"{name}.json"
-        write_job(make_job(model, settings), path)
-        rows.append(_measure_alone(name, path, steps, limit))
-        report.log("\n".join(report.table(rows[-1:])))
+    rows, names = [], list(variants)
+    for first in range(0, len(names), together):
+        group = names[first : first + together]
+        report.log(f"{', '.join(group)} ...")
+        jobs = [folder / f"{name}.json" for name in group]
+        for name, job in zip(group, jobs, strict=True):
+            write_job(make_job(*variants[name]), job)
+        with ThreadPoolExecutor(len(group)) as pool:
+            found = list(pool.map(lambda n, j: _measure_alone(n, j, steps, limit), group, jobs))
+        report.log("\n".join(report.table(found)))
+        rows += found
     return rows
 
 
 def _measure_alone(name: str, job: Path, steps: int, limit: float | None) -> Row:
     command = [sys.executable, "-m", "bench.gpu", "--measure", str(job), str(steps)]
-    try:
-        done = subprocess.run(
-            command, cwd=run_kilnworks.ROOT, capture_output=True, text=True, timeout=limit
+    with job.with_suffix(".log").open("w+") as log:
+        child = subprocess.Popen(
+            command,
+            cwd=run_kilnworks.ROOT,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         )
-    except subprocess.TimeoutExpired:
-        return Row(name, failed=f"did not end within {limit:.0f} s")
-    if os.environ.get(PROFILE):
-        report.log(done.stderr)
-    if done.returncode:
-        return Row(name, failed=" ".join(done.stderr.splitlines()[-3:])[-600:])
-    return Row(name, figures=json.loads(done.stdout.splitlines()[-1]))
+        try:
+            out, _ = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGABRT)  # Python then prints the stack of each thread
+            child.communicate()
+            return Row(name, failed=f"did not end within {limit:.0f} s: {_main_thread(log)}")
+        if os.environ.get(PROFILE):
+            report.log(_text(log))
+        if child.returncode:
+            return Row(name, failed=" ".join(_text(log).splitlines()[-3:])[-600:])
+    return Row(name, figures=json.loads(out.splitlines()[-1]))
+
+
+def _main_thread(log: IO[str]) -> str:
+    """The innermost calls of the main thread, from the stacks that Python printed last."""
+    lines = _text(log).rpartition("most recent call first")[2].splitlines()
+    return "; ".join(line.strip() for line in lines[1:9])
+
+
+def _text(log: IO[str]) -> str:
+    log.seek(0)
+    return log.read()
 
 
 def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
@@ -179,13 +238,21 @@ def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
 def main(arguments: list[str]) -> int:
     """Run the selected pieces. Returns 1 if a variant failed."""
     if arguments[:1] == ["--measure"]:
-        print(json.dumps(measure(read_train_job(arguments[1]), int(arguments[2]))))
+        lock = Path(arguments[1]).with_name("device.lock")
+        print(json.dumps(measure(read_train_job(arguments[1]), int(arguments[2]), lock)))
         return 0
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("pieces", nargs="+", metavar="PIECE", choices=PIECES, help=" ".join(PIECES))
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="only these variants")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--limit", type=float, help="maximum seconds of a variant")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="variants that load and compile side by side (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
     options = parser.parse_args(arguments)
     variants = {name: v for piece in options.pieces for name, v in PIECES[piece].items()}
@@ -194,7 +261,8 @@ def main(arguments: list[str]) -> int:
     facts = {"machine": report.machine(os.cpu_count() or 1), "versions": report.versions()}
     with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
         folder = Path(temporary)
-        rows = run_piece(variants, job_maker(folder), folder, options.steps, options.limit)
+        make = job_maker(folder)
+        rows = run_piece(variants, make, folder, options.steps, options.limit, options.together)
     report.publish("gpu", rows, facts, options.json)
     return int(any(row.failed for row in rows))
 

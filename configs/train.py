@@ -155,6 +155,12 @@ class Train(Section):
         description="Attention kernel on CUDA, as torch.nn.attention.SDPBackend names it; auto: "
         "PyTorch's choice.",
     )
+    cuda_graphs: bool = Field(
+        False,
+        description="Replay a step's forward and backward pass as one CUDA graph. It is faster "
+        "where the GPU computes kernels faster than Python starts them. Each shape of picture has "
+        "its own graph, with its own gradients.",
+    )
     deterministic: bool | None = Field(
         None,
         description="Use deterministic kernels only, so that a resumed run repeats every bit; "
@@ -242,6 +248,7 @@ class Train(Section):
                 f"exceed the run's {self.steps}"
             )
         self._check_checkpoint_scores()
+        self._check_cuda_graphs()
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "
@@ -254,6 +261,17 @@ class Train(Section):
         if self.optimizer == "adafactor":
             self.refuse_changed(("adam_betas", "adam_epsilon"), "optimizer: adafactor")
         return self
+
+    def _check_cuda_graphs(self) -> None:
+        """Raise ValueError for settings whose step has operations that CUDA cannot capture."""
+        if not self.cuda_graphs:
+            return
+        if self.processes > 1:
+            raise ValueError("cuda_graphs requires processes: 1")
+        if self.gradient_checkpointing == "blocks":
+            raise ValueError("cuda_graphs excludes gradient_checkpointing: blocks")
+        if self.lora.dropout:
+            raise ValueError("cuda_graphs excludes lora.dropout: each replay has the same mask")
 
     def _check_checkpoint_scores(self) -> None:
         """Raise ValueError if a checkpoint would have no score for the rule that ranks it."""

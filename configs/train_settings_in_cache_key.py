@@ -14,6 +14,7 @@ NOT_IN_KEY = frozenset(
         "checkpointing_steps",
         "checkpoint_shard_bytes",
         "compile",
+        "cuda_graphs",
         "deterministic",
         "device",
         "divergence",  # it affects just runs that would otherwise end without weights

@@ -127,10 +127,14 @@ class Server:
     def state(self, run: str) -> str:
         return str(self.ask(f"/flow_runs/{run}")["state"]["name"])
 
+    def task_runs(self, run: str) -> list[Any]:
+        """A run's tasks that have a state: the server adds a task before its first one."""
+        found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+        return [task for task in found if task["state"]]
+
     def tasks(self, run: str) -> dict[str, str]:
         """State names of a run's tasks, by task name."""
-        found = self.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
-        return {task["name"]: task["state"]["name"] for task in found}
+        return {task["name"]: task["state"]["name"] for task in self.task_runs(run)}
 
     def edges(self, run: str) -> set[tuple[str, str]]:
         """Edges of a run's graph in the UI: (task, task that uses its result)."""

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
@@ -16,6 +17,8 @@ from runtimes.torch_models.gradient_checkpointing import without_recomputation
 #: Programs per function. ResnetBlock2D alone has a program for each number of channels and size.
 PROGRAMS = 256
 NO_COMPILER = "no C compiler is on PATH, which torch.compile calls: install g++"
+#: Methods of Transformer2DModel that call its layers outside of the blocks.
+AROUND_BLOCKS = ("_operate_on_continuous_inputs", "_get_output_for_continuous_inputs")
 log = logging.getLogger("kiln")
 
 
@@ -54,5 +57,20 @@ def compile_denoiser(
     for module in denoiser.modules():
         if module is denoiser if what == "denoiser" else type(module).__name__ in blocks:
             module.compile(backend=device_hooks.compile_backend, dynamic=False)
+    if what == "blocks":
+        _compile_around_blocks(denoiser, device_hooks.compile_backend)
     if recomputed == "selective":
         without_recomputation(denoiser)
+
+
+def _compile_around_blocks(denoiser: Any, backend: str) -> None:
+    """Compile the layers of a UNet's attention before and after their transformer blocks.
+
+    Uncompiled on CUDA, group norm copies its input to float32 and to NCHW, and the next layer
+    copies it back: 7% of the device's time in a step of SD2 on an H100.
+    """
+    for module in denoiser.modules():
+        if isinstance(module, Transformer2DModel):
+            for name in AROUND_BLOCKS:
+                compiled = torch.compile(getattr(module, name), backend=backend, dynamic=False)
+                setattr(module, name, compiled)

@@ -159,6 +159,8 @@ def check(settings: Train) -> None:
     check_precision(settings)
     device = choose_device(settings.device, ranks)
     check_optimizer(settings, device)
+    if settings.cuda_graphs and device.type != "cuda":
+        raise WrongInput(f"train.cuda_graphs needs a CUDA device, not {device.type}: set false")
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
     if device.type == "hpu":

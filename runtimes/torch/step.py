@@ -13,6 +13,7 @@ from configs.train import Train
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.torch.attention_kernel import attention_kernel
 from runtimes.torch.clip_update_and_ema import Update
+from runtimes.torch.cuda_graphs import CudaGraphs
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
@@ -48,16 +49,33 @@ class Step:
             if self._has_dropout:
                 seed_dropout(self.settings.seed, batch.step, inputs.first, self.rank)
             with self.parallel.accumulating(last=inputs.last):
-                with self.autocast(), attention_kernel(self.settings.attention):
-                    errors = inputs.errors(self.forward)
-                part = (inputs.weight * errors).sum() / batch.denominator
-                # DDP and FSDP average gradients over processes; the step needs their sum.
-                (part * self.parallel.world).backward()
-            loss += part.detach()
+                loss += self._pass(inputs, batch.denominator)
             if not inputs.last:
                 self.device_hooks.mark_step()
         self.parallel.gather_gradients()
         return StepOutput(self.parallel.sum_over_ranks(loss), self.update.apply(learning_rate))
+
+    def backward(self, inputs: Inputs, denominator: int) -> torch.Tensor:
+        """Add a micro-batch's gradients to those of the parameters.
+
+        Args:
+            inputs: the micro-batch.
+            denominator: as in StepBatch.
+
+        Returns:
+            The micro-batch's part of the loss, a scalar.
+        """
+        with self.autocast(), attention_kernel(self.settings.attention):
+            errors = inputs.errors(self.forward)
+        part = (inputs.weight * errors).sum() / denominator
+        # DDP and FSDP average gradients over processes; the step needs their sum.
+        (part * self.parallel.world).backward()
+        return part.detach()
+
+    def release_graphs(self) -> None:
+        """Free the memory of CUDA graphs, if there are any. Between steps only."""
+        if isinstance(self._pass, CudaGraphs):
+            self._pass.release()
 
     def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         """The batch's micro-batches, copied to the device."""
@@ -75,6 +93,12 @@ class Step:
             enabled=enabled,
             cache_enabled=self.device_hooks.autocast_caches_casts,
         )
+
+    @cached_property
+    def _pass(self) -> Callable[[Inputs, int], torch.Tensor]:
+        if not self.settings.cuda_graphs:
+            return self.backward
+        return CudaGraphs(self.network, self.backward)
 
     @cached_property
     def _has_dropout(self) -> bool:

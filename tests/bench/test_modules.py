@@ -2,6 +2,7 @@
 
 import json
 import pkgutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from bench import (
     benchmark_inputs,
     checkpoint,
     encode,
+    encode_on_gpu,
     gpu,
     loader,
     many_shards,
@@ -78,10 +80,22 @@ def test_gpu_variants_are_measured_one_by_one(tmp_path: Path, tiny_sd: Path) -> 
     model = gpu.Model("tiny", config, 64, 2)
     eager = {"compile": "none"}
     variants = {"wrong": (model, {"device": "cuda:99"}), "right": (model, eager)}
-    wrong, right = gpu.run_piece(variants, gpu.job_maker(tmp_path), tmp_path, steps=1)
+    wrong, right = gpu.run_piece(variants, gpu.job_maker(tmp_path), tmp_path, 1, together=2)
     assert "cuda:99" in wrong.failed
     assert right.figures["images_per_second"] == pytest.approx(2 / right.figures["seconds"])
     assert right.figures["memory_gb"] > 0 and right.figures["tflop_per_image"] > 0
+
+
+@pytest.mark.soak
+def test_encoders_of_true_size_are_compared(tmp_path: Path) -> None:
+    """On a CPU with two small pictures."""
+    sd2 = encode_on_gpu.Encoders(replace(gpu.SD2, size=64), 2)
+    folder = benchmark_inputs.write_encoders(tmp_path, json.loads(gpu.SD2.config.read_text()))
+    row = encode_on_gpu.row(sd2, folder, "cpu", 1, "float32")
+    assert row.ratios.keys() == {"encode_sd2_vs_diffusers"}
+    assert all(
+        row.figures[name]["median"] > 0 for name in ("images_per_second", "captions_per_second")
+    )
 
 
 def test_every_gpu_variant_has_valid_settings() -> None:

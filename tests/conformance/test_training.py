@@ -90,6 +90,31 @@ def test_twenty_steps_follow_the_reference_and_a_resume_ends_with_the_same_bits(
         np.testing.assert_equal(resumed[name], arrays)
 
 
+@subjects(only="cuda")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"compile": "none"}, id="eager"),
+        pytest.param({"compile": "none", "micro_batch_size": 3}, id="micro-batches"),
+        pytest.param({"compile": "none", **LORA}, id="lora"),
+        pytest.param({}, id="compiled"),
+    ],
+)
+def test_cuda_graphs_change_no_bits(
+    runtime: Subject, make_job: MakeJob, settings: dict[str, Any]
+) -> None:
+    """Images are drawn after step 10, which frees the graphs."""
+    given = {"snr_gamma": 5.0, "sample_every_n_steps": 10, **settings}
+    sampler = {"seed": 5, "num_inference_steps": 2, "guidance_scale": 3.0, "batch_size": 1}
+    drawn = {"sample_prompts": ("a red cat",), "sampler": {**sampler, "height": 32, "width": 32}}
+    jobs = (make_job(runtime.name, name=f"{on}", cuda_graphs=on, **given) for on in (False, True))
+    plain, graphs = (replace(job, **drawn) for job in jobs)
+    assert runtime.run(plain) == runtime.run(graphs) == 0
+    assert history(graphs) == history(plain)
+    for name, arrays in result(plain).items():
+        np.testing.assert_equal(result(graphs)[name], arrays)
+
+
 @subjects(without="torch", soak="hpu-eager npu")
 def test_a_run_goes_to_another_runtime_and_back(
     runtime: Subject, make_job: MakeJob, once: Once, tmp_path: Path

@@ -72,9 +72,8 @@ class Stage:
         server = Server(folder, api)
 
         def ask() -> Any:
-            asked = {"flow_runs": {"id": {"any_": [self.run]}}}
-            (task,) = server.ask("/task_runs/filter", asked)
-            return task["state"]["type"] == "COMPLETED" and task
+            ended = [t for t in server.task_runs(self.run) if t["state"]["type"] == "COMPLETED"]
+            return ended and ended[0]
 
         return server.wait("the task's record", ask, 60)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from jobs import MakeJob, start
 from torch._dynamo.utils import counters
 
@@ -14,6 +15,7 @@ from configs.train import Train
 from runtimes.process.ranks import Ranks
 from runtimes.torch import parallel
 from runtimes.torch.attention_kernel import attention_kernel
+from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
 from runtimes.torch.device_hooks import DeviceHooks
@@ -75,6 +77,22 @@ def test_blocks_share_programs_and_every_size_has_one(make_job: MakeJob) -> None
             for block in equal:
                 block(torch.randn(1, first.in_channels, side, side), torch.randn(1, embedding))
     assert counters["stats"]["unique_graphs"] == 9
+
+
+def test_equal_attention_layers_share_three_programs(make_job: MakeJob) -> None:
+    """Norm and projection before the blocks, a block, and the projection after them."""
+    job = make_job()
+    denoiser = Network.load(job, Train(**job.train)).denoiser
+    keep_channels_last(denoiser)
+    compile_denoiser(denoiser, "blocks", DeviceHooks(torch.device("cpu")))
+    layers = [m for m in denoiser.modules() if isinstance(m, Transformer2DModel)]
+    equal = [m for m in layers if m.in_channels == layers[0].in_channels]
+    assert len(equal) > 1
+    width = denoiser.config.cross_attention_dim
+    with torch.no_grad():
+        for layer in equal:
+            layer(torch.randn(1, layer.in_channels, 4, 4), torch.randn(1, 7, width))
+    assert counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from runtimes.torch.device_hooks import DeviceHooks
         ({"optimizer": "adamw_8bit"}, 0, "needs a CUDA device"),
         ({"optimizer": "adamw_8bit", "device": "cpu"}, 1, "needs a CUDA device"),
         ({"optimizer": "adamw_8bit"}, 1, "needs bitsandbytes"),
+        ({"cuda_graphs": True, "device": "cpu"}, 1, "cuda_graphs needs a CUDA device, not cpu"),
     ],
 )
 def test_what_the_devices_cannot_serve(

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import MakeJob, curve, outputs
 from kiln_command import jobs_of
 from safetensors.numpy import load_file
 
+from configs.train import Train
 from runtimes.__main__ import main
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
@@ -24,7 +26,7 @@ from runtimes.process.job import TrainJob, write_job
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.torch.device import choose_device
-from runtimes.torch.parallel import chunk_rows
+from runtimes.torch.parallel import DataParallel, FullySharded, chunk_rows
 from runtimes.train.training_loop import train
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
@@ -81,6 +83,37 @@ def test_two_processes_take_the_steps_of_one(
     assert [line["step"] for line in history(two) if "validation_loss" in line] == [3, 6]
     assert steps.count(("checkpoint", 4)) == steps.count(("progress", 4)) == 1
     assert curve(two, "loss") == list(range(1, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param("sharded", {"compile": "none"}, id="full-fsdp"),
+        pytest.param("sharded", {"compile": "blocks"}, id="compiled-fsdp"),
+        pytest.param("replicated", {"compile": "none", **LORA}, id="lora-data"),
+    ],
+)
+def test_nccl_s_code_paths_take_the_steps_of_a_single_process(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
+) -> None:
+    """A process group of one process, because NCCL refuses a second one on the same GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    given = {**SETTINGS, **settings, "device": "cuda", "deterministic": True}
+    one, grouped = make_job("one", **given), make_job("grouped", **given)
+    assert train(one, Events(), Stop())
+
+    def open_grouped(settings: Train, ranks: Ranks, device: torch.device) -> Any:
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        return FullySharded(ranks, device) if kind == "sharded" else DataParallel(ranks)
+
+    monkeypatch.setattr("runtimes.torch.runtime.open_parallel", open_grouped)
+    try:
+        assert train(grouped, Events(), Stop())
+    finally:
+        dist.destroy_process_group()
+    assert_same_run(one, grouped)
 
 
 @pytest.mark.slow

@@ -1,0 +1,138 @@
+"""Pictures and captions per second of the encoders of SD2 and SDXL on one GPU.
+
+    python -m bench.encode_on_gpu [--batches N] [--json FILE]
+
+Models have the published sizes and random weights, in bf16. The other side is diffusers'
+`AutoencoderKL.encode` on the same VAE and pictures, as its training scripts call it: without
+deterministic algorithms, and with a sample of each posterior copied to the host. Blocks of batches
+alternate. `channels_last_images_per_second` is our side with the VAE's weights in NHWC layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import benchmark_inputs, report
+from bench.gpu import SD2, SDXL, Model
+from bench.report import Row, spread
+from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
+from runtimes.process.job import EncodeJob
+from runtimes.registry import open_encoder
+from runtimes.torch.device import make_deterministic
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """The encoders of a model, and their batch size."""
+
+    model: Model
+    batch: int
+
+
+ENCODERS = (Encoders(SD2, 32), Encoders(SDXL, 8))
+
+
+def row(encoders: Encoders, folder: Path, device: str, batches: int, dtype: str) -> Row:
+    """Measure the encoders in a pipeline folder.
+
+    Args:
+        folder: as benchmark_inputs.write_encoders leaves it.
+        device: PyTorch device.
+        batches: batches of pictures in a round.
+        dtype: compute dtype.
+    """
+    size, count = encoders.model.size, encoders.batch
+    job = EncodeJob("torch", str(folder), batch_size=count, device=device, dtype=dtype)
+    encoder: Any = open_encoder(job)
+    random = np.random.default_rng(0)
+    pixels = random.uniform(-1, 1, (count, 3, size, size)).astype(np.float32)
+    captions = [f"a picture of the number {n}" for n in range(TEXT_BATCH)]
+
+    def ours() -> None:
+        encoder.images(pixels)
+
+    def theirs() -> None:
+        _encode_as_diffusers_scripts(encoder, pixels)
+
+    rates: dict[str, list[float]] = {"ours": [], "theirs": [], "texts": []}
+    for number in range(1 + ROUNDS):
+        make_deterministic()
+        mine = count / _seconds(ours, batches)
+        captions_rate = TEXT_BATCH / _seconds(lambda: encoder.texts(captions), batches)
+        make_deterministic(False)
+        their = count / _seconds(theirs, batches)
+        if number:  # the first round warms up
+            rates["ours"].append(mine)
+            rates["theirs"].append(their)
+            rates["texts"].append(captions_rate)
+    if device == "cuda":
+        import torch
+
+        make_deterministic()
+        encoder.vae.to(memory_format=torch.channels_last)
+        ours()
+        rates["channels_last"] = [count / _seconds(ours, batches) for _ in range(ROUNDS)]
+    ratio = spread([a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)])
+    name = f"encode_{encoders.model.name}"
+    figures: dict[str, Any] = {
+        "ratio": ratio,
+        "images_per_second": spread(rates["ours"]),
+        "peer_images_per_second": spread(rates["theirs"]),
+        "captions_per_second": spread(rates["texts"]),
+        "batch": count,
+        "pixels": size,
+    }
+    if "channels_last" in rates:
+        figures["channels_last_images_per_second"] = spread(rates["channels_last"])
+    return Row(name, {f"{name}_vs_diffusers": ratio["median"]}, figures)
+
+
+def _encode_as_diffusers_scripts(encoder: Any, pixels: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        batch = torch.from_numpy(pixels).to(encoder.device, dtype=encoder.vae.dtype)
+        return encoder.vae.encode(batch).latent_dist.sample().cpu()
+
+
+def _seconds(call: Callable[[], None], count: int) -> float:
+    """Seconds of a call that ends with its result on the host, the mean of `count`."""
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.encode_on_gpu", description=__doc__)
+    parser.add_argument("--batches", type=int, default=8, help="per round (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
+    options = parser.parse_args(arguments)
+    facts = {"machine": report.machine(os.cpu_count() or 1), "versions": report.versions()}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kiln-encode-") as temporary:
+        for encoders in ENCODERS:
+            folder = Path(temporary) / encoders.model.name
+            config = json.loads(encoders.model.config.read_text(encoding="utf-8"))
+            benchmark_inputs.write_encoders(folder, config)
+            rows.append(row(encoders, folder, "cuda", options.batches, "bfloat16"))
+            report.log("\n".join(report.table(rows[-1:])))
+    report.publish("encode_on_gpu", rows, facts, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
