@@ -63,6 +63,8 @@ TABLE = (
     Foreign("adam_weight_decay", "DS", "train.weight_decay"),
     Foreign("max_grad_norm", "DKS", "train.max_grad_norm"),
     Foreign("use_ema", "DS", "train.ema_decay", "null keeps no average"),
+    Foreign("ema_update_interval", "S", "train.ema_every_n_steps"),
+    Foreign("allow_tf32", "D", "train.allow_tf32"),
     Foreign("mixed_precision", "DKS", "train.mixed_precision"),
     Foreign("full_bf16 full_fp16 base_model_precision", "KS", "none", "weights stay float32"),
     Foreign("save_precision", "K", "publish.dtype"),

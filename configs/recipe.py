@@ -68,7 +68,8 @@ class Recipe(Section):
             raise ValueError(f"train.hpu requires train.device: hpu, not {self.train.device}")
         if self.runtime != "torch":
             self.train.refuse_changed(
-                ("compile", "attention", "cuda_graphs", "deterministic"), f"runtime: {self.runtime}"
+                ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic"),
+                f"runtime: {self.runtime}",
             )
         if self.tpu is not None and self.runtime != "xla":
             raise ValueError(f"tpu requires runtime xla, not {self.runtime}")

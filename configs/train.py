@@ -95,7 +95,14 @@ class Train(Section):
         1.0, gt=0, description="Maximum L2 norm of the gradient; null: no clipping."
     )
     ema_decay: Decay | None = Field(
-        None, description="Decay of the published moving average of the weights (EMA); null: none."
+        None,
+        description="Decay per step of the published moving average of the weights (EMA); null: "
+        "none.",
+    )
+    ema_every_n_steps: PositiveInt = Field(
+        1,
+        description="Steps between updates of the average; an update decays it by ema_decay to "
+        "this power. Each update reads and writes all weights.",
     )
 
     prediction_type: Literal["epsilon", "v_prediction", "sample", "flow"] | None = Field(
@@ -154,6 +161,11 @@ class Train(Section):
         "auto",
         description="Attention kernel on CUDA, as torch.nn.attention.SDPBackend names it; auto: "
         "PyTorch's choice.",
+    )
+    allow_tf32: bool = Field(
+        False,
+        description="Compute float32 products and convolutions on CUDA in TF32, which has 10 bits "
+        "of mantissa; of no effect with mixed_precision: bf16.",
     )
     cuda_graphs: bool = Field(
         False,
@@ -249,6 +261,10 @@ class Train(Section):
             )
         self._check_checkpoint_scores()
         self._check_cuda_graphs()
+        if self.ema_decay is None:
+            self.refuse_changed(("ema_every_n_steps",), "ema_decay: null")
+        if self.mixed_precision != "no":
+            self.refuse_changed(("allow_tf32",), f"mixed_precision: {self.mixed_precision}")
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "

@@ -36,6 +36,8 @@ NOT_IN_KEY = frozenset(
         "wandb",
     }
 )
+#: Settings that keys contain if they differ from their defaults; other keys remain those of before.
+ADDED_LATER = ("allow_tf32", "ema_every_n_steps")
 
 
 def key_settings(settings: Train) -> dict[str, Any]:
@@ -72,4 +74,7 @@ def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
     found = settings.model_dump(mode="json", exclude=excluded)
     if not settings.timesteps.resolution_shift:  # diffusion has none
         del found["timesteps"]["resolution_shift"]
+    for name in ADDED_LATER:
+        if found[name] == Train.model_fields[name].default:
+            del found[name]
     return found

@@ -66,16 +66,23 @@ class Update:
         """
         norm = self._clip()
         self._optimizer.step(learning_rate)
-        if self._average is not None and self._settings.ema_decay is not None:
-            decay = ema_decay_at(self._step, self._settings.ema_decay)
-            share: Any = self._device_hooks.scalar(1 - decay)
-            if isinstance(share, torch.Tensor):
-                share = [share] * len(self._average)
-            with torch.no_grad():
-                torch._foreach_lerp_(self._average, self._masters, share)
+        self._update_average()
         self._device_hooks.mark_step()
         self._step += 1
         return norm
+
+    def _update_average(self) -> None:
+        given = self._settings
+        if self._average is None or given.ema_decay is None:
+            return
+        decay = ema_decay_at(self._step, given.ema_decay, given.ema_every_n_steps)
+        if decay == 1:
+            return
+        share: Any = self._device_hooks.scalar(1 - decay)
+        if isinstance(share, torch.Tensor):
+            share = [share] * len(self._average)
+        with torch.no_grad():
+            torch._foreach_lerp_(self._average, self._masters, share)
 
     def _clip(self) -> torch.Tensor:
         most = self._settings.max_grad_norm

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
@@ -70,7 +69,7 @@ def _compile_around_blocks(denoiser: Any, backend: str) -> None:
     copies it back: 7% of the device's time in a step of SD2 on an H100.
     """
     for module in denoiser.modules():
-        if isinstance(module, Transformer2DModel):
+        if type(module).__name__ == "Transformer2DModel":
             for name in AROUND_BLOCKS:
                 compiled = torch.compile(getattr(module, name), backend=backend, dynamic=False)
                 setattr(module, name, compiled)

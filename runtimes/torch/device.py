@@ -35,24 +35,28 @@ _NAME = re.compile(
 )
 
 
-def make_deterministic(enabled: bool = True) -> None:
+def make_deterministic(enabled: bool = True, *, tf32: bool = False) -> None:
     """Make results bitwise reproducible on one machine, or allow the fastest kernels.
 
     An operator without a deterministic kernel raises RuntimeError. `warn_only` is off because
     PyTorch would then keep the nondeterministic backward pass of CUDA's fused attention.
 
     Call it before the first use of a device: cuBLAS reads its setting at initialization.
+
+    Args:
+        enabled: whether results repeat to the bit.
+        tf32: whether CUDA computes float32 products and convolutions in TF32.
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(enabled)
     # Filling costs time, and no code here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    # Timing-based algorithm search is not reproducible; TF32 has 10 mantissa bits, not 23.
+    # Timing-based algorithm search is not reproducible.
     torch.backends.cudnn.benchmark = not enabled
     torch.backends.cudnn.deterministic = enabled
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def is_deterministic(settings: Train, device: torch.device) -> bool:
@@ -60,6 +64,15 @@ def is_deterministic(settings: Train, device: torch.device) -> bool:
     if settings.deterministic is None:
         return device.type not in ("cuda", "mps")
     return settings.deterministic
+
+
+def warn_of_slow_float32(settings: Train, device: torch.device) -> None:
+    """Log a warning if a CUDA device trains without tensor cores."""
+    if device.type == "cuda" and settings.compute_dtype == "float32" and not settings.allow_tf32:
+        log.warning(
+            "float32 products use no tensor cores: train.mixed_precision=bf16 is many times as "
+            "fast, and train.allow_tf32=true faster too"
+        )
 
 
 def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:

@@ -29,6 +29,7 @@ from runtimes.torch.device import (
     open_device,
     peak_bytes,
     versions,
+    warn_of_slow_float32,
 )
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.parallel import open_parallel
@@ -54,7 +55,8 @@ class TheRuntime(BaseRuntime):
         hooks.check(settings)
         self._device = hooks.device  # `auto` may have chosen a Gaudi
         check_family("torch", detect_family(job.model_folder).name, hooks.device.type)
-        make_deterministic(is_deterministic(settings, self._device))
+        make_deterministic(is_deterministic(settings, self._device), tf32=settings.allow_tf32)
+        warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
         self.device = describe(self._device)
@@ -86,7 +88,8 @@ class TheRuntime(BaseRuntime):
         return self._counter.of(batch)
 
     def peak_flops(self) -> float | None:
-        return peak_flops(self._device, self._settings.compute_dtype)
+        given = self._settings
+        return peak_flops(self._device, given.compute_dtype, tf32=given.allow_tf32)
 
     def state(self, owners: Owners | None = None) -> State:
         self._device_hooks.save_compiled()

@@ -14,8 +14,8 @@ GIB = 2**30
 class GpuSpec:
     """One model of GPU.
 
-    bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores,
-    since TF32 is off.
+    bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores;
+    TF32 has half of bfloat16's rate.
     """
 
     name: str  # for messages and `--gpu`

@@ -60,6 +60,8 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
             {"cuda_graphs": True, "gradient_checkpointing": "blocks"},
             "excludes gradient_checkpointing: blocks",
         ),
+        ({"ema_every_n_steps": 2}, "ema_every_n_steps has no effect with ema_decay: null"),
+        ({"allow_tf32": True, "mixed_precision": "bf16"}, "allow_tf32 has no effect with"),
         ({"cuda_graphs": True, "lora": {"dropout": 0.1}}, "each replay has the same mask"),
         ({"method": "lora", "init": "random"}, "requires method: full"),
         ({"adam_betas": [0.9, 1.0]}, "less than 1"),
@@ -116,6 +118,8 @@ IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam_epsilon": (1e-6, {}),
     "max_grad_norm": (None, {}),
     "ema_decay": (0.9, {}),
+    "ema_every_n_steps": (2, {"ema_decay": 0.9}),
+    "allow_tf32": (True, {}),
     "prediction_type": ("v_prediction", {}),
     "zero_terminal_snr": (True, {}),
     "snr_gamma": (5.0, {}),
@@ -160,6 +164,10 @@ def test_the_rule_for_the_best_checkpoint_adds_what_it_depends_on_to_the_key() -
     assert all(found != rule for found in changed)
     drawn = {"metric": "clip_score"}
     assert key(drawn) == key(drawn, holdout_loss={}), "the held-out loss has no effect"
+
+
+def test_settings_added_later_change_no_other_key() -> None:
+    assert not key_settings(Train(ema_decay=0.9)).keys() & {"allow_tf32", "ema_every_n_steps"}
 
 
 def test_every_setting_is_in_the_key_or_excluded() -> None:

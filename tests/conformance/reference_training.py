@@ -72,7 +72,10 @@ class Plain:
 
     def _follow(self, step: int) -> None:
         """The weight average, its decay warmed up as (1 + step) / (10 + step)."""
+        if (step + 1) % self.settings.ema_every_n_steps:
+            return
         decay = min(self.settings.ema_decay or 0.0, (1 + step) / (10 + step))
+        decay **= self.settings.ema_every_n_steps
         for name, parameter in self.trained.items():
             average = self.average[name]
             average.copy_(decay * average + (1 - decay) * parameter.detach())

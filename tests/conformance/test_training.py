@@ -46,7 +46,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         **{"prediction_type": "v_prediction", "zero_terminal_snr": True, "snr_gamma": 5.0},
         **{"inpainting": True, "aesthetic_score": True},
     },
-    "sdxl": {"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": "blocks"},
+    "sdxl": {
+        **{"noise_offset": 0.05, "snr_gamma": 5.0, "gradient_checkpointing": "blocks"},
+        "ema_every_n_steps": 3,
+    },
     "sd3": {"timesteps": {"distribution": "logit_normal"}},
     "flux": {
         **{"guidance_scale": 3.5, "timesteps": {"resolution_shift": True}},

@@ -10,8 +10,14 @@ import torch
 from configs.train import Train
 from runtimes.contract import WrongInput
 from runtimes.torch.compile_denoiser import compile_denoiser
-from runtimes.torch.device import check, choose_device, make_deterministic
+from runtimes.torch.device import (
+    check,
+    choose_device,
+    make_deterministic,
+    warn_of_slow_float32,
+)
 from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch_models.flop_count import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -86,3 +92,32 @@ def test_without_a_compiler_auto_trains_uncompiled_and_a_demand_is_refused(
     compile_denoiser(module, "auto", DeviceHooks(torch.device("cuda")))
     assert "training is not compiled, and slower: no C compiler" in caplog.text
     assert module._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        ({}, "cuda", "train.allow_tf32"),
+        ({"allow_tf32": True}, "cuda", ""),
+        ({"mixed_precision": "bf16"}, "cuda", ""),
+        ({}, "cpu", ""),
+    ],
+)
+def test_slow_float32_is_warned_of(
+    settings: dict[str, Any], kind: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_slow_float32(Train(**settings), torch.device(kind))
+    assert words in caplog.text and bool(caplog.text) == bool(words)
+
+
+def test_tf32_is_off_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    try:
+        for enabled in (True, False):
+            make_deterministic(tf32=enabled)
+            assert torch.backends.cudnn.allow_tf32 == enabled
+            assert torch.backends.cuda.matmul.allow_tf32 == enabled
+    finally:
+        make_deterministic()
+    peak = peak_flops(torch.device("cuda"), "float32", tf32=True)
+    assert peak == peak_flops(torch.device("cuda"), "bfloat16") / 2  # type: ignore[operator]
