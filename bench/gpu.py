@@ -33,6 +33,8 @@ from runtimes.process.job import TrainJob, write_job
 
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
 WARM_UP = 5  # steps, compilation and capture included
+#: Environment variables of a variant's process: stacks at SIGABRT, and memory as jax needs it.
+CHILD = {"PYTHONFAULTHANDLER": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 EAGER: dict[str, Any] = {"compile": "none"}
 EXACT: dict[str, Any] = {"deterministic": True}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True}
@@ -98,6 +100,7 @@ def measure(job: TrainJob, steps: int, lock: Path) -> dict[str, Any]:
         loaded = time.perf_counter()
         bare.seconds(WARM_UP)
         warm = time.perf_counter()
+        flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
     with _alone(lock):
         bare.seconds(1)  # the device may have been idle
         seconds = bare.seconds(steps) / steps
@@ -112,7 +115,6 @@ def measure(job: TrainJob, steps: int, lock: Path) -> dict[str, Any]:
         }
         if os.environ.get(PROFILE):
             report.log(_profile(bare))
-    flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
     if flops:
         figures["tflop_per_image"] = flops / images / 1e12
         figures |= {"mfu": flops / seconds / peak} if peak else {}
@@ -161,7 +163,8 @@ def run_piece(
         make_job: see job_maker.
         folder: for job files.
         steps: timed steps.
-        limit: maximum seconds of a variant; its process is then killed.
+        limit: maximum seconds of a variant, waiting for others included; its process is then
+            killed.
         together: variants that load and compile side by side; the device's memory must hold them.
     """
     rows, names = [], list(variants)
@@ -184,7 +187,7 @@ def _measure_alone(name: str, job: Path, steps: int, limit: float | None) -> Row
         child = subprocess.Popen(
             command,
             cwd=run_kilnworks.ROOT,
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**os.environ, **CHILD},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -245,7 +248,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("pieces", nargs="+", metavar="PIECE", choices=PIECES, help=" ".join(PIECES))
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="only these variants")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
-    parser.add_argument("--limit", type=float, help="maximum seconds of a variant")
+    parser.add_argument(
+        "--limit", type=float, help="maximum seconds of a variant, with its waiting for others"
+    )
     parser.add_argument(
         "--together",
         type=int,

@@ -101,8 +101,9 @@ class Train(Section):
     )
     ema_every_n_steps: PositiveInt = Field(
         1,
-        description="Steps between updates of the average; an update decays it by ema_decay to "
-        "this power. Each update reads and writes all weights.",
+        description="Steps between updates of the average, each of which decays it by ema_decay to "
+        "this power; the last step updates it, too. It saves memory traffic on runtimes torch and "
+        "mindspore.",
     )
 
     prediction_type: Literal["epsilon", "v_prediction", "sample", "flow"] | None = Field(
@@ -164,14 +165,14 @@ class Train(Section):
     )
     allow_tf32: bool = Field(
         False,
-        description="Compute float32 products and convolutions on CUDA in TF32, which has 10 bits "
-        "of mantissa; of no effect with mixed_precision: bf16.",
+        description="Compute float32 products and convolutions in TF32, which has 10 bits of "
+        "mantissa. It requires CUDA and mixed_precision: no.",
     )
     cuda_graphs: bool = Field(
         False,
-        description="Replay a step's forward and backward pass as one CUDA graph. It is faster "
-        "where the GPU computes kernels faster than Python starts them. Each shape of picture has "
-        "its own graph, with its own gradients.",
+        description="Replay each forward and backward pass as one CUDA graph. It is faster where "
+        "the GPU computes kernels faster than Python starts them. Each shape of picture has its "
+        "own graph and gradients; the activations stay reserved.",
     )
     deterministic: bool | None = Field(
         None,
@@ -284,10 +285,10 @@ class Train(Section):
             return
         if self.processes > 1:
             raise ValueError("cuda_graphs requires processes: 1")
-        if self.gradient_checkpointing == "blocks":
-            raise ValueError("cuda_graphs excludes gradient_checkpointing: blocks")
+        if self.gradient_checkpointing != "none":
+            raise ValueError("cuda_graphs requires gradient_checkpointing: none")
         if self.lora.dropout:
-            raise ValueError("cuda_graphs excludes lora.dropout: each replay has the same mask")
+            raise ValueError("cuda_graphs requires lora.dropout: 0")
 
     def _check_checkpoint_scores(self) -> None:
         """Raise ValueError if a checkpoint would have no score for the rule that ranks it."""
@@ -320,3 +321,8 @@ class Train(Section):
     def compute_dtype(self) -> str:
         """The dtype name of forward and backward, as in PyTorch, JAX and MindSpore."""
         return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.mixed_precision]
+
+    @property
+    def product_dtype(self) -> str:
+        """As compute_dtype, or `tf32`: the arithmetic of products and convolutions."""
+        return "tf32" if self.allow_tf32 else self.compute_dtype

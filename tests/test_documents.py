@@ -165,6 +165,7 @@ def test_command_lines_of_documents_are_valid(document: str, tmp_path: Path) -> 
         check(line, tmp_path)
 
 
+@pytest.mark.slow
 def test_documents_have_command_lines_of_every_kind(tmp_path: Path) -> None:
     found: dict[str, int] = {}
     for document in DOCUMENTS:

@@ -102,9 +102,9 @@ class Update:
             if self._cast_masters is not None:
                 self._cast_masters()
         if self._averaging is not None:
-            assert given.ema_decay is not None
-            decay = ema_decay_at(self._step, given.ema_decay, given.ema_every_n_steps)
-            self._averaging(_number(1 - decay))
+            decay = ema_decay_at(self._step, given)
+            if decay != 1:
+                self._averaging(_number(1 - decay))
         self._step += 1
         return norm, skipped
 

@@ -29,7 +29,7 @@ def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np
     They are learning rate, bias-corrected step size, sqrt(1 - beta2^t) and EMA decay.
     """
     first, second_root = bias_corrections(settings.adam_betas, step + 1)
-    decay = ema_decay_at(step, settings.ema_decay or 0.0, settings.ema_every_n_steps)
+    decay = ema_decay_at(step, settings)
     return np.array((learning_rate, learning_rate / first, second_root, decay), np.float32)
 
 

@@ -72,11 +72,8 @@ class Update:
         return norm
 
     def _update_average(self) -> None:
-        given = self._settings
-        if self._average is None or given.ema_decay is None:
-            return
-        decay = ema_decay_at(self._step, given.ema_decay, given.ema_every_n_steps)
-        if decay == 1:
+        decay = ema_decay_at(self._step, self._settings)
+        if self._average is None or decay == 1:
             return
         share: Any = self._device_hooks.scalar(1 - decay)
         if isinstance(share, torch.Tensor):

@@ -20,7 +20,7 @@ from runtimes.contract import WrongInput
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
 
-#: Passes of a kind before its capture: compilation and cuDNN's search cannot be captured.
+#: Passes of a shape before its first capture: compilation and cuDNN's search cannot be captured.
 EAGER_PASSES = 3
 #: Owner of gradients that no graph has made; a graph that adds to them would write to freed memory.
 EAGER = "eager"
@@ -31,8 +31,9 @@ Backward = Callable[[Inputs, int], torch.Tensor]
 class CudaGraphs:
     """Captures and replays passes, by the shapes of their inputs.
 
-    All graphs share one memory pool. A pass that adds to a graph's gradients, as the second
-    micro-batch of a step does, is a kind of its own.
+    All graphs share one memory pool, which passes without a graph cannot use: such a pass frees it
+    first. A pass that adds to a graph's gradients, as the second micro-batch of a step does, has a
+    graph of its own.
 
     Args:
         network: the trained network.
@@ -52,20 +53,23 @@ class CudaGraphs:
         Raises:
             WrongInput: the pass has an operation that CUDA cannot capture.
         """
-        kind = _shapes(inputs), denominator, self._owner()
+        shapes, owner = (_shapes(inputs), denominator), self._owner()
+        kind = shapes, owner
         if kind in self._graphs:
             return self._graphs[kind].replay(inputs)
-        if kind[-1] != EAGER:
-            self._passes[kind] += 1
-        if self._passes[kind] <= EAGER_PASSES:
+        if owner == EAGER or self._passes[shapes] < EAGER_PASSES:
+            self._passes[shapes] += 1
+            if owner is None:
+                self.release()
             return self._backward(inputs, denominator)
         graph = self._graphs[kind] = self._capture(inputs, denominator)
         return graph.replay(inputs)
 
     def release(self) -> None:
         """Free the memory of all graphs; the next passes capture them again. Between steps only."""
-        self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        if self._graphs:
+            self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()
 
     def _owner(self) -> object:
         """The kind of the graph whose gradients the parameters have; None if they have none."""
@@ -89,9 +93,13 @@ class CudaGraphs:
             with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                 loss = self._backward(static, denominator)
         except RuntimeError as error:
+            # The end of a failed capture raises an error of its own.
+            cause = error.__context__ or error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
             raise WrongInput(
                 "train.cuda_graphs: CUDA cannot capture this model's step; set false: "
-                f"{one_line(error)}"
+                f"{one_line(cause)}"
             ) from None
         pairs = zip(self._parameters, before, strict=True)
         made = [(p, p.grad) for p, old in pairs if old is None and p.grad is not None]

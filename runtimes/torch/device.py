@@ -172,8 +172,9 @@ def check(settings: Train) -> None:
     check_precision(settings)
     device = choose_device(settings.device, ranks)
     check_optimizer(settings, device)
-    if settings.cuda_graphs and device.type != "cuda":
-        raise WrongInput(f"train.cuda_graphs needs a CUDA device, not {device.type}: set false")
+    for name in ("cuda_graphs", "allow_tf32"):
+        if getattr(settings, name) and device.type != "cuda":
+            raise WrongInput(f"train.{name} needs a CUDA device, not {device.type}: set false")
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
     if device.type == "hpu":

@@ -88,8 +88,7 @@ class TheRuntime(BaseRuntime):
         return self._counter.of(batch)
 
     def peak_flops(self) -> float | None:
-        given = self._settings
-        return peak_flops(self._device, given.compute_dtype, tf32=given.allow_tf32)
+        return peak_flops(self._device, self._settings.product_dtype)
 
     def state(self, owners: Owners | None = None) -> State:
         self._device_hooks.save_compiled()

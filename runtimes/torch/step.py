@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from configs.train import Train
-from runtimes.contract import StepBatch, StepOutput
+from runtimes.contract import StepBatch, StepOutput, WrongInput
 from runtimes.torch.attention_kernel import attention_kernel
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.cuda_graphs import CudaGraphs
@@ -98,6 +98,8 @@ class Step:
     def _pass(self) -> Callable[[Inputs, int], torch.Tensor]:
         if not self.settings.cuda_graphs:
             return self.backward
+        if self._has_dropout:
+            raise WrongInput("train.cuda_graphs: this model has dropout; set false")
         return CudaGraphs(self.network, self.backward)
 
     @cached_property

@@ -70,21 +70,11 @@ def without_weights(network: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(network, kept)
 
 
-def peak_flops(device: torch.device, compute_dtype: str, *, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a CUDA device at a compute dtype; None for other or unknown devices.
-
-    Args:
-        device: of the training run.
-        compute_dtype: of products and convolutions.
-        tf32: whether float32 is computed in TF32, at half of bfloat16's rate on data sheets.
-    """
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of a CUDA device (see GpuSpec.peak); None for other or unknown devices."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    if not tf32:
-        return known_peak(name, compute_dtype)
-    peak = known_peak(name, "bfloat16")
-    return None if peak is None else peak / 2
+    return known_peak(torch.cuda.get_device_name(device), dtype)
 
 
 def _dtype(array: Any) -> torch.dtype:

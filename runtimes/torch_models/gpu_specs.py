@@ -14,8 +14,7 @@ GIB = 2**30
 class GpuSpec:
     """One model of GPU.
 
-    bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores;
-    TF32 has half of bfloat16's rate.
+    bfloat16 is dense, on tensor cores with float32 accumulation; float32 is without tensor cores.
     """
 
     name: str  # for messages and `--gpu`
@@ -29,9 +28,16 @@ class GpuSpec:
         """Memory in bytes."""
         return int(self.memory_gib * GIB)
 
-    def peak(self, compute_dtype: str) -> float | None:
-        """Peak FLOP/s at a compute dtype; None if unknown."""
-        tera = self.bfloat16 if compute_dtype == "bfloat16" else self.float32
+    def peak(self, dtype: str) -> float | None:
+        """Peak FLOP/s of products; None if unknown.
+
+        Args:
+            dtype: as Train.product_dtype. TF32 has half of bfloat16's rate on all data sheets; GPUs
+                without it compute in float32.
+        """
+        if dtype == "tf32" and self.bfloat16 is not None:
+            return self.bfloat16 * 1e12 / 2
+        tera = self.bfloat16 if dtype == "bfloat16" else self.float32
         return None if tera is None else tera * 1e12
 
 
@@ -72,10 +78,10 @@ def known_gpu(device_name: str) -> GpuSpec | None:
     return next((gpu for gpu in GPU_SPECS if re.search(gpu.pattern, device_name, re.I)), None)
 
 
-def known_peak(device_name: str, compute_dtype: str) -> float | None:
-    """Peak FLOP/s of the GPU with a device name; None if it is unknown."""
+def known_peak(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of the GPU with a device name (see GpuSpec.peak); None if it is unknown."""
     gpu = known_gpu(device_name)
-    return None if gpu is None else gpu.peak(compute_dtype)
+    return None if gpu is None else gpu.peak(dtype)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,12 @@ from tasks.gpu.estimate_peak_memory import Planner, executed_flops, micro_batch,
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
 #: Changes that save memory, cheapest first.
 CHANGES: tuple[Change, ...] = (
-    ({"gradient_checkpointing": "blocks"}, "activations are computed twice"),
+    (
+        {"gradient_checkpointing": "blocks", "cuda_graphs": False},
+        "activations are computed twice",
+    ),
     ({"optimizer": "adamw_8bit"}, "8-bit moments; needs bitsandbytes"),
-    ({"ema_decay": None}, "publishes the last weights, not their average"),
+    ({"ema_decay": None, "ema_every_n_steps": 1}, "publishes the last weights, not their average"),
     ({"method": "lora"}, "trains adapters, not all weights; needs a higher learning_rate"),
 )
 
@@ -56,7 +59,8 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
     ):
         variant = with_train(smaller, settings)
         ratio = executed_flops(planner.step(variant.train)) / before
-        dotted = {f"train.{name}": value for name, value in settings.items()} | sampling
+        changed = {n: v for n, v in settings.items() if getattr(recipe.train, n) != v}
+        dotted = {f"train.{name}": value for name, value in changed.items()} | sampling
         found.append(Advice(dotted, planner.peaks(variant).largest, ratio, notes))
     return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
 

@@ -84,7 +84,7 @@ class GpuPlan(TrainingPlan):
     def step_seconds(self) -> float | None:
         """Seconds per step at TYPICAL_MFU; None if the GPU's peak is unknown."""
         spec = self.gpu.spec
-        peak = None if spec is None else spec.peak(self.recipe.train.compute_dtype)
+        peak = None if spec is None else spec.peak(self.recipe.train.product_dtype)
         if peak is None:
             return None
         images = self.recipe.train.global_batch_size / self.chips

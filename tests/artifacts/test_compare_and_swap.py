@@ -117,6 +117,7 @@ for turn in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "turns"), [(4, 100), pytest.param(8, 2000, marks=pytest.mark.soak)]
 )

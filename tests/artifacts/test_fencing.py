@@ -45,6 +45,7 @@ for n in range(keys):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "keys", "builders"),
     [

@@ -584,6 +584,7 @@ while number < int(sys.argv[3]):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [30, pytest.param(1000, marks=pytest.mark.soak)])
 def test_concurrent_runs_and_collections_lose_nothing(
     local: Store, turns: int, chance: random.Random

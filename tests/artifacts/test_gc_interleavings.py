@@ -24,6 +24,8 @@ from artifacts.lock import Lock, hold
 from artifacts.run_records import record_run, runs
 from artifacts.store import Draft, Store
 
+pytestmark = pytest.mark.slow
+
 PARTS, OTHER = KeyParts("train", 1, {}, {}), KeyParts("train", 2, {}, {})
 STEPS: list[tuple[Any, str]] = [
     *((gc_delete_unneeded, "hold"), (compare_and_swap, "remove")),

@@ -37,6 +37,7 @@ def shuffled(value: Any, random: Random) -> Any:
     return [shuffled(item, random) for item in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @holds_for(value=JSON, number=st.integers(0, 9))
 def test_the_order_of_names_does_not_change_a_key(value: Any, number: int) -> None:
     assert digest_json(shuffled(value, Random(number))) == digest_json(value)

@@ -40,6 +40,7 @@ class Plain:
         self.denoiser = denoiser.train()
         self.trained = {n: p for n, p in denoiser.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self.trained.items()}
+        self.averaged_steps = 0
         self.optimizer = torch.optim.AdamW(
             self.trained.values(),
             betas=self.settings.adam_betas,
@@ -72,10 +73,12 @@ class Plain:
 
     def _follow(self, step: int) -> None:
         """The weight average, its decay warmed up as (1 + step) / (10 + step)."""
-        if (step + 1) % self.settings.ema_every_n_steps:
+        last = step + 1 == self.settings.steps
+        if (step + 1) % self.settings.ema_every_n_steps and not last:
             return
         decay = min(self.settings.ema_decay or 0.0, (1 + step) / (10 + step))
-        decay **= self.settings.ema_every_n_steps
+        decay **= step + 1 - self.averaged_steps
+        self.averaged_steps = step + 1
         for name, parameter in self.trained.items():
             average = self.average[name]
             average.copy_(decay * average + (1 - decay) * parameter.detach())

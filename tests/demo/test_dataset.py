@@ -16,6 +16,8 @@ from demo import captions, dataset
 from demo.digit_judges import judge
 from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Path:

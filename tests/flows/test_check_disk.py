@@ -192,6 +192,7 @@ def test_the_time_of_training_is_told_for_a_known_gpu(monkeypatch: pytest.Monkey
     assert module.training_time(recipe) is None
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_after_its_list_is_planned(
     here: Here, api: str, small: dict[str, Any], free: Callable[[int], None], tmp_path: Path
 ) -> None:

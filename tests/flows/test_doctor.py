@@ -18,6 +18,8 @@ from flows.doctor.examine import examine
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
 
+pytestmark = pytest.mark.slow
+
 Here = Callable[..., str]  # of conftest.py
 
 

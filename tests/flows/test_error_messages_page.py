@@ -12,6 +12,7 @@ from flows.error_remedies import FREQUENT, REMEDIES
 PAGE = ROOT / "docs/troubleshooting.md"
 
 
+@pytest.mark.slow
 def test_page_matches_the_code() -> None:
     assert PAGE.read_text(encoding="utf-8") == error_messages_page.page()
 

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from kiln_command import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 from pathlib import Path
 from flows import runner

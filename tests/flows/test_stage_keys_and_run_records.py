@@ -216,6 +216,7 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     assert [move["version"] for move in registry.history()] == ["v1", "v2"]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

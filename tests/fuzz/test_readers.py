@@ -6,6 +6,8 @@ import pytest
 from fuzz.all_readers import all_readers
 from fuzz.reader import Outcomes, Reader, fuzz
 
+pytestmark = pytest.mark.slow
+
 SEED = os.environ.get("KILN_TEST_SEED", "0")
 #: Inputs of each reader per unit of its share.
 FEW, MORE = 15, 120

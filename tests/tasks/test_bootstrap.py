@@ -15,6 +15,8 @@ from tasks.evaluate.bootstrap import (
 )
 from tasks.evaluate.distribution_distances import DISTANCES, Distance, cmmd
 
+pytestmark = pytest.mark.slow
+
 DRAWS = 1000
 SEEDS = 4  # of the bootstrap: its weights are drawn once for each
 

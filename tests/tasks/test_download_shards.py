@@ -41,6 +41,8 @@ from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
 from tasks.panels import PicturePanel
 
+pytestmark = pytest.mark.slow
+
 PICTURES = 24
 
 

@@ -49,6 +49,8 @@ from tasks.download.row_fields_and_hash import Row
 from tasks.download.source_protocol import ServedAt
 from tasks.download.stage_errors import SourceError
 
+pytestmark = pytest.mark.slow
+
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
 ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]
 

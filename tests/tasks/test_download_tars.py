@@ -29,6 +29,8 @@ from tasks.download.row_fields_and_hash import Row
 from tasks.download.serve_folder import serve_folder
 from tasks.download.source_protocol import ServedAt
 
+pytestmark = pytest.mark.slow
+
 Files = Iterable[tuple[str, bytes]]
 
 

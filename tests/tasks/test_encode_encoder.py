@@ -21,6 +21,8 @@ from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.torch_models.encode_images_and_captions import Encoder
 
+pytestmark = pytest.mark.slow
+
 CAPTIONS = ["a cat on a mat", "", "Déjà vu, 123 & more", "long " * 60]
 
 

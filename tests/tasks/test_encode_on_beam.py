@@ -20,6 +20,8 @@ from tasks.encode.encoder_client import EncoderLost
 from tasks.encode.encoder_pool import EncoderPool
 from tasks.encode.encoder_process import EncodingPlan
 
+pytestmark = pytest.mark.slow
+
 PLAN = EncodingPlan(EncodeJob("torch", "model", batch_size=4, device="cpu"), SQUARE)
 FACTS = {"bad_reasons": {}}
 TASKS = [EncodeTask(digest_bytes(b"%d" % n), f"{n}.tar", f"{n}", 10**n) for n in range(3)]

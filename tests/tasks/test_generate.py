@@ -23,6 +23,8 @@ from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress
 
+pytestmark = pytest.mark.slow
+
 COMMON: dict[str, Any] = {"num_inference_steps": 2, "num_images_per_prompt": 2, "guidance_scale": 3}
 
 

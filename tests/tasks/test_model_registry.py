@@ -353,6 +353,7 @@ def test_concurrent_promotions_and_rollbacks_lose_nothing(
     assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
 
 
+@pytest.mark.slow
 def test_concurrent_publishers_get_different_version_numbers(
     any_registry: tuple[Store, Registry],
 ) -> None:

@@ -5,6 +5,7 @@ import re
 from io import BytesIO
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from tasks.panels import (
@@ -91,6 +92,7 @@ def test_a_comparison_has_each_models_picture_in_html_and_the_grid_in_markdown()
     assert base64.b64encode(make_png(9)).decode() in text
 
 
+@pytest.mark.slow
 def test_pictures_of_one_panel_share_a_limit() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
     Image.fromarray(noise).save(buffer := BytesIO(), "PNG")

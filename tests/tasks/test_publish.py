@@ -32,6 +32,8 @@ from tasks.publish.smoke_test import SmokeTestFailed, check_files
 from tasks.publish.stage import Rejected, build, registry_of, settings_for_key, show
 from tasks.train import STAGE as TRAIN
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "base": {"cmmd": Estimate(5.0, 10, np.linspace(4.0, 6.0, 41))},
     "tuned": {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 41))},

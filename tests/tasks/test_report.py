@@ -165,6 +165,7 @@ def largest_panels(artifact: Artifact) -> list[Panel]:
     ]
 
 
+@pytest.mark.slow
 def test_the_largest_page_is_below_five_megabytes(tmp_path: Path) -> None:
     size = len(page(tmp_path, largest_panels).encode())
     assert 4_000_000 < size < 5_000_000, "pictures share LARGE and LARGE_SUM"

@@ -25,6 +25,8 @@ from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
 from tasks.retrain.source_changes import Changes
 
+pytestmark = pytest.mark.slow
+
 CHANGES = Changes("source", rows=90, new_rows=30)
 MODELS = {"base": "the base", "clip": "the CLIP"}
 

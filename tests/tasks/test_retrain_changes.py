@@ -19,6 +19,8 @@ from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes, plan_changes
 
+pytestmark = pytest.mark.slow
+
 Rows = list[tuple[str, str]]  # (url, caption)
 ROWS = [(f"http://example.com/{n}.jpg", f"number {n}") for n in range(200)]
 NO_ONE = Champion("v1", "", "d", "", "", "", "", "", "")

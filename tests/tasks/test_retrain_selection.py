@@ -15,6 +15,8 @@ from configs.train import Train
 from tasks.encode.latent_keys import STAGE
 from tasks.retrain import continue_training, select_new_and_replayed
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW = range(20), range(20, 24)
 #: What the encode stage names of a shard in its manifest.
 META: dict[str, Any] = {"groups": {"train/4x4": 9, "holdout/4x4": 1}}

@@ -16,6 +16,8 @@ from flows.retrain import one_at_a_time
 from tasks.retrain import watch_source
 from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
 
+pytestmark = pytest.mark.slow
+
 
 def recipe_of(tmp_path: Path, source: dict[str, Any]) -> Recipe:
     return load_recipe("digits", {"store": str(tmp_path / "store"), "source": source})

@@ -31,6 +31,8 @@ from tasks.publish.stage import build, registry_of, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
+pytestmark = pytest.mark.slow
+
 METRICS = {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 41))}
 
 

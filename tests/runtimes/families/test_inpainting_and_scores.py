@@ -30,6 +30,8 @@ from tasks.encode.encode_shard import ShardEncoder
 from tasks.encode.masks import draw_mask
 from tasks.publish.assemble_pipeline import assemble
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = TransformSettings(
     **{"resolution": 32, "aspect_buckets": False, "bucket_step": 64, "max_aspect": 2.0},
     **{"crop": "center", "flip": True, "seed": 0, "holdout": 0.0, "max_pixels": 10**6},

@@ -8,6 +8,8 @@ import pytest
 
 from runtimes.jax import attention
 
+pytestmark = pytest.mark.slow
+
 
 def arrays(dtype: Any, length: int = 6) -> list[jax.Array]:
     """Query [2, 3, length, 8], key and value [2, 3, 5, 8]."""

@@ -12,6 +12,8 @@ from torch.nn import functional
 jax = chips.importorskip("jax")
 from runtimes.jax.torchax_bridge import as_function, recompute  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 class Calls(torch.nn.Module):
     """One operation on its inputs."""

@@ -11,6 +11,8 @@ from runtimes.process import launcher
 from runtimes.process.launcher import Launcher, LostRank
 from runtimes.process.ranks import FOLLOWER, Ranks, is_follower
 
+pytestmark = pytest.mark.slow
+
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -20,6 +20,8 @@ from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.planning_batch import sample_batch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 SDXL = ROOT / "bench/models/sdxl.json"
 

@@ -21,6 +21,8 @@ def test_the_peak_of_a_chip_is_known_by_its_name() -> None:
     assert known_peak("NVIDIA L4", "bfloat16") == 121e12
     assert known_peak("NVIDIA A10G", "bfloat16") == 70e12
     assert known_peak("Tesla T4", "bfloat16") is None
+    assert known_peak("NVIDIA A100-SXM4-40GB", "tf32") == 156e12
+    assert known_peak("Tesla T4", "tf32") == known_peak("Tesla T4", "float32")
     assert known_peak("Another chip", "bfloat16") is None
 
 

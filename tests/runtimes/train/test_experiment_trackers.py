@@ -17,6 +17,8 @@ from runtimes.contract import WrongInput
 from runtimes.train.experiment_trackers import TensorBoard, Trackers, open_trackers
 from runtimes.train.wandb_tracker import check_wandb
 
+pytestmark = pytest.mark.slow
+
 
 def png() -> bytes:
     buffer = io.BytesIO()

@@ -25,6 +25,8 @@ from runtimes.train.resume import check_same_run
 from runtimes.train.training_loop import train
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _known_flops(monkeypatch: pytest.MonkeyPatch) -> None:
