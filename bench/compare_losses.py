@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.job_command_line import read_train_job
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.sample_and_scale_latents import LatentScale

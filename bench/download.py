@@ -193,7 +193,7 @@ def _proportional_mib(pid: int) -> float:
 
 def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> None:
     from artifacts.store import Store
-    from configs.recipe import Recipe
+    from configs.settings.recipe import Recipe
     from tasks import download
 
     (out / "store").mkdir()

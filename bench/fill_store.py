@@ -10,7 +10,7 @@ from pathlib import Path
 from artifacts.checksummed_files import encode_record, read_record
 from artifacts.hashing import digest_json
 from artifacts.store import MANIFEST, SHARDS, Artifact, Store
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 
 
 def fill(root: Path, artifacts: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from bench.job_command_line import read_train_job
 from bench.overhead import BareSteps
 from bench.report import spread
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
 

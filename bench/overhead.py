@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.job_command_line import run
 from bench.report import spread
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.data.loader import open_job_latents
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Row, log, machine, publish, versions
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 
 FILES = 4  # of the list
 SHARD_SIZE = 1000  # rows

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import benchmark_inputs
 from bench.train_cuda import SD2_UNET, SDXL_UNET
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.job import TrainJob

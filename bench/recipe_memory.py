@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.published_configs import write_published_configs
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.torch_models.gpu_specs import parse_gpu
 from tasks.gpu.gpu_training_plan import plan_for

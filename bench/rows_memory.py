@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.download import photo_server
 from bench.report import Row, log, machine, publish, versions
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 
 SIZES = (1_000, 100_000, 1_000_000)  # rows
 SERVED = 200  # one row in so many has a picture

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from configs.load_and_extend_recipe import RecipeError, load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
+from configs.settings.train_settings_in_cache_key import key_settings
 from configs.strict_yaml import parse_yaml
-from configs.train_settings_in_cache_key import key_settings
 
 
 class Trial(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from configs import coming_from
-from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe
 
 
 def explain(
@@ -70,7 +70,7 @@ def _field_names(
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:
-    from configs import source
+    from configs.settings import source
 
     models = get_args(get_args(source.Source)[0])
     return next((m for m in models if kind in get_args(m.model_fields["kind"].annotation)), None)

@@ -13,9 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 from configs.explain_recipe_errors import explain
-from configs.recipe import Recipe
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import is_secret_name, without_secrets
+from configs.settings.recipe import Recipe
 from configs.strict_yaml import dump_yaml, parse_yaml
 
 RECIPES = Path(__file__).parent

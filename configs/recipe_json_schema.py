@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 
 
 def json_schema() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from artifacts.store import MANIFEST, Store
 from configs.load_and_extend_recipe import RecipeError
-from configs.recipe import Recipe, StageName
+from configs.settings.recipe import Recipe, StageName
 from runtimes.hosts.detect_nvidia import find_gpus
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks import download

@@ -14,11 +14,11 @@ import typer
 from typer.exceptions import TyperException
 
 from configs.expand_sweep_trials import load_trials, parse_grid
-from configs.generate import read_settings
 from configs.load_and_extend_recipe import dump, load_recipe, parse_override, recipe_names
-from configs.recipe import StageName
 from configs.recipe_json_schema import json_schema
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
+from configs.settings.generate import read_settings
+from configs.settings.recipe import StageName
 from flows.exit_codes import FAILED, INTERRUPTED, REJECTED, WRONG_INPUT
 from runtimes.process.memory import collect_garbage_rarely
 

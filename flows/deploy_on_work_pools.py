@@ -15,7 +15,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
 from configs.load_and_extend_recipe import RecipeError
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from flows.accelerator_limit import limit_accelerators
 from flows.run_sent_stage import run_stage
 from flows.runner import ServerAway, check_server, configured_server

@@ -14,8 +14,8 @@ from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES, StageName
 from configs.redact_errors_and_logs import redacted_errors
+from configs.settings.recipe import STAGES, StageName
 from flows.logs import log_to_prefect
 from flows.model_events import emit_published
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName

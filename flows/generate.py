@@ -13,8 +13,8 @@ from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.store import Store
-from configs.generate import Generate, read_settings
 from configs.redact_errors_and_logs import redacted_errors
+from configs.settings.generate import Generate, read_settings
 from flows.logs import log_to_prefect
 from flows.parameters import Settings
 from flows.task_settings import stage_task
@@ -72,7 +72,7 @@ def generate(
     Args:
         model: Name of a published model (`digits`, `digits@v2`), folder, hub id or URL.
         prompts: Prompts; alternatively `settings` has a `file` of prompts.
-        settings: Other settings of configs/generate.py, such as {"seed": 7}.
+        settings: Other settings of configs/settings/generate.py, such as {"seed": 7}.
         out: Output folder; the pictures are in a folder of it, named by the key.
         skip_grid: Leave out the grid.
         skip_save: Leave out the single pictures.

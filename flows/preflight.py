@@ -14,10 +14,10 @@ from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelNotFound, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
 from artifacts.store import Artifact, Store
-from configs.best_checkpoint import HOLDOUT_LOSS
 from configs.load_and_extend_recipe import RecipeError, dump
-from configs.place import PLACED_STAGES, PlacedStage
-from configs.recipe import STAGES, Recipe, StageName
+from configs.settings.best_checkpoint import HOLDOUT_LOSS
+from configs.settings.place import PLACED_STAGES, PlacedStage
+from configs.settings.recipe import STAGES, Recipe, StageName
 from flows.check_disk import check_disk
 from flows.send_stage import check_deployments, send_stage
 from flows.task_states import begin
@@ -53,8 +53,8 @@ from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
 from tasks.publish.assemble_pipeline import missing_weights
-from tasks.publish.gate import check_rules, parse_rule
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
+from tasks.publish.promotion_gate import check_rules, parse_rule
 from tasks.publish.sign_model import check_key
 from tasks.retrain.champion import Champion, check_champion
 from tasks.retrain.source_changes import plan_changes

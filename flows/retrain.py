@@ -16,8 +16,8 @@ from artifacts.latent_shards import open_latents
 from artifacts.lock import hold
 from artifacts.store import Artifact
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
 from configs.redact_errors_and_logs import redacted_errors
+from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName

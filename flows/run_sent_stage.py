@@ -10,9 +10,9 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from configs.place import PlacedStage
-from configs.recipe import STAGES
 from configs.redact_errors_and_logs import redacted_errors
+from configs.settings.place import PlacedStage
+from configs.settings.recipe import STAGES
 from flows.finetune import report_of, stages_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import Settings

@@ -24,9 +24,9 @@ from rich.progress import (
 
 from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES, Recipe, StageName
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import STAGES, Recipe, StageName
 from tasks import progress
 
 logger = logging.getLogger("kiln")

@@ -26,9 +26,9 @@ from prefect.utilities.urls import url_for
 from artifacts.clock import REAL, Clock
 from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError
-from configs.place import PlacedStage
-from configs.recipe import Recipe, StageName
 from configs.redact_errors_and_logs import one_line
+from configs.settings.place import PlacedStage
+from configs.settings.recipe import Recipe, StageName
 from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.progress import Progress

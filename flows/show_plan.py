@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from flows import show_gpu_plan
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.base_training_plan import TrainingPlan

@@ -15,8 +15,8 @@ from artifacts.list_folder import entries, subfolders
 from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError
-from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe
 from tasks.publish.champion_history import RegistryError
 from tasks.publish.lineage import CHAMPION_EVALUATION, remeasured_champion
 from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version

@@ -11,8 +11,8 @@ from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from configs.expand_sweep_trials import Trial, load_trials
-from configs.recipe import STAGES
 from configs.redact_errors_and_logs import one_line, redacted_errors
+from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName

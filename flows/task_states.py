@@ -12,7 +12,7 @@ from prefect.states import Completed
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import record_run
 from artifacts.store import Artifact, Store
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 from flows.model_events import emit_rejected
 from tasks.build_or_reuse import StageResult, storing
 from tasks.panels import Links, Panel

@@ -34,7 +34,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.download_or_find_model import ModelNotFound, resolve_model
 from artifacts.lock import LockLost
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events

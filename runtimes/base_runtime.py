@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
 from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
 from runtimes.process.job import TrainJob

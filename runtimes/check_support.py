@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, cast
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.detect_gaudi import bridge_version

@@ -15,7 +15,7 @@ from typing import Any
 from artifacts.checksummed_files import read_record, write_record
 from artifacts.hashing import digest_json
 from artifacts.store import Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from configs.load_and_extend_recipe import RecipeError
-from configs.recipe import Recipe, StageName
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe, StageName
 
 BeamStage = Literal["download", "encode"]
 BEAM_STAGES: tuple[BeamStage, ...] = ("download", "encode")

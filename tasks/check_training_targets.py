@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.recipe import Recipe
-from configs.sampling import Sampling
+from configs.settings.recipe import Recipe
+from configs.settings.sampling import Sampling
 from runtimes.adapters.kohya_format import to_kohya
 from runtimes.adapters.lora_target_layers import Layer, choose_layers
 from runtimes.adapters.merge_lora import Adapter

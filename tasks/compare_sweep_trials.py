@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
-from configs.recipe import Recipe
-from configs.sweep import Sweep
+from configs.settings.recipe import Recipe
+from configs.settings.sweep import Sweep
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import schedule_facts
 from runtimes.objective.scheduler_config import read_schedule

@@ -11,7 +11,7 @@ from fsspec import AbstractFileSystem
 
 from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.store import MANIFEST, Artifact, Draft, Store
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.train.best_checkpoint import CheckpointRanking
 
 #: Settings that the trained weights of a step do not depend on, at a constant learning rate.

@@ -15,9 +15,9 @@ import numpy as np
 
 from artifacts.safetensors import FLOATS
 from artifacts.tensor_header import read_header
-from configs.publish import Publish
-from configs.recipe import STAGES, Recipe, StageName
-from configs.train import Train
+from configs.settings.publish import Publish
+from configs.settings.recipe import STAGES, Recipe, StageName
+from configs.settings.train import Train
 from runtimes.adapters.lora_target_layers import Layer, choose_layers
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders

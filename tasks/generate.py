@@ -13,8 +13,8 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import resolve_model
 from artifacts.store import Artifact, Draft
-from configs.generate import Generate
-from configs.publish import NAME
+from configs.settings.generate import Generate
+from configs.settings.publish import NAME
 from runtimes import check_support, registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family

@@ -17,9 +17,9 @@ from artifacts.checksummed_files import FileEntry, write_atomic
 from artifacts.download_or_find_model import digest_model
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft
-from configs.recipe import Recipe
-from configs.train import Train
-from configs.train_settings_in_cache_key import key_settings
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
+from configs.settings.train_settings_in_cache_key import key_settings
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import read_config

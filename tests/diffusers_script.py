@@ -20,7 +20,7 @@ from PIL import Image
 from training import history, train
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.adapters.initialise_lora import initial_down
 from runtimes.data.bucketed_sample_order import Order
 from runtimes.objective.counter_based_random import Stream, generator

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 

@@ -17,8 +17,8 @@ import yaml
 from kiln_command import ROOT
 from typer.exceptions import TyperException
 
-from configs.generate import read_settings
 from configs.load_and_extend_recipe import load_recipe, parse_override
+from configs.settings.generate import read_settings
 from flows.cli import app
 
 DOCUMENTS = sorted(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 
 Overrides = dict[str, Any]
 #: Recipe -> model of tests/tiny_models.py in its layout; minimal ones where XLA compiles.

@@ -13,8 +13,8 @@ from functools import partial
 from artifacts.check_model_available import check_file_available, check_model_available
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Store, StoreError
-from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe
 from flows.doctor.findings import Finding, fine, limited, note, problem
 from flows.preflight import devices_here, must_fit_one_gpu, stages_without_pool
 from runtimes.contract import Probe, WrongInput

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from configs.recipe import Recipe, RuntimeName
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe, RuntimeName
 from flows.doctor import check_python_driver_and_disk
 from flows.doctor.check_python_driver_and_disk import PINNED, TRAPS
 from flows.doctor.check_recipe import recipe_checks

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.objective.sample_and_scale_latents import LatentScale

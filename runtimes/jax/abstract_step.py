@@ -13,7 +13,7 @@ import torch
 from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.jax import scan_blocks, splash_attention
 from runtimes.jax.mesh import Mesh

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.optimizer_step.step_scalars import learning_rate_factors
 
 Arrays = dict[str, Array]

@@ -10,7 +10,7 @@ import jax
 import torch
 
 from configs.redact_errors_and_logs import one_line
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.compile_cache import CompileCache

@@ -11,7 +11,7 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.jax.clip_update_and_ema import Arrays, Groups
 from runtimes.jax.mesh import Mesh

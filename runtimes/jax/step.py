@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.jax.clip_update_and_ema import Arrays, Groups, update
 from runtimes.jax.mesh import Mesh
 

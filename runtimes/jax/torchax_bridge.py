@@ -20,7 +20,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from torch.nn import functional
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.jax import scan_blocks, splash_attention
 from runtimes.jax.attention import attend
 from runtimes.jax.mesh import Mesh

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice

@@ -11,7 +11,7 @@ class TpuStepRequest:
     """A training step and the TPU slice to compile it for."""
 
     model: str  # local folder of the base pipeline; its configs are enough
-    train: dict[str, Any]  # configs.train.Train, dumped
+    train: dict[str, Any]  # configs.settings.train.Train, dumped
     resolution: int  # of the pictures, pixels
     topology: str  # such as v5p-8
     vae: str | None = None

@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.mindspore.loss_scale import DynamicLossScale
 from runtimes.optimizer_step.ema_decay import ema_decay_at

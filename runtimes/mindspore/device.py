@@ -10,7 +10,7 @@ from importlib.metadata import version
 import mindspore as ms
 from mindspore import mint
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.detect_ascend import cann_version, missing_components
 from runtimes.process.memory import peak_rss

@@ -9,7 +9,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.adapters.weight_names import state_name
 from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks

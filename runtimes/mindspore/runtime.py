@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import State, StepBatch, StepOutput
 from runtimes.mindspore.clip_update_and_ema import Update, float32_copy

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.hashing import parse_json
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, Schedule, is_flow, schedule_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.train import Train
+from configs.settings.train import Train
 
 
 def ema_decay_at(step: int, settings: Train) -> float:

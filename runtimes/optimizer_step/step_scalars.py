@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.optimizer_step.ema_decay import ema_decay_at
 
 

@@ -36,7 +36,7 @@ class TrainJob(_HasModel):
     runtime: str
     model: str  # base pipeline: a local folder or a URL
     latents: str  # URL of the folder of the latents artifact with the training samples
-    train: dict[str, Any]  # configs.train.Train, dumped
+    train: dict[str, Any]  # configs.settings.train.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
     out: str  # URL of the folder for the trained weights (see train/write_result.py)
     sample_prompts: tuple[str, ...] = ()

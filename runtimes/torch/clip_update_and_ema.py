@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.optimizer_step.ema_decay import ema_decay_at
 from runtimes.optimizer_step.ema_swap import swapped

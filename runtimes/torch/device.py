@@ -12,8 +12,8 @@ from importlib.metadata import version
 
 import torch
 
-from configs.mindspore_and_gaudi import Hpu
-from configs.train import Train
+from configs.settings.mindspore_and_gaudi import Hpu
+from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version

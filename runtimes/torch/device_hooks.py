@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 
 
 class DeviceHooks:

@@ -19,7 +19,7 @@ import diffusers
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs

@@ -16,7 +16,7 @@ class GpuStepRequest:
     """A training step, or a denoising step of sampling, to compute the memory of."""
 
     model: str  # local folder of the base pipeline; its configs are enough
-    train: dict[str, Any]  # configs.train.Train, dumped
+    train: dict[str, Any]  # configs.settings.train.Train, dumped
     resolution: int  # of the pictures, pixels
     vae: str | None = None
     denoiser_config: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.torch.hpu import BRIDGE, fused_kernel, mode, to_device
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.optimizer_step.step_scalars import learning_rate_groups
 from runtimes.torch import hpu_adamw

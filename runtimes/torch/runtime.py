@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.check_support import check_family
 from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch, StepOutput, WrongInput
 from runtimes.torch.attention_kernel import attention_kernel
 from runtimes.torch.clip_update_and_ema import Update

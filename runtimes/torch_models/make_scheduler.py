@@ -8,7 +8,7 @@ from typing import Any
 
 import diffusers
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective import scheduler_config
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.adapters.weight_names import state_name
 from runtimes.contract import StoredRows
 from runtimes.families import Family, detect_family

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 
 

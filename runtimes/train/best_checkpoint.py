@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from configs.best_checkpoint import BestCheckpoint
-from configs.train import Train
+from configs.settings.best_checkpoint import BestCheckpoint
+from configs.settings.train import Train
 
 #: Field of a history line with the held-out loss.
 VALIDATION_LOSS = "validation_loss"

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.wandb_tracker import WandbTracker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from configs.train import Train
+from configs.settings.train import Train
 
 
 def learning_rate(step: int, settings: Train) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from configs.holdout_divergence_profile_wandb import Profile
+from configs.settings.holdout_divergence_profile_wandb import Profile
 from runtimes.contract import Runtime
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from artifacts.latent_shards import Latents
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Runtime, WrongInput
 from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, open_job_latents

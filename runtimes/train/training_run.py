@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch
 from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import batch_number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Runtime
 from runtimes.data.holdout_batches import Holdout
 from runtimes.process.events import Events

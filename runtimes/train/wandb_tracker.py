@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from artifacts.checksummed_files import write_atomic
-from configs.holdout_divergence_profile_wandb import Wandb
+from configs.settings.holdout_divergence_profile_wandb import Wandb
 from runtimes.contract import WrongInput
 
 KEY = "WANDB_API_KEY"

@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.checksummed_files import FileEntry
 from artifacts.safetensors import Arrays, Sink, write_arrays, writing
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, to_file_names
 from runtimes.contract import State
 from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler_config

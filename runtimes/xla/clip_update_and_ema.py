@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.optimizer_step.ema_swap import swapped
 from runtimes.optimizer_step.step_scalars import learning_rate_factors, step_scalars

@@ -11,7 +11,7 @@ from torch_xla._internal import tpu
 from torch_xla.core import xla_model as xm
 from torch_xla.debug import metrics
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss

@@ -13,7 +13,7 @@ import torch_xla
 from numpy.typing import NDArray
 from torch_xla.debug import profiler
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import Owners, State, StepBatch, StepOutput
 from runtimes.data.padding import pad_batch

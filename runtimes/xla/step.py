@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 import torch_xla
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch, StepOutput, lazy_output
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches

@@ -22,9 +22,8 @@ from artifacts.image_shards import (
     write_tar,
 )
 from artifacts.store import SHARDS, Shard, Store
-from configs.download import Download
 from configs.redact_urls import without_secrets
-from tasks.download.dead_web_hosts import is_outage
+from configs.settings.download import Download
 from tasks.download.duplicates_hosts_and_sizes import shard_statistics
 from tasks.download.event_loop import run
 from tasks.download.fetch_and_resize_row import RowDownloader
@@ -32,6 +31,7 @@ from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
 from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.row_fields_and_hash import Row, read_additional
+from tasks.download.skip_dead_web_hosts import is_outage
 from tasks.download.source_protocol import PictureLocation, ServedAt
 from tasks.download.sources import SOURCES
 from tasks.download.stage_errors import SourceError

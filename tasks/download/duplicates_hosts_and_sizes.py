@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from configs.download import Download
-from tasks.download.dead_web_hosts import host_of
+from configs.settings.download import Download
 from tasks.download.row_fields_and_hash import Row
+from tasks.download.skip_dead_web_hosts import host_of
 
 #: Hosts of a shard with the most failures, and as many with the longest requests.
 HOSTS = 8

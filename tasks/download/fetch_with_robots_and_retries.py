@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from artifacts.hashing import digest_bytes
-from configs.download import Download
+from configs.settings.download import Download
 from tasks.download.body_memory import Room
-from tasks.download.dead_web_hosts import SILENT, DeadHosts
 from tasks.download.event_loop import Shared, shared
 from tasks.download.pace_requests_per_web_host import MAX_WAIT, AsyncClock
 from tasks.download.retryable_and_final_failures import (
@@ -28,6 +27,7 @@ from tasks.download.retryable_and_final_failures import (
 from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.row_fields_and_hash import Row, absolute
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
+from tasks.download.skip_dead_web_hosts import SILENT, DeadHosts
 from tasks.download.source_protocol import ServedAt
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from configs.download import Download
+from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header, check_picture
 from tasks.download.decoding_memory import DECODING
 from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from artifacts.hashing import digest_bytes, digest_json
-from configs.base_section import Section
-from configs.source import DatasetSource, FolderSource, TarsSource, UrlSource
+from configs.settings.base_section import Section
+from configs.settings.source import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.list_files import ListedFile
 from tasks.download.read_lists_by_duckdb import additional_settings
 

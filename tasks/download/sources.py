@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.download_or_find_model import cache_folder
 from artifacts.hashing import digest_bytes, digest_json
-from configs.source import DatasetSource, DigitsSource, FolderSource, UrlSource
+from configs.settings.source import DatasetSource, DigitsSource, FolderSource, UrlSource
 from tasks.download.list_files import (
     ListedFile,
     check_absent,

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from artifacts.artifact_key import KeyParts
 from artifacts.image_shards import read_tar
 from artifacts.store import MANIFEST, Artifact, Draft, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.beam_workers import beam_options
 from tasks.build_or_reuse import TransientError
 from tasks.download.check_dataset_limits import check_data

@@ -16,7 +16,7 @@ import pyarrow as pa
 from braceexpand import braceexpand
 
 from configs.redact_urls import without_secrets
-from configs.source import TarsSource
+from configs.settings.source import TarsSource
 from tasks.download.list_files import (
     ListedFile,
     list_files,

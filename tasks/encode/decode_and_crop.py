@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.encode.buckets import Size, nearest_bucket
 from tasks.encode.holdout_split import is_holdout
 

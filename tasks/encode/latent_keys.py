@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from artifacts.hashing import digest_json
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.encode.decode_and_crop import TransformSettings
 
 STAGE = "encode"

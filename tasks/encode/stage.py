@@ -13,7 +13,7 @@ from typing import Any
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Draft, Shard, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.data.padding import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from artifacts.download_or_find_model import digest_model, digest_model_file
 from artifacts.store import Artifact
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.evaluate import JudgeName, PreferenceModel
+from configs.settings.evaluate import JudgeName, PreferenceModel
 from runtimes.contract import WrongInput
 
 #: Scores [N]: bool for pass or fail, else float. Higher is better.

@@ -9,7 +9,7 @@ import numpy as np
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Shard, Store
-from configs.evaluate import Memorization
+from configs.settings.evaluate import Memorization
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import bootstrap, memorization
 from tasks.evaluate.bootstrap import Estimate

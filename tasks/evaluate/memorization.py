@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from configs.evaluate import Memorization
+from configs.settings.evaluate import Memorization
 from tasks.evaluate.bootstrap import Estimate, share
 from tasks.evaluate.clip_score import normalise
 from tasks.evaluate.reference_features import ReferenceFeatures

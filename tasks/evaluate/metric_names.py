@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.evaluate import holdout_loss, memorization
 from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES
 from tasks.evaluate.judges import judge_names

@@ -6,8 +6,8 @@ import re
 
 import fsspec
 
-from configs.evaluate import PromptSet
-from configs.recipe import Recipe
+from configs.settings.evaluate import PromptSet
+from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 
 PromptSets = dict[str, tuple[str, ...]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from configs.evaluate import JudgeName, PreferenceModel
+from configs.settings.evaluate import JudgeName, PreferenceModel
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.feature_encoders import Clip, Float32
 from tasks.evaluate.judges import judge_names, judge_pictures, open_judges

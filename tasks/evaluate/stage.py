@@ -19,7 +19,7 @@ from artifacts.checksummed_files import read_checked, read_record
 from artifacts.download_or_find_model import resolve_model
 from artifacts.latent_shards import open_latents
 from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule

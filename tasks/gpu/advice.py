@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from tasks.gpu.estimate_peak_memory import Planner, executed_flops, micro_batch, with_train
 
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs

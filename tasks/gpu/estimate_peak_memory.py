@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Store
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from runtimes.pipeline_folder.describe_encoders import read_config
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from tasks.base_training_plan import ask_planner, cache_key, load_or_compute

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.download_or_find_model import resolve_configs
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path

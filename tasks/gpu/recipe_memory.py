@@ -15,7 +15,7 @@ from typing import Any
 
 from artifacts.hashing import digest_json
 from configs.load_and_extend_recipe import load_recipe, recipe_names
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec
 from tasks.estimate_disk import in_words
 from tasks.evaluate.prompts import sample_prompts

@@ -13,11 +13,11 @@ import yaml
 
 from artifacts.download_or_find_model import LICENSE_FILES
 from configs.load_and_extend_recipe import dump
-from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
-from tasks.publish.gate import Verdict, as_rows
+from tasks.publish.promotion_gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
 
 GRID = "before_after.png"

@@ -10,8 +10,8 @@ import yaml
 
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import dump
-from configs.recipe import Recipe
 from configs.redact_urls import without_secrets
+from configs.settings.recipe import Recipe
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.publish.model_registry import Version

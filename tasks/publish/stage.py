@@ -17,8 +17,8 @@ from artifacts.checksummed_files import write_atomic
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft, Store
 from configs.load_and_extend_recipe import dump
-from configs.publish import Hub
-from configs.recipe import STAGES, Recipe
+from configs.settings.publish import Hub
+from configs.settings.recipe import STAGES, Recipe
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.pipeline_folder.describe_encoders import unusual_text_length
 from tasks.build_or_reuse import StageResult, TransientError, failing, storing
@@ -27,7 +27,7 @@ from tasks.evaluate.stage import BOOTSTRAP, PublishedMetrics, metrics_by_name, r
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
-from tasks.publish import gate, model_card, push_to_hub, report, smoke_test
+from tasks.publish import model_card, promotion_gate, push_to_hub, report, smoke_test
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.champion_history import AliasNotWritten
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
@@ -54,7 +54,7 @@ class Rejected(Exception):
 
     def __init__(
         self,
-        verdicts: list[gate.Verdict],
+        verdicts: list[promotion_gate.Verdict],
         measured: Mapping[str, Any] | None = None,
         compared_with: str | None = None,
         champion_evaluation: Artifact | None = None,
@@ -96,7 +96,7 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
         **_license_digests(base),
     }
     champion = registry_of(recipe).champion()
-    if champion is None or not gate.needs_champion(recipe.publish.gate):
+    if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
         return inputs
     was = champion.manifest["inputs"]
     if {name: was.get(name) for name in inputs} == inputs:
@@ -136,7 +136,7 @@ def build(
     champion = registry_of(recipe).champion()
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
-    verdicts = gate.judge(recipe.publish.gate, models, champion=champion is not None)
+    verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=champion is not None)
     compared_with = champion.name if champion else None
     reject = partial(
         Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
@@ -306,7 +306,7 @@ def _measured(
     Second: the champion's evaluation if it was measured again.
     """
     models = read_estimates(evaluated)
-    if champion is None or not gate.needs_champion(recipe.publish.gate):
+    if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
         return models, None
     models["champion"], again = champion_metrics(champion.uri)
     return models, again
@@ -333,14 +333,14 @@ def _check_license(recipe: Recipe, base: Path) -> None:
         log.warning("publish: the licence is unknown: set publish.license")
 
 
-def _smoke_test(recipe: Recipe, out: Path, base: Path) -> gate.Verdict | None:
+def _smoke_test(recipe: Recipe, out: Path, base: Path) -> promotion_gate.Verdict | None:
     """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
     try:
         smoke_test.check_files(out, recipe.publish.max_bytes)
         if recipe.publish.smoke_test:
             smoke_test.check(out, base, recipe)
     except smoke_test.SmokeTestFailed as failure:
-        return gate.Verdict("smoke test", False, None, None, str(failure))
+        return promotion_gate.Verdict("smoke test", False, None, None, str(failure))
     return None
 
 
@@ -367,7 +367,7 @@ def _write_weights(
 
 def show(artifact: Artifact) -> list[Panel]:
     """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
-    verdicts = [gate.Verdict(**v) for v in json.loads(artifact.read("gate.json"))]
+    verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read("gate.json"))]
     summary = artifact.summary
     compared = summary["compared_with"] or "none"
     about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
@@ -375,15 +375,15 @@ def show(artifact: Artifact) -> list[Panel]:
         about["published in spite of a failed gate"] = summary["forced"]
     return [
         Facts("Model", about),
-        Table("Gate", gate.as_rows(verdicts)),
+        Table("Gate", promotion_gate.as_rows(verdicts)),
         Chart("Lineage", lineage_chart(lineage_nodes(artifact))),
         Facts("Digests", summary["lineage"]),
     ]
 
 
-def show_verdicts(verdicts: Sequence[gate.Verdict], where: str) -> list[Panel]:
+def show_verdicts(verdicts: Sequence[promotion_gate.Verdict], where: str) -> list[Panel]:
     """The verdicts on a rejected model, and the artifact with every number."""
-    return [Table("Gate", gate.as_rows(verdicts)), Facts("Verdict", {"where": where})]
+    return [Table("Gate", promotion_gate.as_rows(verdicts)), Facts("Verdict", {"where": where})]
 
 
 def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
@@ -400,7 +400,7 @@ def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
     return [Facts("Published", facts), stage_links(model, STAGES)]
 
 
-def _verdict_text(verdict: gate.Verdict) -> str:
+def _verdict_text(verdict: promotion_gate.Verdict) -> str:
     if verdict.value is None or verdict.bound is None:
         return f"{verdict.rule} ({verdict.note})"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from artifacts.store import Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed
 from tasks.encode.latent_keys import settings_for_key

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from artifacts.store import Artifact, Draft
-from configs.holdout_divergence_profile_wandb import Profile
-from configs.recipe import Recipe
+from configs.settings.holdout_divergence_profile_wandb import Profile
+from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from tasks import train

@@ -9,7 +9,7 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Draft, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download, train
 from tasks.encode import latent_keys as encode
 from tasks.evaluate import stage as evaluate

@@ -8,10 +8,10 @@ from typing import Any
 import fsspec
 
 from artifacts.store import Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.evaluate.stage import show_closest_pairs
 from tasks.panels import Facts, Panel, PicturePanel, Table
-from tasks.publish import gate
+from tasks.publish import promotion_gate
 from tasks.publish import rejection as rejection_artifact
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes
@@ -45,7 +45,7 @@ def show_retraining(
         panels.append(PicturePanel("Base above, new model below", evaluated.read(GRID)))
         panels += show_closest_pairs(evaluated)
     if (verdicts := _verdicts(report)) is not None:
-        panels.append(Table("Gate", gate.as_rows(verdicts)))
+        panels.append(Table("Gate", promotion_gate.as_rows(verdicts)))
     panels += _champions_picture(champion)
     return [*panels, stage_links(recipe.publish.name, stages)]
 
@@ -111,13 +111,13 @@ def _published(uri: str) -> dict[str, Any]:
         return dict(json.load(stream))
 
 
-def _verdicts(report: dict[str, Any]) -> list[gate.Verdict] | None:
+def _verdicts(report: dict[str, Any]) -> list[promotion_gate.Verdict] | None:
     if "gate" in report:
-        return [gate.Verdict(**verdict) for verdict in report["gate"]]
+        return [promotion_gate.Verdict(**verdict) for verdict in report["gate"]]
     if report["model"] is None:
         return None
     with fsspec.open(f"{report['model']}/gate.json", "rb") as stream:
-        return [gate.Verdict(**verdict) for verdict in json.load(stream)]
+        return [promotion_gate.Verdict(**verdict) for verdict in json.load(stream)]
 
 
 def _champions_picture(champion: Champion | None) -> list[Panel]:

@@ -10,7 +10,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_json
 from artifacts.latent_shards import INFO
 from artifacts.store import SHARDS, Artifact, Draft, Shard
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.encode.latent_keys import STAGE, VERSION
 
 

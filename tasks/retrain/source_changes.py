@@ -11,7 +11,7 @@ from artifacts.checksummed_files import Damaged, FileEntry, read_checked
 from artifacts.hashing import digest_json
 from artifacts.image_shards import read_rows
 from artifacts.store import SHARDS, Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.download import stage as download
 from tasks.download.download_shard import STAGE, shard_key
 from tasks.download.plan_shards import (

@@ -8,7 +8,7 @@ from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, modified, name_of, present_time
 from artifacts.lock import is_alive
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of
 

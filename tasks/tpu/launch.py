@@ -24,8 +24,8 @@ from artifacts.download_or_find_model import digest_model
 from artifacts.image_shards import add_member
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
-from configs.holdout_divergence_profile_wandb import Wandb
-from configs.tpu import Tpu
+from configs.settings.holdout_divergence_profile_wandb import Wandb
+from configs.settings.tpu import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
 from tasks.build_or_reuse import TransientError

@@ -17,8 +17,8 @@ from typing import Any
 
 from artifacts.download_or_find_model import resolve_configs
 from artifacts.store import Store
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path

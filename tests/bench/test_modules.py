@@ -28,7 +28,7 @@ from bench import (
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
 from bench.training_step_workloads import Context, Workload
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.check_support import probe_runtime
 
 MODULES = [

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from configs import coming_from
 from configs.load_and_extend_recipe import RecipeError, load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
 

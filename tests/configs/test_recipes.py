@@ -10,7 +10,7 @@ from toy_recipes import BASES, toy
 
 from configs.load_and_extend_recipe import load_recipe, recipe_names
 from tasks.evaluate.metric_names import metric_names
-from tasks.publish.gate import check_rules, parse_rule
+from tasks.publish.promotion_gate import check_rules, parse_rule
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -21,8 +21,8 @@ from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from runtimes.families import FAMILIES
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder

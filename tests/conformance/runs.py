@@ -18,7 +18,7 @@ from peft import LoraConfig
 from PIL import Image
 from tolerances import LOSS, NORM, WEIGHTS
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.adapters.initialise_lora import initial_down
 from runtimes.check_support import check_family
 from runtimes.contract import WrongInput

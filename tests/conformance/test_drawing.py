@@ -19,7 +19,7 @@ from diffusers import DiffusionPipeline, Flux2KleinPipeline, FluxPipeline, QwenI
 from numpy.typing import NDArray
 from tolerances import PICTURE
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.families import detect_family
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config

@@ -9,7 +9,7 @@ import pytest
 from kiln_command import kiln
 from prefect_server import Server
 
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 
 Here = Callable[..., str]  # of conftest.py
 

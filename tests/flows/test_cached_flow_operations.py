@@ -13,7 +13,7 @@ import pytest
 from artifacts.store import Store
 from bench.fill_store import fill
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.preflight import prepare
 from tasks.panels import Panel, to_markdown

@@ -10,7 +10,7 @@ import pytest
 
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES, Recipe
+from configs.settings.recipe import STAGES, Recipe
 from flows import check_disk as module
 from flows.check_disk import DiskTooSmall, check_disk
 from runtimes.families import detect_family

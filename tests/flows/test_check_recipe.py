@@ -10,7 +10,7 @@ import pytest
 from hub_server import HubServer, Repository
 
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from flows.doctor import check_recipe
 from flows.doctor.findings import Finding, collect
 from runtimes.contract import Probe

@@ -15,7 +15,7 @@ from kiln_command import is_running, processes_below
 from prefect_server import Server, deployed
 
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 from flows.retrain import one_at_a_time
 
 #: Two workers of one pool would start each other's runs.

@@ -7,7 +7,7 @@ from prefect.exceptions import ParameterTypeError
 
 from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import recipe_names
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 from flows.finetune import finetune
 from flows.generate import generate
 

@@ -19,7 +19,7 @@ from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
-from tasks.publish.gate import GateError
+from tasks.publish.promotion_gate import GateError
 
 PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
 

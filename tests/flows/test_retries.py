@@ -12,7 +12,7 @@ from prefect_server import Server
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Draft, Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageResult, TransientError
 

@@ -15,7 +15,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.place import PLACED_STAGES
+from configs.settings.place import PLACED_STAGES
 from flows import cli, finetune, send_stage
 from flows.preflight import Run, _stages_here
 from flows.retrain import continue_from_champion

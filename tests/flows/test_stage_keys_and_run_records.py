@@ -14,9 +14,9 @@ from artifacts.gc_find_needed import needed_by
 from artifacts.latent_shards import INFO
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
-from configs.generate import read_settings
 from configs.load_and_extend_recipe import load_recipe
-from configs.publish import Hub
+from configs.settings.generate import read_settings
+from configs.settings.publish import Hub
 from flows import finetune, generate
 from flows.preflight import Run
 from tasks import download

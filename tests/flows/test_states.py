@@ -13,13 +13,13 @@ from artifacts.gc_find_needed import needed_by
 from artifacts.run_records import runs
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.preflight import Run
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.publish import rejection as rejection_artifact
-from tasks.publish.gate import Verdict
 from tasks.publish.lineage import lineage_nodes
+from tasks.publish.promotion_gate import Verdict
 from tasks.publish.stage import Rejected
 
 

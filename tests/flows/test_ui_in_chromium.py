@@ -12,7 +12,7 @@ import pytest
 from chromium import Browser, chromium, require_chromium
 from prefect_server import Server, deployed
 
-from configs.recipe import STAGES
+from configs.settings.recipe import STAGES
 
 pytestmark = pytest.mark.soak
 PATIENCE = 900  # seconds, for a machine that does much else

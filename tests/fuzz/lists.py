@@ -19,7 +19,7 @@ from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.hashing import digest_bytes
-from configs.source import DatasetSource, FolderSource, TarsSource, UrlSource
+from configs.settings.source import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.source_protocol import PictureLocation, Source
 from tasks.download.sources import Dataset, Folder, UrlList

@@ -14,7 +14,7 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.hashing import canonical_json
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras, trained_config

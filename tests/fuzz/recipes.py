@@ -12,7 +12,7 @@ from fuzz.reader import Reader
 
 from artifacts.hashing import canonical_json
 from configs.load_and_extend_recipe import RecipeError, dump, load_recipe, parse_override
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 
 RECIPE: dict[str, Any] = {
     "name": "mine",

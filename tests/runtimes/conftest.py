@@ -20,7 +20,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import LatentSample, Texts
 from artifacts.store import Store
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.families import family_named
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import TrainJob, write_job

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from configs.recipe import RuntimeName
-from configs.train import Train
+from configs.settings.recipe import RuntimeName
+from configs.settings.train import Train
 from runtimes import registry
 from runtimes.check_support import (
     check_family,

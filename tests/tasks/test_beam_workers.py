@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from configs.load_and_extend_recipe import RecipeError
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_workers import Workers, beam_options, check_workers, workers_of
 from tasks.encode.latent_keys import settings_for_key as encode_settings_for_key

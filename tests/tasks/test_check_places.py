@@ -7,8 +7,8 @@ import pytest
 
 from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import RECIPES, RecipeError, load_recipe
-from configs.place import PLACED_STAGES
-from configs.recipe import STAGES
+from configs.settings.place import PLACED_STAGES
+from configs.settings.recipe import STAGES
 from tasks.check_places import _secret, check_places, received_recipe, settings_to_send
 
 ON_GPU = {"place.train": "gpu", "store": "s3://bucket/store"}

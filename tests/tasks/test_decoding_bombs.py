@@ -13,7 +13,7 @@ import pytest
 from fuzz.pictures import tiled_tiff
 from PIL import Image
 
-from configs.download import Download
+from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header, check_picture
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.download.retryable_and_final_failures import FetchFailed

@@ -29,7 +29,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, read_rows, read_tar, write_tar
 from artifacts.store import Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
@@ -702,7 +702,7 @@ def test_a_killed_run_resumes_after_its_committed_shards(tmp_path: Path, web: We
     recipe = make_recipe(tmp_path, web, rows())
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     script = (
-        "import sys; from configs.recipe import Recipe; from tasks import download;"
+        "import sys; from configs.settings.recipe import Recipe; from tasks import download;"
         "from artifacts.store import KeyParts, Store;"
         "recipe = Recipe.model_validate_json(open(sys.argv[1]).read());"
         "draft = Store(recipe.store).draft(KeyParts('download', 0, {}, {}));"

@@ -32,7 +32,7 @@ from huggingface_hub import HfFileSystem
 from PIL import Image
 from store_servers import REMOTE, UrlOf
 
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import (
     plan_parquet,

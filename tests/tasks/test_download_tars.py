@@ -20,7 +20,7 @@ from webdataset import TarWriter
 
 from artifacts.image_shards import Sample, read_rows, read_tar
 from artifacts.store import Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import plan_parquet, tars
 from tasks.download.download_shard import DownloadContext, planned_rows

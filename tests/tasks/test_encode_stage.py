@@ -18,7 +18,7 @@ from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import Encoder

@@ -15,7 +15,7 @@ from kiln_command import ROOT
 from picture_sources import make_pictures, write_folder
 
 from artifacts.store import Artifact, Store
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.build_or_reuse import TransientError
 from tasks.encode import stage as encode

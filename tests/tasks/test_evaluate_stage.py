@@ -24,8 +24,8 @@ from artifacts.checksummed_files import Damaged, hash_local, write_record
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config

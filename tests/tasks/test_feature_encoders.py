@@ -20,7 +20,7 @@ from transformers import (
     Dinov2Model,
 )
 
-from configs.evaluate import PreferenceModel
+from configs.settings.evaluate import PreferenceModel
 from demo import captions, digits
 from demo.ink_and_paper import NEW_STYLE, style_index
 from runtimes.contract import WrongInput

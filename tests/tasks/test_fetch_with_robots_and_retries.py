@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from configs.download import Download
+from configs.settings.download import Download
 from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.event_loop import run
 from tasks.download.fetch_with_robots_and_retries import Fetched, Fetcher, user_agent

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tasks.evaluate.bootstrap import Estimate, mean, share
-from tasks.publish.gate import GateError, check_rules, judge, needs_champion, parse_rule
+from tasks.publish.promotion_gate import GateError, check_rules, judge, needs_champion, parse_rule
 
 
 def exactly(value: float) -> Estimate:

@@ -14,8 +14,8 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.generate import read_settings
 from configs.load_and_extend_recipe import RecipeError
+from configs.settings.generate import read_settings
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, Job

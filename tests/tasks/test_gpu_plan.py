@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import Moment, StepMemory

@@ -10,7 +10,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
 from artifacts.download_or_find_model import resolve_model
 from artifacts.store import Artifact, Store
-from configs.generate import Generate
+from configs.settings.generate import Generate
 from tasks import generate
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.publish.model_registry import Registry

@@ -16,7 +16,7 @@ from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store
-from configs.evaluate import Memorization
+from configs.settings.evaluate import Memorization
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout
 from tasks.evaluate import before_after_grid

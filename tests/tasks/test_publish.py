@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
 from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
 from tasks.publish import smoke_test

@@ -11,7 +11,7 @@ import pytest
 from artifacts.image_shards import write_rows, write_tar
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download.download_shard import STAGE, shard_key
 from tasks.download.plan_parquet import plan_key

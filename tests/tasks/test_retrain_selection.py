@@ -8,10 +8,10 @@ import pytest
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO, open_latents
 from artifacts.store import Artifact, Store
-from configs.holdout_divergence_profile_wandb import Profile
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.holdout_divergence_profile_wandb import Profile
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from tasks.encode.latent_keys import STAGE
 from tasks.retrain import continue_training, select_new_and_replayed
 

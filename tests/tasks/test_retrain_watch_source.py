@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import one_at_a_time
 from tasks.retrain import watch_source

@@ -13,7 +13,7 @@ from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
 from tasks.publish import rejection as rejection_artifact
-from tasks.publish.gate import Verdict
+from tasks.publish.promotion_gate import Verdict
 from tasks.publish.stage import Rejected
 from tasks.retrain.champion import Champion
 from tasks.retrain.retraining_summary import show_retraining, verdict_of

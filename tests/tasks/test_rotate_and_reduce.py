@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from configs.download import Download
+from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.download.rotate_and_reduce import reduction

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from configs.download import Download
+from configs.settings.download import Download
 from tasks.download.body_memory import BodyMemory, Room
-from tasks.download.dead_web_hosts import DeadHosts, is_outage
 from tasks.download.decoding_bomb_checks import check_picture
 from tasks.download.decoding_memory import PixelBudget
 from tasks.download.event_loop import run, shared
@@ -29,6 +28,7 @@ from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.rotate_and_reduce import rotate_and_reduce
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public
+from tasks.download.skip_dead_web_hosts import DeadHosts, is_outage
 from tasks.download.source_protocol import ServedAt
 
 Answer = Callable[[BaseHTTPRequestHandler], None]

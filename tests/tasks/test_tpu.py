@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from configs.holdout_divergence_profile_wandb import Wandb
 from configs.load_and_extend_recipe import RecipeError, load_recipe
-from configs.tpu import Tpu
+from configs.settings.holdout_divergence_profile_wandb import Wandb
+from configs.settings.tpu import Tpu
 from runtimes.contract import WrongInput
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice

@@ -15,8 +15,8 @@ import chips
 import numpy as np
 import pytest
 
-from configs.recipe import Recipe
-from configs.train import Train
+from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory import LEAST_EFFORT, _compile, _refused

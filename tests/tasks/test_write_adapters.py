@@ -19,7 +19,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.recipe import Recipe
+from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput
 from tasks.evaluate.bootstrap import Estimate, to_npz

@@ -15,7 +15,7 @@ from PIL import Image
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample
 from artifacts.latent_shards import LatentShard, from_bfloat16
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.counter_based_random import Stream, generator

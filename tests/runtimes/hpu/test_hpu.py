@@ -17,7 +17,7 @@ from driver_process import DriverProcess
 from tolerances import GOLDEN
 from training import losses
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device
@@ -221,7 +221,7 @@ def test_fused_kernels_follow_the_shared_update(mode: str, host: DriverProcess) 
 UNASKED = """
 import json, os, sys
 from runtimes.torch import device, generate, runtime
-from configs.mindspore_and_gaudi import Hpu
+from configs.settings.mindspore_and_gaudi import Hpu
 device.choose_device("auto"); device.free_memory()
 unasked = "habana_frameworks.torch" in sys.modules
 chip = device.open_device("hpu:3", settings=Hpu(), compiled=sys.argv[1])

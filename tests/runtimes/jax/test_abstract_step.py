@@ -8,7 +8,7 @@ from typing import Any
 import chips
 import pytest
 
-from configs.train import Train
+from configs.settings.train import Train
 
 jax = chips.importorskip("jax")
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402

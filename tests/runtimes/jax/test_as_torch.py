@@ -23,7 +23,7 @@ from PIL import Image
 from tolerances import LOSS
 from training import train
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob, write_job

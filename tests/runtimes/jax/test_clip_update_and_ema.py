@@ -6,7 +6,7 @@ import chips
 import numpy as np
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.torch.clip_update_and_ema import Update
 
 jax = chips.importorskip("jax")

@@ -14,7 +14,7 @@ from driver_process import DriverProcess
 from tolerances import LOSS
 from training import losses
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 
 jax = chips.importorskip("jax")

@@ -11,7 +11,7 @@ import numpy as np
 import training
 from numpy.typing import NDArray
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.mindspore.device import check, start

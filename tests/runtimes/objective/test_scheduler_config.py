@@ -9,7 +9,7 @@ import pytest
 import torch
 from tolerances import assert_close
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.prediction_targets import target_of

@@ -11,7 +11,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES
 from runtimes.process.job import TrainJob

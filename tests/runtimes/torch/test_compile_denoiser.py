@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from jobs import MakeJob, start
 from torch._dynamo.utils import counters
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.process.ranks import Ranks
 from runtimes.torch import parallel
 from runtimes.torch.attention_kernel import attention_kernel

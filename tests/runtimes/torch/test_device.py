@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (

@@ -14,7 +14,7 @@ from jobs import MakeJob, lora, start
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch.parallel import FullySharded, chunk_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.planned_and_real_memory import VARIANTS, compare
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.torch.clip_update_and_ema import Update

@@ -18,7 +18,7 @@ from jobs import MakeJob, curve, outputs
 from kiln_command import jobs_of
 from safetensors.numpy import load_file
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.__main__ import main
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events

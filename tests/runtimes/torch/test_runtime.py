@@ -20,7 +20,7 @@ from tolerances import assert_close
 from torch.nn.functional import mse_loss
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import State, WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.objective.counter_based_random import Stream, generator

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob

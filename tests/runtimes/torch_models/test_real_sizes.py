@@ -18,7 +18,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families import FAMILIES
 from runtimes.process.job import TrainJob

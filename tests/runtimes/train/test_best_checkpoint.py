@@ -9,7 +9,7 @@ import pytest
 from jobs import MakeJob, outputs
 from safetensors.numpy import load_file
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.holdout_batches import Holdout
 from runtimes.process.events import Events

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.holdout_divergence_profile_wandb import Wandb
-from configs.train import Train
+from configs.settings.holdout_divergence_profile_wandb import Wandb
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.experiment_trackers import TensorBoard, Trackers, open_trackers
 from runtimes.train.wandb_tracker import check_wandb

@@ -9,7 +9,7 @@ from diffusers.optimization import (
 )
 from torch.optim.lr_scheduler import LRScheduler
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.train.learning_rate import learning_rate
 
 FALLING = ["linear", "cosine", "cosine_with_restarts", "polynomial"]

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from configs.holdout_divergence_profile_wandb import OnDivergence
+from configs.settings.holdout_divergence_profile_wandb import OnDivergence
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.detect_divergence import DivergenceDetector

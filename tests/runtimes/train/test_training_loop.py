@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from jobs import SETTINGS, MakeJob, outputs
 
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.events import Events

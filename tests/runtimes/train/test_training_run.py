@@ -15,7 +15,7 @@ from gcsfs.retry import HttpError
 from jobs import MakeJob, curve, outputs
 
 from artifacts.safetensors import write_arrays
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.contract import State, StepBatch, WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.events import Events

@@ -14,7 +14,7 @@ from artifacts.checksummed_files import FileEntry
 from artifacts.compare_and_swap import read
 from artifacts.lock import Claim, LockLost, hold, seize
 from artifacts.safetensors import Arrays, read_floats, write_arrays
-from configs.train import Train
+from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoint_errors import RETRY_SECONDS
 from runtimes.train.write_result import write_result

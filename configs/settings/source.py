@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from configs.base_section import ReadUrl, Section
+from configs.settings.base_section import ReadUrl, Section
 
 AestheticColumn = Annotated[
     str | None,

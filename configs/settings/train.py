@@ -7,12 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from configs.base_section import Fraction, Section
-from configs.best_checkpoint import BestCheckpoint
-from configs.holdout_divergence_profile_wandb import HoldoutLoss, OnDivergence, Profile, Wandb
-from configs.lora import Lora
-from configs.mindspore_and_gaudi import Hpu, LossScale, MindSpore
-from configs.timesteps import TimestepSampling
+from configs.settings.base_section import Fraction, Section
+from configs.settings.best_checkpoint import BestCheckpoint
+from configs.settings.holdout_divergence_profile_wandb import (
+    HoldoutLoss,
+    OnDivergence,
+    Profile,
+    Wandb,
+)
+from configs.settings.lora import Lora
+from configs.settings.mindspore_and_gaudi import Hpu, LossScale, MindSpore
+from configs.settings.timesteps import TimestepSampling
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 

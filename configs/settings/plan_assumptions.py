@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveInt
 
-from configs.base_section import Section
+from configs.settings.base_section import Section
 
 
 class Plan(Section):

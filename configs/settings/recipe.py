@@ -6,20 +6,20 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from configs.base_section import Section, StoredUrl
-from configs.download import Download
-from configs.encode import Encode
-from configs.evaluate import Evaluate
-from configs.mindspore_and_gaudi import Hpu, MindSpore
-from configs.model import Model
-from configs.place import Place
-from configs.plan_assumptions import Plan
-from configs.publish import Publish
-from configs.retrain import Retrain
-from configs.source import Source
-from configs.sweep import Sweep
-from configs.tpu import Tpu
-from configs.train import Train
+from configs.settings.base_section import Section, StoredUrl
+from configs.settings.download import Download
+from configs.settings.encode import Encode
+from configs.settings.evaluate import Evaluate
+from configs.settings.mindspore_and_gaudi import Hpu, MindSpore
+from configs.settings.model import Model
+from configs.settings.place import Place
+from configs.settings.plan_assumptions import Plan
+from configs.settings.publish import Publish
+from configs.settings.retrain import Retrain
+from configs.settings.source import Source
+from configs.settings.sweep import Sweep
+from configs.settings.tpu import Tpu
+from configs.settings.train import Train
 
 RuntimeName = Literal["torch", "xla", "jax", "mindspore"]
 #: The stages of a run, in their order.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.base_section import Section
+from configs.settings.base_section import Section
 
 #: Default software version by kind of accelerator, from Cloud TPU's page "TPU software versions".
 #: A version is valid for its own kinds only.

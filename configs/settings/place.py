@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from configs.base_section import Section
+from configs.settings.base_section import Section
 
 #: Stages that a work pool can run; publishing takes seconds, and stays with the flow.
 PlacedStage = Literal["download", "encode", "train", "evaluate"]

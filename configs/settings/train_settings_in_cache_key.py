@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from configs.train import Train
+from configs.settings.train import Train
 
 #: Settings that do not affect the trained weights; a resumed run may change them.
 NOT_IN_KEY = frozenset(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from configs.base_section import Section
+from configs.settings.base_section import Section
 
 
 class Sweep(Section):

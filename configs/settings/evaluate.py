@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from configs.base_section import Fraction, Section, StoredUrl
-from configs.sampling import Prompts, Sampling
+from configs.settings.base_section import Fraction, Section, StoredUrl
+from configs.settings.sampling import Prompts, Sampling
 
 JudgeName = Literal["digits"]
 

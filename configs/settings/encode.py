@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.base_section import Dtype, Fraction, Section
+from configs.settings.base_section import Dtype, Fraction, Section
 
 
 class Encode(Section):

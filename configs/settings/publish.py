@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, PositiveInt
 
-from configs.base_section import Dtype, Section, StoredUrl
+from configs.settings.base_section import Dtype, Section, StoredUrl
 
 #: Pattern of a model's name in the registry.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from configs.base_section import Section, StoredUrl
+from configs.settings.base_section import Section, StoredUrl
 
 
 class Model(Section):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from configs.base_section import Dtype, ReadUrl, Section
+from configs.settings.base_section import Dtype, ReadUrl, Section
 
 SchedulerName = Literal[
     "ddim",

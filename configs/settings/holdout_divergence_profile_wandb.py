@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.base_section import Section
+from configs.settings.base_section import Section
 
 
 class HoldoutLoss(Section):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, FiniteFloat, PositiveInt
 
-from configs.base_section import Fraction, Section
+from configs.settings.base_section import Fraction, Section
 
 
 class Download(Section):
