@@ -150,10 +150,8 @@ class ShardFiles:
     ) -> None:
         for wait in (*WAITS, None):
             try:
-                with _reserved(copy, ref.size, self._cache_bytes) as partial:
-                    with refusals():
-                        _download(fs, path, ref, partial)
-                    partial.replace(copy)
+                with _reserved(copy, ref.size, self._cache_bytes) as partial, refusals():
+                    _download(fs, path, ref, partial)
                 break
             except FileNotFoundError:
                 raise
@@ -183,20 +181,24 @@ def _flocked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
-    """A temporary file of `size` bytes beside `copy`; older copies make room for it first.
+    """A temporary file of `size` bytes, which becomes `copy`; older copies make room for it first.
 
     It has its final size from the start, so concurrent downloads count each other. Its lock ends
-    with the process, and tells a download from what a killed one left.
+    with the process, and tells a download from what a killed one left. It is renamed under the lock
+    of evictions, which would otherwise miss it under both names.
     """
     partial = copy.with_name(f"{uuid.uuid4().hex}.tmp")
+    eviction = copy.parents[1] / "shard-locks" / "eviction"
     with ExitStack() as held:
-        with _flocked(copy.parents[1] / "shard-locks" / "eviction"):
+        with _flocked(eviction):
             _evict(copy.parent, limit - size)
             held.callback(partial.unlink, missing_ok=True)
             file = held.enter_context(partial.open("wb"))
             fcntl.flock(file, fcntl.LOCK_EX)
             file.truncate(size)
         yield partial
+        held.enter_context(_flocked(eviction))
+        partial.replace(copy)
 
 
 def _is_locked(path: Path) -> bool:

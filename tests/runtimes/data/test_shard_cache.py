@@ -3,9 +3,12 @@
 import fcntl
 import hashlib
 import os
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -14,6 +17,7 @@ from gcsfs.retry import HttpError, validate_response
 from artifacts.checksummed_files import open_checked
 from artifacts.latent_shards import LatentShard, open_latents
 from runtimes.contract import WrongInput
+from runtimes.data import shard_cache
 from runtimes.data.shard_cache import ShardFiles
 
 WriteLatents = Callable[..., str]
@@ -165,3 +169,27 @@ def test_a_local_shard_is_hashed_once(
     for number in (0, 1, 0, 1):
         assert files[number].groups == {"train/8x8": 1}
     assert read == [ref.sha256 for ref in refs]
+
+
+def test_a_copy_gets_its_name_while_no_eviction_counts(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eviction that lists the folder meanwhile would miss the file, and delete too little."""
+    downloaded, download = threading.Event(), shard_cache._download
+    lock = remote.folder.parent / "shard-locks" / "eviction"
+    held = ExitStack()
+
+    def download_and_lock(*given: Any) -> None:
+        download(*given)
+        held.enter_context(shard_cache._flocked(lock))  # another process begins to evict
+        downloaded.set()
+
+    monkeypatch.setattr(shard_cache, "_download", download_and_lock)
+    reader = threading.Thread(target=remote.open)
+    with held:
+        reader.start()
+        assert downloaded.wait(60)
+        reader.join(0.3)
+        assert [path.suffix for path in remote.folder.iterdir()] == [".tmp"]
+    reader.join(60)
+    assert [path.suffix for path in remote.folder.iterdir()] == [".safetensors"]
