@@ -43,6 +43,15 @@ class Step:
     settings: Train
     rank: int
 
+    def __post_init__(self) -> None:
+        """Raise WrongInput where CUDA graphs are set and the step cannot be captured."""
+        if not self.settings.cuda_graphs:
+            return
+        if self._has_dropout:
+            raise WrongInput("train.cuda_graphs: this model has dropout; set false")
+        if self.parallel.world > 1:  # torchrun and mpirun ignore train.processes
+            raise WrongInput("train.cuda_graphs is for one process; set false")
+
     def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         loss = torch.zeros((), device=self.device_hooks.device)
         for inputs in batch.on_device or self.inputs(batch):
@@ -98,8 +107,6 @@ class Step:
     def _pass(self) -> Callable[[Inputs, int], torch.Tensor]:
         if not self.settings.cuda_graphs:
             return self.backward
-        if self._has_dropout:
-            raise WrongInput("train.cuda_graphs: this model has dropout; set false")
         return CudaGraphs(self.network, self.backward)
 
     @cached_property

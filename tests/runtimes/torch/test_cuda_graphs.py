@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from configs.settings.train import Train
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.torch import cuda_graphs
+from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.cuda_graphs import CudaGraphs
+from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.parallel import SingleProcess
+from runtimes.torch.step import Step
 from runtimes.torch_models.micro_batches import Inputs
 
 
@@ -156,3 +161,15 @@ def test_a_failed_capture_names_its_own_error(
         graphs.step(n)
     with pytest.raises(raised, match=words):
         graphs.step(1)
+
+
+@pytest.mark.parametrize(
+    ("dropout", "world", "words"), [(0.1, 1, "has dropout"), (0.0, 2, "is for one process")]
+)
+def test_a_step_that_cannot_be_captured_is_refused(dropout: float, world: int, words: str) -> None:
+    network: Any = torch.nn.Dropout(dropout)
+    parallel, settings = SingleProcess(), Train(cuda_graphs=True)
+    parallel.world = world
+    hooks, update = DeviceHooks(torch.device("cpu")), cast(Update, None)
+    with pytest.raises(WrongInput, match=words):
+        Step(network, network, update, parallel, hooks, settings, rank=0)
