@@ -31,6 +31,7 @@ def test_held_out_digits_are_judged_right_99_times_in_100() -> None:
     assert np.mean([right["style"] for right in results]) >= 0.99
 
 
+@pytest.mark.slow
 def test_the_judge_separates_wrong_digits_from_wrong_styles() -> None:
     images, digit, style = held_out(0)
     wrong_digit = judge(images, captions_of((digit + 1) % 10, style))

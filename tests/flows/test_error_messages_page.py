@@ -17,6 +17,7 @@ def test_page_matches_the_code() -> None:
     assert PAGE.read_text(encoding="utf-8") == error_messages_page.page()
 
 
+@pytest.mark.slow
 def test_every_class_of_errors_has_a_remedy_and_a_cause() -> None:
     classes = error_messages_page.error_classes()
     assert {name: found.about for name, found in classes.items() if not found.about} == {}

@@ -150,6 +150,7 @@ def test_pixels_do_not_depend_on_brightness_and_contrast(pictures: list[np.ndarr
     assert abs(cosine(x[:1], x[2:])[0]) < 0.2
 
 
+@pytest.mark.slow
 def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_clip: Path) -> None:
     x8, labels = digits.load("test")
     drawn = digits.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
