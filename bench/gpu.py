@@ -1,4 +1,4 @@
-"""Measure training and encoding on one GPU at true size: `python -m bench.gpu --help`.
+"""Measure training on one GPU at true size: `python -m bench.gpu --help`.
 
 Each piece takes under ten minutes. Inputs are random; models have the published sizes. Every
 variant is a process of its own, so that memory and compiled programs are its own. With --together,

@@ -14,7 +14,7 @@ from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.settings.train import Train
 from runtimes.train.best_checkpoint import CheckpointRanking
 
-#: Settings that the trained weights of a step do not depend on, at a constant learning rate.
+#: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
 STEPS = ("steps", "epochs")
 log = logging.getLogger("kiln")
 
@@ -23,8 +23,8 @@ def copy_checkpoint(draft: Draft, settings: Train) -> None:
     """Copy the newest checkpoint, within the steps, of finished runs that differ in steps alone.
 
     With a rule for the best checkpoint, copy that one too. A newest checkpoint whose best one is
-    deleted does not count. A draft with checkpoints of its own keeps them. The learning rate must
-    be constant.
+    deleted does not count. A draft with checkpoints of its own keeps them. The weights of a step
+    must not depend on the number of steps.
     """
     fs, recipe = draft.store.fs, draft.recipe
     if _checkpoint_folders(fs, draft.path):

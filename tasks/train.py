@@ -132,7 +132,7 @@ def build(
         holdout: latents with the held-out samples; None: `latents`.
     """
     settings = settings_for(recipe.train, _count(latents))
-    if settings.lr_scheduler == "constant":  # other schedules depend on the number of steps
+    if not settings.weights_depend_on_steps:
         copy_checkpoint(draft, settings)
     job = TrainJob(
         runtime=recipe.runtime,

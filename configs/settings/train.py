@@ -328,6 +328,14 @@ class Train(Section):
         return {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.mixed_precision]
 
     @property
+    def weights_depend_on_steps(self) -> bool:
+        """Whether the weights of a step differ between runs that differ in `steps` alone.
+
+        The learning rate of other schedules depends on it, as does a last update of the average.
+        """
+        return self.lr_scheduler != "constant" or self.ema_every_n_steps > 1
+
+    @property
     def product_dtype(self) -> str:
         """As compute_dtype, or `tf32`: the arithmetic of products and convolutions."""
         return "tf32" if self.allow_tf32 else self.compute_dtype

@@ -128,14 +128,21 @@ def test_other_runs_are_not_continued(tmp_path: Path) -> None:
         assert Checkpoints(draft.uri, 9)._steps() == []
 
 
-@pytest.mark.parametrize(("scheduler", "steps"), [("constant", [5]), ("cosine", [])])
-def test_the_stage_copies_it_before_a_run_with_a_constant_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, steps: list[int]
+@pytest.mark.parametrize(
+    ("changed", "steps"),
+    [
+        ({}, [5]),
+        ({"lr_scheduler": "cosine"}, []),  # the learning rate of a step depends on their number
+        ({"ema_every_n_steps": 4}, []),  # the finished run's last step updated its average
+    ],
+)
+def test_the_stage_copies_it_where_weights_do_not_depend_on_the_number_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], steps: list[int]
 ) -> None:
-    """With another schedule, the learning rate of a step depends on the number of steps."""
+    settings = {"lr_scheduler": "constant", "ema_decay": 0.9, **changed}
     store = Store(str(tmp_path))
-    finished_run(store, parts_of(6, lr_scheduler=scheduler), 5)
-    draft = store.draft(parts_of(12, lr_scheduler=scheduler))
+    finished_run(store, parts_of(6, **settings), 5)
+    draft = store.draft(parts_of(12, **settings))
 
     def started(job: TrainJob, *_: Any, **__: Any) -> None:
         assert job.train["steps"] == 12 and Checkpoints(job.work, 9)._steps() == steps
@@ -143,7 +150,8 @@ def test_the_stage_copies_it_before_a_run_with_a_constant_rate(
 
     monkeypatch.setattr(train, "run_job", started)
     monkeypatch.setattr(train, "_count", lambda latents: 4)
-    recipe = load_recipe("digits", {"train.steps": 12, "train.lr_scheduler": scheduler})
+    given = {"steps": 12, **settings}
+    recipe = load_recipe("digits", {f"train.{name}": value for name, value in given.items()})
     latents = Artifact(store, "encode", "0" * 64, {})
     with pytest.raises(StageFailed, match="enough"):
         train.build(recipe, latents, tmp_path, None, (), lambda png: {}, draft, Progress("train"))
