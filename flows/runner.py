@@ -141,7 +141,7 @@ def _start_server() -> None:
 
 
 #: Time limit in seconds of the first request; a busy server answers late.
-HEALTH_SECONDS = 30.0
+HEALTH_SECONDS = 60.0
 
 
 def check_server(url: str) -> None:
