@@ -15,14 +15,14 @@ from jax.sharding import NamedSharding
 
 from configs.settings.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.jax import scan_blocks, splash_attention
+from runtimes.jax import scan_blocks
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack_micro_batches
 from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, trained_names
-from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.jax.tpu_step_memory_records import TpuStepRequest
+from runtimes.spmd import splash_attention
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.planning_batch import sample_batch
@@ -50,7 +50,7 @@ class AbstractStep:
         self._network = network
         self._hosts = hosts
         self._mesh = Mesh(settings.fsdp, devices)
-        self._splash = SplashAttention.on(self._mesh)
+        self._splash = self._mesh.splash_attention()
         self._counter = FlopCounter(network)
         self._loops = list[scan_blocks.Loop]()
         extras = ExtraInputs.from_config(network.denoiser.config)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from runtimes.jax import splash_attention
+from runtimes.spmd import splash_attention
 
 
 def attend(
@@ -33,9 +33,9 @@ def attend(
         scale: factor of the logits.
         dropping: PRNG key and dropout probability of the attention weights.
     """
-    if dropping is None and not causal and _excludes_keys(mask):
+    if dropping is None and not causal:
         splash = splash_attention.current()
-        if splash is not None and splash.suits(query, key):
+        if splash is not None and splash.suits(query, key, mask):
             return splash(query, key, value, scale, mask)
     if dropping is None and mask is None and _has_fused_kernel(query):
         return fused(query, key, value, causal=causal, scale=scale)
@@ -50,11 +50,6 @@ def attend(
         random, share = dropping
         weights = weights * jax.random.bernoulli(random, 1 - share, weights.shape) / (1 - share)
     return jnp.einsum("bhts,bhsd->bhtd", weights.astype(value.dtype), value)
-
-
-def _excludes_keys(mask: Array | None) -> bool:
-    """Whether a mask, if any, excludes the same keys from all queries and heads: their padding."""
-    return mask is None or (mask.dtype == bool and mask.ndim == 4 and mask.shape[1:3] == (1, 1))
 
 
 def _has_fused_kernel(query: Array) -> bool:

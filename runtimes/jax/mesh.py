@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from runtimes.data.padding import padded_rows
 from runtimes.spmd.mesh_shape_and_sharding import AXES, mesh_shape, shard_axes
+from runtimes.spmd.splash_attention import SplashAttention
 
 
 class Mesh:
@@ -46,6 +47,10 @@ class Mesh:
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         self.mesh = jax.sharding.Mesh(placed, AXES, axis_types=(AxisType.Auto, AxisType.Auto))
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
+
+    def splash_attention(self) -> SplashAttention | None:
+        """The attention kernel for TPUs; None for other devices."""
+        return SplashAttention(self.mesh) if self.platform == "tpu" else None
 
     def array_sharding(self, shape: Sequence[int]) -> NamedSharding:
         """Sharding of an array of a shape along `fsdp`, see spmd/mesh_shape_and_sharding.py."""

@@ -45,7 +45,6 @@ from runtimes.jax.parameters_and_optimizer_state import (
     trained_names,
 )
 from runtimes.jax.scan_blocks import scanned_names
-from runtimes.jax.splash_attention import SplashAttention
 from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.objective.counter_based_random import Stream, generator
@@ -88,7 +87,7 @@ class TheRuntime(BaseRuntime):
         share = settings.global_batch_size // ranks.world
         self._rows = min(settings.micro_batch_size or share, share)
         self._updates = 0
-        predict = as_function(network, training=False, splash=SplashAttention.on(self._mesh))
+        predict = as_function(network, training=False, splash=self._mesh.splash_attention())
         self._errors = jax.jit(partial(errors, predict))
         self._working = jax.jit(
             lambda weights: gather_weights(weights, self._mesh, settings.compute_dtype)
@@ -118,7 +117,7 @@ class TheRuntime(BaseRuntime):
 
     def _compile(self, batch: StepBatch) -> Any:
         untouched = names_without_gradient(self._counter.network, self._network, batch)
-        splash = SplashAttention.on(self._mesh)
+        splash = self._mesh.splash_attention()
         predict = as_function(self._network, training=True, splash=splash)
         scanned = scanned_names(self._network)
         step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)

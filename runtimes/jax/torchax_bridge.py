@@ -21,11 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 from torch.nn import functional
 
 from configs.settings.train import Train
-from runtimes.jax import scan_blocks, splash_attention
+from runtimes.jax import scan_blocks
 from runtimes.jax.attention import attend
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.scan_blocks import EqualBlocks
-from runtimes.jax.splash_attention import SplashAttention
+from runtimes.spmd import splash_attention
+from runtimes.spmd.splash_attention import SplashAttention
 from runtimes.torch_models.network import Network
 
 Arrays = Mapping[str, Any]

@@ -17,6 +17,7 @@ from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.spmd.tpu_specs import peak_of
 from runtimes.torch_models.refuse_float16_training import check_precision
+from runtimes.xla.operators import replace_operators
 
 
 def check(settings: Train) -> None:
@@ -37,7 +38,7 @@ def check(settings: Train) -> None:
 
 
 def start(name: str, compiled: str | None) -> CompileCache:
-    """Open device `auto`, `tpu` or `cpu`, and enable SPMD over all of its chips.
+    """Open device `auto`, `tpu` or `cpu`, enable SPMD over all of its chips, replace operators.
 
     Args:
         name: of the device.
@@ -54,6 +55,7 @@ def start(name: str, compiled: str | None) -> CompileCache:
     if kept.path is not None and not torch_xla._XLAC._xla_computation_cache_is_initialized():
         xr.initialize_cache(str(kept.path), readonly=False)
     xr.use_spmd()
+    replace_operators()
     return kept
 
 

@@ -11,7 +11,6 @@ from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import PaddedEncoder
 from runtimes.xla.device import start
-from runtimes.xla.gradient_checkpointing_and_patches import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
 
 
@@ -51,7 +50,6 @@ class Encoder(PaddedEncoder):
             fetch=mesh.fetch_rows,
             embeds=embeds,
         )
-        replace_nearest_upsampling(self.vae)
 
 
 def open_encoder(job: EncodeJob) -> Encoder:

@@ -16,7 +16,6 @@ from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
 from runtimes.xla.device import compile_seconds, start
-from runtimes.xla.gradient_checkpointing_and_patches import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.sampler import Sampler
 
@@ -38,7 +37,6 @@ class ThePipeline(BasePipeline):
         job = self._job
         given = (self._dtype, torch.device("cpu"), job.text_dtype)
         network = load_network(drawing, job.model_folder, *given)
-        replace_nearest_upsampling(network)
         self._mesh.shard_module(network)
         return network
 

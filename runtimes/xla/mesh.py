@@ -42,9 +42,13 @@ class Mesh:
         self.mesh = spmd.Mesh(np.arange(self.count), shape, AXES)
         spmd.set_global_mesh(self.mesh)
         self.local = self.count // hosts  # devices of this host
-        self._fsdp = shape[1]
+        self.fsdp = shape[1]
         self._hosts = hosts
-        self._device = torch_xla.device()
+        self.device = torch_xla.device()
+        if xr.device_type() == "TPU":
+            from runtimes.xla.attention import XlaAttention  # imports JAX
+
+            XlaAttention(shape).register()
 
     def check_rows(self, count: int) -> None:
         """Raise WrongInput if a host's rows of a batch do not divide evenly over its devices."""
@@ -67,23 +71,29 @@ class Mesh:
         rows: Spec = (AXES, *(None for _ in array.shape[1:]))
         spec = spmd.ShardingSpec(self.mesh, rows, minibatch=self._hosts > 1)
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        (sent,) = xm.send_cpu_data_to_device([tensor], self._device, spec)
+        (sent,) = xm.send_cpu_data_to_device([tensor], self.device, spec)
         return sent
 
     def shard(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a full array to the devices, sharded along `fsdp` where its shape permits."""
-        return self._mark_sharding(tensor.to(self._device))
+        return self._mark_sharding(tensor.to(self.device))
 
     def shard_module(self, module: torch.nn.Module) -> None:
         """Move a module's parameters and buffers to the devices, sharded as by `shard`."""
-        module.to(self._device)
+        module.to(self.device)
         for tensor in (*module.parameters(), *module.buffers()):
             self._mark_sharding(tensor)
 
     def _mark_sharding(self, tensor: torch.Tensor) -> torch.Tensor:
         """Annotate a tensor with its sharding; XLA transfers it only after the annotation."""
-        spmd.mark_sharding(tensor, self.mesh, shard_axes(tensor.shape, self._fsdp))
+        spmd.mark_sharding(tensor, self.mesh, shard_axes(tensor.shape, self.fsdp))
         return tensor
+
+    def _replicated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy whose elements are on each device in the program; arrays keep their sharding."""
+        copy = tensor.clone()
+        spmd.annotate_custom_sharding(copy, self.mesh, (None,) * copy.ndim)
+        return copy
 
     def local_rows(self, tensor: torch.Tensor) -> Any:
         """Index of the rows of an array on the devices that this host's devices have."""
@@ -102,6 +112,11 @@ class Mesh:
             _data(shard).copy_(rows[(own, *others)])
         data, devices = [s.data for s in shards], [s.shard_device for s in shards]
         torch_xla._XLAC._load_local_shards(tensor, data, devices)
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A sharded array with all elements on each device, and so its gradient."""
+        gathered: torch.Tensor = _Gathered.apply(tensor, self)
+        return gathered
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a full array to the host; a collective call of all hosts."""
@@ -130,6 +145,20 @@ class Mesh:
         """Copy this host's rows of a sharded array [B, ...] to the host."""
         spmd.mark_sharding(tensor, self.mesh, (AXES, *(None for _ in tensor.shape[1:])))
         return in_order([(_first_row(shard), _data(shard)) for shard in _local_shards(tensor)])
+
+
+class _Gathered(torch.autograd.Function):
+    """XLA computes a gradient that may be sharded from gathered activations; a replicated one is a
+    sum over the devices."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return mesh._replicated(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.mesh._replicated(gradients[0]), None
 
 
 def in_order(parts: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:

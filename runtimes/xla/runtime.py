@@ -26,7 +26,7 @@ from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
 from runtimes.xla.clip_update_and_ema import Update
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
-from runtimes.xla.gradient_checkpointing_and_patches import recompute, replace_nearest_upsampling
+from runtimes.xla.gradient_checkpointing import recompute
 from runtimes.xla.mesh import Mesh
 from runtimes.xla.step import Step
 
@@ -51,10 +51,9 @@ class TheRuntime(BaseRuntime):
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, plain)
         self._counter = FlopCounter(network)
-        replace_nearest_upsampling(network)
         if settings.gradient_checkpointing == "blocks":
             for part in network.parts.values():
-                recompute(part, torch_xla.device())
+                recompute(part, self._mesh)
         self._mesh.shard_module(network)
         network.train()
         self._update = Update(network.trained(), settings, self._mesh)

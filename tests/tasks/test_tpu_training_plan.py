@@ -323,7 +323,7 @@ for name in sys.argv[1:]:
     _, devices = _devices(parse_slice(name))
     from runtimes.jax.attention import attend
     from runtimes.jax.mesh import Mesh
-    from runtimes.jax.splash_attention import SplashAttention, using
+    from runtimes.spmd.splash_attention import SplashAttention, using
     mesh = Mesh(1, devices)
 
     def moved(kernel, size):
@@ -339,7 +339,7 @@ for name in sys.argv[1:]:
         return compiled.cost_analysis()["bytes accessed"]
 
     for size in (40, 64, 128, 160):
-        kernel = SplashAttention.on(mesh)
+        kernel = mesh.splash_attention()
         assert moved(kernel, size) < moved(None, size) / 2, (name, size)
         assert kernel.forward_flops == [4 * len(devices) * 2 * 2048 * 2048 * size]
 """

@@ -10,11 +10,11 @@ from torch.nn import functional
 jax = chips.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from runtimes.jax import splash_attention  # noqa: E402
 from runtimes.jax.attention import attend  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
-from runtimes.jax.splash_attention import SplashAttention, using  # noqa: E402
 from runtimes.jax.torchax_bridge import as_function, recompute  # noqa: E402
+from runtimes.spmd import splash_attention  # noqa: E402
+from runtimes.spmd.splash_attention import SplashAttention, using  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +185,7 @@ def test_the_kernel_serves_long_half_precision_rows_that_devices_share(
 
 def test_a_cpu_uses_no_kernel() -> None:
     mesh = Mesh(1, jax.devices("cpu")[:1])
-    assert SplashAttention.on(mesh) is None
+    assert mesh.splash_attention() is None
     (query,) = normal(1, 1, 1, 512, 8)
-    with using(SplashAttention.on(mesh)):
+    with using(mesh.splash_attention()):
         assert attend(query, query, query, scale=0.3).shape == query.shape

@@ -1,6 +1,7 @@
 """Functions that test_xla.py calls in the environment of runtime xla."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
@@ -11,6 +12,7 @@ import torch_xla
 import training
 from diffusers import DiffusionPipeline
 from numpy.typing import NDArray
+from torch.nn import functional
 from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
@@ -21,7 +23,6 @@ from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.train import training_loop
 from runtimes.xla.device import start
-from runtimes.xla.gradient_checkpointing_and_patches import replace_nearest_upsampling
 from runtimes.xla.mesh import Mesh, in_order, rows_of
 from runtimes.xla.runtime import TheRuntime
 from runtimes.xla.sampler import Sampler
@@ -101,7 +102,6 @@ def draw(folder: str) -> dict[str, Any]:
     pipe.set_progress_bar_config(disable=True)
     mesh = Mesh(fsdp=1, hosts=1)
     network = load_network(Drawing(""), model, torch.float32, torch.device("cpu"))
-    replace_nearest_upsampling(network)
     mesh.shard_module(network)
     sampler, found = Sampler(model, mesh), {}
     for name, scheduler in schedulers.items():
@@ -187,6 +187,87 @@ def loaded(shape: tuple[int, ...]) -> tuple[list[Any], list[float], int]:
     mesh.load_rows(array, values[rows])
     index = [rows.start, rows.stop] if isinstance(rows, slice) else []
     return index, mesh.copy_to_host(array).flatten().tolist(), compiles() - before
+
+
+def replaced_operators(is_half: bool) -> dict[str, Any]:
+    """Largest difference of outputs and gradients from the CPU's, by operator."""
+    start("cpu", None)
+    Mesh(fsdp=1, hosts=1)  # opens the device, before autograd counts devices
+    dtype = torch.bfloat16 if is_half else torch.float32
+    make = np.random.default_rng(0).standard_normal
+    arrays = [make(shape, dtype=np.float32) for shape in ((4, 8, 6, 4), (8,), (8,), (6, 4), (6, 4))]
+
+    def outputs(operator: str, put: Callable[[NDArray[Any]], torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [put(array).detach().requires_grad_() for array in arrays]
+        inputs, scale, shift, *row = leaves
+        output = {
+            "group_norm": lambda: functional.group_norm(3 + inputs, 2, scale, shift),
+            "group_norm without weights": lambda: functional.group_norm(inputs, 4, eps=0.1),
+            "layer_norm": lambda: functional.layer_norm(3 + inputs, (6, 4), *row),
+            "layer_norm of rows": lambda: functional.layer_norm(inputs, (4,)),
+            "by factor": lambda: functional.interpolate(inputs, scale_factor=2.0),
+            "to size": lambda: functional.interpolate(inputs, size=(13, 7)),
+        }[operator]()
+        output.backward(torch.arange(1.0, output.numel() + 1).log().view_as(output).to(output))
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        return [output.detach(), *grads]
+
+    names = ["group_norm", "group_norm without weights", "layer_norm", "layer_norm of rows"]
+    apart = {}
+    for name in [*names, "by factor", "to size"]:
+        expected = outputs(name, lambda array: torch.from_numpy(array).to(dtype).float())
+        found = [
+            tensor.cpu()
+            for tensor in outputs(name, lambda array: torch.from_numpy(array).to("xla", dtype))
+        ]
+        assert all(tensor.dtype == dtype for tensor in found)
+        pairs = zip(found, expected, strict=True)
+        apart[name] = max(float(((a - b).abs() / (1 + b.abs())).max()) for a, b in pairs)
+    return {"apart": apart, "fallbacks": _fallbacks()}
+
+
+def attended(queries: int, keys: int, size: int, is_padded: bool) -> tuple[float, int]:
+    """Attend on four devices by the kernel, and on the CPU by PyTorch's.
+
+    Returns:
+        Largest difference of the outputs and gradients, and how many programs were lowered.
+    """
+    from runtimes.xla.attention import XlaAttention
+
+    start("cpu", None)
+    mesh = Mesh(fsdp=2, hosts=1)
+    attention = XlaAttention((2, 2), interpret=True)
+    attention.register()
+    make = np.random.default_rng(0).standard_normal
+    lengths = (queries, keys, keys, queries)
+    arrays = [make((4, 2, length, size), dtype=np.float32) for length in lengths]
+    mask = (np.arange(keys) < np.array([keys, 1, keys // 2, 7])[:, None])[:, None, None]
+
+    def outputs(put: Callable[[NDArray[Any]], torch.Tensor]) -> list[torch.Tensor]:
+        query, key, value, gradient = map(put, arrays)
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        kept = put(mask) if is_padded else None
+        output = functional.scaled_dot_product_attention(*leaves, attn_mask=kept, scale=0.2)
+        output.backward(gradient)
+        return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    expected = outputs(torch.from_numpy)
+    found = [mesh.copy_to_host(tensor) for tensor in outputs(mesh.shard_rows)]
+    apart = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
+    return max(apart), len(attention._programs)
+
+
+def kernels_of_a_tpu() -> list[int]:
+    """Numbers of kernels in the forward and in the backward pass, lowered for a TPU."""
+    import jax
+
+    from runtimes.xla.attention import XlaAttention
+
+    start("cpu", None)
+    shape = jax.ShapeDtypeStruct((4, 2, 1024, 64), "bfloat16")
+    program = XlaAttention((2, 2)).program([shape] * 3, 0.125)
+    programs = (program.forward, program.backward)
+    return [hlo.as_hlo_text().count("tpu_custom_call") for hlo in programs]
 
 
 def rows_of_hosts() -> list[list[int]]:

@@ -5,6 +5,7 @@ environment, on four virtual devices of the CPU.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ import chips
 import pytest
 from driver_process import DriverProcess
 from jobs import SAMPLER
+from safetensors import safe_open
 from tolerances import LOSS
 from training import losses, train
 
@@ -183,3 +185,55 @@ def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
         found = driver.call("train", asdict(job))
         assert not found["fallbacks"]
     assert losses(encoded) == pytest.approx(losses(stored), rel=LOSS)
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_devices_gather_weights_and_no_activations(
+    fsdp: int, driver: DriverProcess, make_job: MakeJob, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """With recomputation; sharded weights of a block are gathered in both passes."""
+    settings = {"fsdp": fsdp, "gradient_checkpointing": "blocks", "lr_warmup_steps": 0}
+    job = make_job(steps=1, **{**COMMON, **settings})
+    driver.call("train_and_dump", asdict(job), str(tmp_path / "hlo"))
+    programs = [path.read_text() for path in tmp_path.glob("hlo/*after_optimizations.txt")]
+    shapes = re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", max(programs, key=len))
+    weights = Path(job.model_folder, "unet", "diffusion_pytorch_model.safetensors")
+    with safe_open(weights, "np") as file:
+        of = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    sizes = {math.prod(shape) for shape in of.values()}
+    assert {math.prod(map(int, shape.split(","))) for shape in shapes} <= sizes
+    convolutions = [name for name, shape in of.items() if shape == (16, 16, 3, 3)]
+    # diffusers checkpoints all residual blocks but the first one of the middle.
+    twice = [name for name in convolutions if not name.startswith("mid_block.resnets.0.")]
+    assert 0 < len(twice) < len(convolutions)
+    expected = len(twice) + len(convolutions) if fsdp > 1 else 0
+    assert shapes.count("16,16,3,3") == expected
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_replaced_operators_equal_those_of_pytorch(is_half: bool, driver: DriverProcess) -> None:
+    """Outputs and gradients of norms and of upsampling; none is computed on the host."""
+    found = driver.call("replaced_operators", is_half)
+    assert found["fallbacks"] == []
+    for name, apart in found["apart"].items():
+        assert apart < (5e-2 if is_half else 2e-5), (name, apart)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "size"), [(512, 600, 40), (600, 512, 64)])
+def test_the_attention_kernel_and_its_gradients_equal_the_plain_formula(
+    queries: int, keys: int, size: int, is_padded: bool, driver: DriverProcess
+) -> None:
+    """By Pallas' interpreter, on rows that four devices share; captions are padded."""
+    apart, lowered = driver.call("attended", queries, keys, size, is_padded)
+    assert apart < 5e-5 and lowered == 1
+
+
+def test_attention_of_a_vae_or_of_short_captions_uses_no_kernel(driver: DriverProcess) -> None:
+    assert driver.call("attended", 512, 77, 40, True)[1] == 0
+    assert driver.call("attended", 512, 512, 257, False)[1] == 0
+
+
+def test_a_tpu_runs_one_kernel_in_each_pass(driver: DriverProcess) -> None:
+    """The backward pass does not run the forward kernel again."""
+    assert driver.call("kernels_of_a_tpu") == [1, 1]

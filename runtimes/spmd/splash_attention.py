@@ -21,9 +21,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from runtimes.jax.mesh import Mesh
 from runtimes.spmd.mesh_shape_and_sharding import AXES
 
 #: The kernel's blocks are multiples of a vector register's lanes, so sequences are padded to it.
@@ -33,6 +32,8 @@ LARGEST_BLOCK = 1024
 #: The same for heads of more than LANES channels. The backward pass with blocks of 1,024 needs
 #: 16.7 MiB on a v4, whose compiler allots 16 MiB to a kernel.
 LARGEST_BLOCK_OF_WIDE_HEADS = 512
+#: Largest head; of larger ones, such as a VAE's 512, no block was compiled.
+LARGEST_HEAD = 256
 #: With fewer queries or keys (captions have 77), XLA's own operations move fewer bytes on a v5p.
 SHORTEST = 512
 #: Name, for jax.checkpoint's policies, of the kernel's output and log-sum-exp.
@@ -44,6 +45,9 @@ BLOCKS_OF_KEYS = 2
 LARGEST_BLOCK_OF_QUERIES = 512
 
 
+Typed = Array | jax.ShapeDtypeStruct
+
+
 @dataclass(frozen=True)
 class SplashAttention:
     """The use of the kernel in one trace.
@@ -53,27 +57,26 @@ class SplashAttention:
         interpret: run the kernel by Pallas' interpreter, on any device.
     """
 
-    mesh: jax.sharding.Mesh
+    mesh: Mesh | AbstractMesh
     interpret: bool = False
     #: FLOPs of each traced call's forward pass on all devices, which XLA's cost analysis lacks.
     forward_flops: list[float] = field(default_factory=list)
 
-    def suits(self, query: Array, key: Array) -> bool:
-        """Whether the kernel is better than XLA's own operations.
+    def suits(self, query: Typed, key: Typed, mask: Typed | None = None) -> bool:
+        """Whether the kernel can run, and is better than XLA's own operations.
 
         Args:
             query: [B, H, T, D].
             key: [B, H, S, D].
+            mask: must exclude the same keys from all queries and heads, as padding does: bool
+                [B or 1, 1, 1, S].
         """
-        half = query.dtype in (jnp.bfloat16, jnp.float16)
+        if mask is not None and (mask.dtype != bool or mask.shape[1:-1] != (1, 1)):
+            return False
+        half = query.dtype == key.dtype and query.dtype in (jnp.bfloat16, jnp.float16)
         divisible = query.shape[0] % self.mesh.size == 0
-        long = min(query.shape[2], key.shape[2]) >= SHORTEST
+        long = min(query.shape[2], key.shape[2]) >= SHORTEST and query.shape[3] <= LARGEST_HEAD
         return (half or self.interpret) and divisible and long
-
-    @classmethod
-    def on(cls, mesh: Mesh) -> SplashAttention | None:
-        """The kernel on a mesh of TPUs; None for other devices."""
-        return cls(mesh.mesh) if mesh.platform == "tpu" else None
 
     def __call__(
         self, query: Array, key: Array, value: Array, scale: float, kept: Array | None = None
@@ -142,7 +145,7 @@ _TIMES: ContextVar[int] = ContextVar("calls_of_a_traced_call", default=1)
 
 @contextmanager
 def using(kernel: SplashAttention | None) -> Iterator[None]:
-    """Within the context, `attention.attend` uses the kernel where it suits."""
+    """Within the context, runtime jax attends by the kernel where it suits."""
     token = _CURRENT.set(kernel)
     try:
         yield
