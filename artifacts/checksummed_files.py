@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import shutil
@@ -35,6 +36,12 @@ FORMAT = 2
 SMALL = 2**26
 #: Files of a remote store that are read and hashed at once.
 DEEP_AT_ONCE = 4
+#: Errors of a local file system that tell nothing about the file: this process has too many open
+#: files, too little memory or no permission, or the network file system does not respond.
+UNRELATED_ERRORS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+    + (errno.ESTALE, errno.ETIMEDOUT)
+)
 #: What stands before the files of a record.
 FILES = b'\n"files": ['
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
@@ -188,7 +195,7 @@ def read_record(
     except FileNotFoundError:
         return None
     except OSError as error:
-        if not isinstance(fs, LocalFileSystem):
+        if _tells_nothing(fs, error):
             raise
         raise Damaged(f"{path} is not a readable record: {error}") from None
     return decode_record(data, path, with_files=with_files)
@@ -294,7 +301,7 @@ def file_fault(
     except FileNotFoundError:
         return f"{entry.path} is missing"
     except OSError as error:
-        if not isinstance(fs, LocalFileSystem):
+        if _tells_nothing(fs, error):
             raise
         return f"{entry.path} cannot be read: {error.strerror or error}"
     if found.size != entry.size:
@@ -303,6 +310,11 @@ def file_fault(
         distrust(fs, _locate(root, entry.path))
         return f"{entry.path} is damaged: its sha256 differs from the committed one"
     return None
+
+
+def _tells_nothing(fs: AbstractFileSystem, error: OSError) -> bool:
+    """Whether a file that could not be read may be intact."""
+    return not isinstance(fs, LocalFileSystem) or error.errno in UNRELATED_ERRORS
 
 
 class _Hashed:

@@ -88,8 +88,10 @@ TABLE = (
     Foreign("timestep_bias_strategy", "DS", "train.timesteps.bias_strategy"),
     Foreign("timestep_bias_multiplier", "DS", "train.timesteps.bias_multiplier"),
     Foreign("timestep_bias_portion", "DS", "train.timesteps.bias_portion"),
-    Foreign("timestep_bias_begin min_timestep", "DKS", "train.timesteps.bias_begin"),
-    Foreign("timestep_bias_end max_timestep", "DKS", "train.timesteps.bias_end"),
+    Foreign("timestep_bias_begin min_timestep", "DKS", "train.timesteps.bias_begin",
+            "a weight by `bias_multiplier`; kohya excludes the others"),
+    Foreign("timestep_bias_end max_timestep", "DKS", "train.timesteps.bias_end",
+            "a weight by `bias_multiplier`; kohya excludes the others"),
     Foreign(
         "proportion_empty_prompts caption_dropout_rate caption_dropout_probability",
         "DKS",
@@ -122,7 +124,7 @@ TABLE = (
     Foreign("dataloader_num_workers max_data_loader_n_workers", "DKS", "train.prefetch"),
     Foreign("push_to_hub", "DS", "publish", "to a registry, if the gate passes"),
     Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
-            "DKS", "none", "PyTorch's attention"),
+            "DKS", "train.attention", "PyTorch's kernels alone"),
 )  # fmt: skip
 TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner", "T": "transformers"}
 

@@ -121,10 +121,14 @@ class Run:
         check_disk(*given, rows=found.rows, stages=self.stages, shards=keys)
         return found
 
-    def check_champion(self) -> None:
-        """Raise StageFailed if the champion is not the one that a retraining started from."""
+    def check_champion(self, model: str) -> None:
+        """Raise StageFailed unless the champion is the start of a retraining, or its own model.
+
+        Args:
+            model: digest of its weights.
+        """
         if self.champion is not None:
-            check_champion(self.recipe, self.champion)
+            check_champion(self.recipe, self.champion, model)
 
     def begin(self, parts: KeyParts) -> Progress:
         """Record that this run needs a stage; returns the progress of building it."""
@@ -193,6 +197,8 @@ def prepare(
     Raises:
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
     """
+    if force is not None and not force.strip():
+        raise RecipeError("force: give a reason: the model card and the history name it")
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
     if recipe.publish.signing_key is not None:
         check_key(recipe.publish.signing_key)
@@ -278,11 +284,15 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_support.check_installed(recipe.runtime)
     asked = devices_here(recipe, stages)
     settings = recipe.train
-    several = settings.processes > 1 and settings.device != "cpu"
-    other = recipe.runtime != "torch"  # it refuses some settings
-    compiled = settings.compile not in ("auto", "none")
-    unsure = several or settings.optimizer == "adamw_8bit" or other or compiled
-    if set(asked.values()) <= {"auto", "cpu"} and not unsure:
+    unsure = (
+        recipe.runtime != "torch",  # it refuses some settings
+        settings.processes > 1 and settings.device != "cpu",
+        settings.fsdp not in (1, "all"),
+        settings.optimizer == "adamw_8bit",
+        settings.compile not in ("auto", "none"),
+        settings.attention != "auto" or settings.cuda_graphs or settings.allow_tf32,
+    )
+    if set(asked.values()) <= {"auto", "cpu"} and not any(unsure):
         return  # always available; a probe would import the runtime, which takes seconds
     check_support.check_devices(recipe.runtime, asked)
     if "train" in stages:
@@ -301,6 +311,10 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
 def _check_monitoring(recipe: Recipe) -> None:
     """Raise RecipeError or WrongInput for a tracker or a held-out loss that cannot work."""
     check_wandb(recipe.train.wandb)
+    warmup, steps = recipe.train.lr_warmup_steps, recipe.train.steps
+    if recipe.train.epochs is None and warmup > steps:
+        words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
+        log.warning(words, warmup, steps)
     if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
         raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
     rule = recipe.train.best_checkpoint

@@ -40,7 +40,7 @@ from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import Job, TrainJob, read_job
 from runtimes.process.launcher import Launcher, LostRank
-from runtimes.process.memory import collect_garbage_rarely
+from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.sample.generate_job import generate
@@ -62,6 +62,7 @@ class _ToEvents(logging.Handler):
 def main(arguments: list[str]) -> int:
     """Run the command line `arguments` (without the program's name) and return the exit code."""
     collect_garbage_rarely()
+    raise_open_file_limit()
     if arguments[:1] == ["--probe"] and len(arguments) == 2:
         print(json.dumps(asdict(probe_here(arguments[1]))))
         return 0

@@ -76,7 +76,10 @@ class Evaluate(Sampling):
     )
     batch_size: PositiveInt = Field(4, description="Pictures per sampling batch.")
     seed: int = Field(
-        0, ge=0, description="Seed of the initial noise, the loss noise and the bootstrap."
+        0,
+        ge=0,
+        lt=2**63,
+        description="Seed of the initial noise, the loss noise and the bootstrap.",
     )
     bootstrap: PositiveInt = Field(1000, description="Resamples per confidence interval.")
     holdout_samples: PositiveInt = Field(

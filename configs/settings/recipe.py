@@ -64,6 +64,8 @@ class Recipe(Section):
         self._check_extra_inputs()
         if self.runtime != "mindspore" and self.train.mindspore != MindSpore():
             raise ValueError(f"train.mindspore requires runtime mindspore, not {self.runtime}")
+        if self.runtime != "mindspore" and self.train.mixed_precision == "fp16":
+            raise ValueError("train.mixed_precision: fp16 requires runtime mindspore: set bf16")
         if self.train.hpu != Hpu() and not self.train.device.startswith("hpu"):
             raise ValueError(f"train.hpu requires train.device: hpu, not {self.train.device}")
         if self.runtime != "torch":

@@ -185,7 +185,7 @@ class Train(Section):
         "null: true except on CUDA, where it costs 15% of the speed.",
     )
     device: str = Field(
-        "auto", description="Device: auto, cpu, cuda[:N], npu[:N], hpu[:N], tpu or ascend[:N]."
+        "auto", description="Device: auto, cpu, cuda[:N], mps, npu[:N], hpu[:N], tpu or ascend[:N]."
     )
     processes: PositiveInt = Field(
         1, description="Training processes on this machine, one per GPU or NPU."

@@ -34,14 +34,13 @@ def choose_layers(
         return list(layers)
     if lora.target_modules == "linear":
         return [name for name, kind in layers.items() if kind == "linear"]
-    chosen = _with_suffix(
-        layers, attention if lora.target_modules == "attention" else lora.target_modules
-    )
+    wanted = attention if lora.target_modules == "attention" else lora.target_modules
+    chosen = _with_suffix(layers, wanted)
     if not chosen:
         suffixes = sorted({suffix_of(name) for name in layers})
         raise WrongInput(
             f"train.lora.target_modules: no layer of the {part} ends in "
-            f"{', '.join(lora.target_modules)} (there are: {', '.join(suffixes[:12])}, ...)"
+            f"{', '.join(wanted)} (there are: {', '.join(suffixes[:12])}, ...)"
         )
     return chosen
 

@@ -78,7 +78,10 @@ class ShardFiles:
         fs, path = url_to_fs(ref.url)
         if isinstance(fs, LocalFileSystem):
             self._check(path, ref)
-        elif not _cache_path(ref).exists():
+            return
+        try:
+            os.utime(_cache_path(ref))  # wanted soon: an eviction takes the oldest
+        except FileNotFoundError:
             self._fetch(fs, path, ref)
 
     def close(self) -> None:

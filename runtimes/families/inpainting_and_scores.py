@@ -66,8 +66,8 @@ def added_weights(
         name -> f32 array; `conv_in.weight` [C_out, in_channels, 3, 3] replaces the base's.
     """
     added: dict[str, Float32] = {}
-    if not weights:
-        return added
+    if "conv_in.weight" not in weights:
+        return added  # the base's check names what it lacks
     conv = weights["conv_in.weight"]  # [C', C, 3, 3]
     more = config.get("in_channels", 4) - conv.shape[1]
     if more > 0:

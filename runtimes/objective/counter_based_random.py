@@ -22,7 +22,7 @@ class Stream(IntEnum):
     NOISE_OFFSET = 3  # (sample) its per-channel shift
     CHOICES = 4  # (sample) timestep, caption, dropout, flip, mask: uniforms, in this order
     BATCHES = 5  # (epoch) the order of buckets
-    SHARDS = 6  # (epoch, bucket) the order of shards
+    SHARDS = 6  # (epoch) the order of shards, the same for all buckets
     WINDOW = 7  # (epoch, bucket, window) the order of samples
     PICTURE = 8  # (image) the initial noise of sampling
     INPUT_PERTURBATION = 9  # (sample) the perturbation of the input noise

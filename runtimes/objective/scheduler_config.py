@@ -59,6 +59,7 @@ _KEPT = (
     "steps_offset",
     "set_alpha_to_one",
     "prediction_type",
+    "rescale_betas_zero_snr",
     "timestep_spacing",
 )
 

@@ -104,7 +104,7 @@ def _check(state: SavedState, shapes: StateShapes) -> None:
     for group, expected in shapes.items():
         saved = state.get(group, {})
         if saved.keys() != expected.keys():
-            raise WrongInput(f"the checkpoint's {group} does not have this model's weights")
+            raise WrongInput(f"the stored {group} does not have this model's weights")
         for name, shape in expected.items():
             if tuple(saved[name].shape) != shape:
-                raise WrongInput(f"the checkpoint's {group} has another shape for {name}")
+                raise WrongInput(f"the stored {group} has another shape for {name}")

@@ -11,7 +11,7 @@
 | sample     | step, path                                                                       |
 | drawn      | done, total                                                                      |
 | warning    | message                                                                          |
-| error      | message, wrong_input (bool), errno (of an OSError, or null)                      |
+| error      | message, wrong_input (bool), errno (of an OSError, or null), traceback (or null) |
 | result     | the job's results, different for each kind of job                                |
 """
 

@@ -1,9 +1,10 @@
-"""Memory of this process: its peak, and how often garbage is looked for."""
+"""Memory of this process: its peak, garbage collection, and mapped files."""
 
 from __future__ import annotations
 
 import gc
 import re
+import resource
 from pathlib import Path
 
 
@@ -23,3 +24,13 @@ def collect_garbage_rarely() -> None:
     them again: a tenth of the time that PyTorch, diffusers and transformers take to import.
     """
     gc.set_threshold(100_000, 50, 100)
+
+
+def raise_open_file_limit() -> None:
+    """Allow as many open files as the system does: each mapped shard keeps a file descriptor.
+
+    The usual soft limit, 1,024, is less than 32 shards in each of 33 aspect buckets.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY:  # macOS refuses an infinite soft limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

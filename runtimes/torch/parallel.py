@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
 from runtimes.process.collectives import join
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
+from runtimes.torch.device import check_fsdp
 from runtimes.torch_models.network import Network
 
 BACKENDS = {
@@ -252,16 +252,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
     """
     if ranks.world == 1:
         return SingleProcess()
-    if settings.fsdp not in (1, "all", ranks.world):
-        raise WrongInput(
-            f"train.fsdp: {settings.fsdp} is not for runtime torch with {ranks.world} processes: "
-            "set 1 or all"
-        )
-    if settings.fsdp != 1 and settings.optimizer != "adamw":
-        raise WrongInput(
-            f"train.optimizer {settings.optimizer} does not support sharded weights: set "
-            "adamw, or train.fsdp to 1"
-        )
+    check_fsdp(settings, ranks)
     if device.index is not None:
         torch.get_device_module(device).set_device(device)
     # gloo serves host tensors, which NCCL and HCCL do not support.

@@ -22,7 +22,7 @@ def seed_dropout(seed: int, step: int, first: int, rank: int) -> None:
 
     Args:
         seed: of the run.
-        step: optimizer step, from 0.
+        step: number of the batch, from 0.
         first: index of the micro-batch's first sample within this rank's batch.
         rank: of this process; each rank draws other masks.
     """

@@ -20,6 +20,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
+from runtimes.train.checkpoint_errors import is_unreachable, reason_of
 from runtimes.train.wandb_tracker import WandbTracker
 
 log = logging.getLogger("kiln")
@@ -86,8 +87,8 @@ class TensorBoard:
     """Writes event files in `<work>/tensorboard`.
 
     Events are appended to a local file. Remote objects cannot be appended to, so each flush writes
-    a new one. A rewind writes a SessionLog.START event: TensorBoard then purges the events of its
-    step and later.
+    a new one; one that a store did not accept is written at the next flush. A rewind writes a
+    SessionLog.START event: TensorBoard then purges the events of its step and later.
     """
 
     def __init__(self, work: str) -> None:
@@ -95,6 +96,7 @@ class TensorBoard:
         self._folder = f"{root.rstrip('/')}/tensorboard"
         self._local = isinstance(self._fs, LocalFileSystem)
         self._lock = threading.Lock()
+        self._unsent: dict[str, bytes] = {}  # by path
         self._fs.makedirs(self._folder, exist_ok=True)
         names = [path.rpartition(".")[2] for path in self._fs.glob(f"{self._folder}/*tfevents.*")]
         self._number = max((int(name) for name in names if name.isdigit()), default=0)
@@ -118,11 +120,18 @@ class TensorBoard:
     def flush(self) -> None:
         """See Tracker."""
         with self._lock:
-            if self._local or not self._added:
+            if not self._local and self._added:
+                self._unsent[self._path] = bytes(self._pending)
+                self._begin_file()
+        for path, data in list(self._unsent.items()):
+            try:
+                self._fs.pipe_file(path, data)
+            except Exception as error:
+                if not is_unreachable(self._fs, error):
+                    raise
+                log.warning("TensorBoard: %s is not written yet: %s", path, reason_of(error))
                 return
-            path, data = self._path, bytes(self._pending)
-            self._begin_file()
-        self._fs.pipe_file(path, data)
+            del self._unsent[path]
 
     def close(self, done: bool) -> None:
         """See Tracker."""

@@ -6,6 +6,7 @@ Source: PaLM, arXiv 2204.02311.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from runtimes.contract import Runtime, StepBatch
 
@@ -28,7 +29,7 @@ class StepFlops:
         arrays = {"": batch.noisy_latents, **batch.conditioning}
         shapes = tuple((name, array.shape) for name, array in arrays.items())
         if shapes not in self._counted:
-            self._uncounted.setdefault(shapes, batch)
+            self._uncounted.setdefault(shapes, replace(batch, on_device=None))
         return shapes
 
     def total(self, steps: Iterable[BatchShapes]) -> float | None:

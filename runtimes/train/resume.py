@@ -77,13 +77,16 @@ def start_from_adapters(url: str, runtime: Runtime) -> None:
             state[group] = adapters
         elif group != "loss_scale":  # without it, the initial scale stays
             state[group] = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
-    runtime.restore(state, 0)
+    try:
+        runtime.restore(state, 0)
+    except WrongInput as error:
+        raise WrongInput(f"{url}: {error}") from None
 
 
 def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     """Raise WrongInput if the checkpoint was written with settings that change the weights.
 
-    `steps` may change at a constant learning rate, which does not depend on them.
+    `steps` may change unless the weights of a step depend on them.
     Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
     stored = _with_defaults(saved.facts["train"])
@@ -97,7 +100,7 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
         # Dropout masks depend on the rank, so the number of processes must not change.
         now["processes"] = Ranks.here().world
         before["processes"] = saved.facts.get("processes", stored["processes"])
-    if settings.lr_scheduler == "constant":
+    if not settings.weights_depend_on_steps:
         now["steps"] = before["steps"]
     for name in sorted(now.keys() | before.keys()):  # a setting without effect is in neither
         if before.get(name) != now.get(name):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -91,6 +92,7 @@ class WandbTracker:
         self._run.finish(exit_code=0 if done else 1)
         if not self._local:
             self._fs.put(f"{self._folder}/wandb/", f"{self._root}/wandb/", recursive=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _run_id(fs: AbstractFileSystem, path: str) -> str:

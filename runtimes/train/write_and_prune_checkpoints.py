@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.checksummed_files import FileEntry, read_record, write_record
+from artifacts.checksummed_files import UNRELATED_ERRORS, FileEntry, read_record, write_record
 from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, writing
@@ -177,7 +177,7 @@ class Checkpoints:
         try:
             return self.read(step, verify=True)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            if is_unreachable(self._fs, error):
+            if is_unreachable(self._fs, error) or getattr(error, "errno", 0) in UNRELATED_ERRORS:
                 raise
             log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None

@@ -23,20 +23,26 @@ FIXED = (
     *("prediction_type", "zero_terminal_snr"),
 )
 
+#: A warm-up takes a tenth of a retraining's steps at most.
+LEAST_STEPS_PER_WARMUP_STEP = 10
+
 
 def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
     """The recipe with the steps of a retraining, in proportion to the selected samples."""
     settings, summary = recipe.retrain, selection.summary
     planned = recipe.train.model_copy(update={"epochs": settings.epochs})
-    steps = planned.with_steps(summary["new"] + summary["replayed"]).steps
+    proportional = planned.with_steps(summary["new"] + summary["replayed"]).steps
+    steps = min(proportional, settings.max_steps)
     changed: dict[str, Any] = {
-        "steps": min(steps, settings.max_steps),
+        "steps": steps,
+        # The recipe's warm-up is for more steps: the rate would never reach its peak.
+        "lr_warmup_steps": min(recipe.train.lr_warmup_steps, steps // LEAST_STEPS_PER_WARMUP_STEP),
         "epochs": None,
         "init": "base",  # the start has the denoiser's weights and its config
         "denoiser_config": None,
     }
     profile = recipe.train.profile
-    if profile.start + profile.steps > changed["steps"]:
+    if profile.start + profile.steps > steps:
         changed["profile"] = Profile()  # a trace of steps that this short run lacks
     if settings.learning_rate is not None:
         changed["learning_rate"] = settings.learning_rate

@@ -81,6 +81,19 @@ def test_another_kind_of_source_replaces_the_section(tmp_path: Path) -> None:
     assert source.path == str(tmp_path / "pictures")  # ./ is relative to the recipe file
 
 
+def test_the_same_kind_of_source_keeps_the_other_settings(tmp_path: Path) -> None:
+    """Without its columns and its sha256, the list would be read wrongly, or unchecked."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "extends: laion-jax\nsource: {kind: urls, path: ./new.parquet}\n", encoding="utf-8"
+    )
+    parent = load_recipe("laion-jax").source
+    expected = parent.model_copy(update={"path": str(tmp_path / "new.parquet")})
+    assert load_recipe(str(path)).source == expected != parent
+    again = {"source": {"kind": "urls", "path": expected.path}}
+    assert load_recipe("laion-jax", again).source == expected
+
+
 def test_a_relative_path_is_recorded_as_an_absolute_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

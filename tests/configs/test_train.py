@@ -71,6 +71,8 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
             {"optimizer": "adafactor", "adam_betas": [0.9, 0.99]},
             r"betas has no effect with optimizer: adafactor: leave it at \[0.9, 0.999\]",
         ),
+        ({"timesteps": {"logit_mean": 1.0}}, "logit_mean has no effect with distribution: uniform"),
+        ({"timesteps": {"bias_strategy": "later"}}, "no effect with bias_multiplier: 1"),
         ({"timesteps": {"bias_begin": 200}}, "bias_begin has no effect with bias_strategy: none"),
         ({"timesteps": {"bias_strategy": "later", "bias_end": 500}}, "bias_end has no effect"),
         ({"timesteps": {"bias_strategy": "range", "bias_portion": 0.5}}, "bias_portion has no"),
@@ -84,7 +86,8 @@ def test_invalid_combination_raises(settings: dict[str, Any], words: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "settings", [{"optimizer": "adafactor"}, {"timesteps": {"bias_strategy": "later"}}]
+    "settings",
+    [{"optimizer": "adafactor"}, {"timesteps": {"bias_strategy": "later", "bias_multiplier": 2.0}}],
 )
 def test_resolved_settings_are_valid(settings: dict[str, Any]) -> None:
     resolved = Train(**settings)
@@ -127,7 +130,7 @@ IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "weighting_scheme": ("cosmap", {}),
     "noise_offset": (0.1, {}),
     "input_perturbation": (0.1, {}),
-    "timesteps": ({"bias_strategy": "later"}, {}),
+    "timesteps": ({"bias_strategy": "later", "bias_multiplier": 2.0}, {}),
     "caption_dropout_rate": (0.1, {}),
     "mixed_precision": ("bf16", {}),
     "loss_scale": ({"initial": 8.0}, {"mixed_precision": "fp16"}),

@@ -34,12 +34,23 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
             "train.weighting_scheme: cosmap is for flow matching",
         ),
         (
-            {"train.timesteps.bias_strategy": "range", "train.timesteps.bias_end": 1001},
+            {
+                "train.timesteps.bias_strategy": "range",
+                "train.timesteps.bias_multiplier": 2.0,
+                "train.timesteps.bias_end": 1001,
+            },
             "train.timesteps.bias_begin and bias_end: 0 to 1001 is no range",
         ),
         ({"train.optimizer": "adamw_8bit", "train.device": "cpu"}, "needs a CUDA device"),
         ({"runtime": "jax", "train.compile": "blocks"}, "compile has no effect with runtime: jax"),
-        ({"runtime": "jax", "train.mixed_precision": "fp16"}, "fp16 is for runtime mindspore"),
+        ({"train.mixed_precision": "fp16"}, "fp16 requires runtime mindspore"),
+        ({"train.cuda_graphs": True, "train.device": "cpu"}, "cuda_graphs needs a CUDA device"),
+        ({"train.allow_tf32": True, "train.device": "cpu"}, "allow_tf32 needs a CUDA device"),
+        ({"train.attention": "cudnn", "train.device": "cpu"}, "attention needs a CUDA device"),
+        (
+            {"train.processes": 4, "train.fsdp": 2, "train.device": "cpu"},
+            "train.fsdp: 2 is not for runtime torch with 4 processes",
+        ),
         (
             {
                 "train.best_checkpoint": {"metric": "pick"},
@@ -134,6 +145,12 @@ def test_a_licence_is_required_and_one_that_contradicts_the_bases_is_named(
     assert "publish.license" not in caplog.text
     prepare(load_recipe("digits", {**given, "publish.license": "mit"}))
     assert "publish.license: mit differs from the base's licence, openrail++" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["", "  "])
+def test_a_blank_reason_forces_no_publication(small: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RecipeError, match="force: give a reason"):
+        prepare(load_recipe("digits", small), force=reason)
 
 
 def test_more_processes_than_devices_are_refused(

@@ -78,6 +78,7 @@ def test_steps_are_proportional_to_the_samples_up_to_a_limit(store: Store) -> No
     selection, recipe = select(store, 0.5)
     train = continue_training.recipe_of(recipe, selection).train
     assert (train.steps, train.epochs) == (23, None)  # 10 epochs of 72 samples, 32 a batch
+    assert (recipe.train.lr_warmup_steps, train.lr_warmup_steps) == (20, 2)
     limited = {"max_steps": 7, "learning_rate": 1e-4, "epochs": 30.0}
     changed = recipe.model_copy(update={"retrain": recipe.retrain.model_copy(update=limited)})
     train = continue_training.recipe_of(changed, selection).train

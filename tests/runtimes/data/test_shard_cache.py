@@ -64,6 +64,20 @@ def test_only_downloads_that_nobody_continues_are_evicted(remote: Remote) -> Non
     assert names == {"running.tmp", f"{remote.ref.sha256}.safetensors"}
 
 
+def test_reading_ahead_evicts_no_shard_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+) -> None:
+    """In a second epoch, the copy that is wanted next may be the oldest one."""
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    url = write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6}] * 3)
+    refs = open_latents(url).shards
+    files = ShardFiles(refs, open_limit=1, cache_bytes=2 * max(ref.size for ref in refs))
+    for number in (0, 1, 0, 2):
+        files._fetch_ahead(number)
+    names = {path.stem for path in (tmp_path / "cache/kilnworks/shards").iterdir()}
+    assert names == {refs[0].sha256, refs[2].sha256}
+
+
 def reset() -> None:
     raise ConnectionResetError("reset by peer")
 

@@ -80,6 +80,9 @@ def test_a_scheduler_that_cannot_say_it_gives_way_to_one_that_can() -> None:
         assert scheduler.config.steps_offset == 1 and not scheduler.config.clip_sample
         ours = NoiseSchedule.from_config(changed)
         assert_close(ours.alphas_cumprod, scheduler.alphas_cumprod)
+    rescaled = config_of("EulerAncestralDiscreteScheduler", rescale_betas_zero_snr=True)
+    changed = scheduler_config(rescaled, Train(prediction_type="sample"))
+    assert NoiseSchedule.from_config(changed).alphas_cumprod[-1] == 0
 
 
 @pytest.mark.parametrize("name", sorted(RESCALES_BETAS))

@@ -101,4 +101,4 @@ def test_drawing_all_alike_needs_no_table() -> None:
 )
 def test_a_bias_outside_of_the_schedule_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(WrongInput, match=rf"train\.timesteps\.{message}"):
-        level_bounds(TimestepSampling(**settings), 1000)
+        level_bounds(TimestepSampling(bias_multiplier=2.0, **settings), 1000)

@@ -247,7 +247,11 @@ def test_a_shift_by_resolution_needs_a_scheduler_that_has_one() -> None:
         ),
         (
             flow,
-            {"sampling": TimestepSampling(bias_strategy="range", bias_begin=1000, bias_end=1200)},
+            {
+                "sampling": TimestepSampling(
+                    bias_strategy="range", bias_multiplier=2.0, bias_begin=1000, bias_end=1200
+                )
+            },
             r"train\.timesteps\.bias_begin and bias_end: 1000 to 1200",
         ),
     ],

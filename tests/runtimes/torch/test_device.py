@@ -30,6 +30,12 @@ from runtimes.torch.device_hooks import DeviceHooks
         ({"optimizer": "adamw_8bit"}, 1, "needs bitsandbytes"),
         ({"cuda_graphs": True, "device": "cpu"}, 1, "cuda_graphs needs a CUDA device, not cpu"),
         ({"allow_tf32": True, "device": "cpu"}, 1, "allow_tf32 needs a CUDA device, not cpu"),
+        ({"attention": "cudnn", "device": "cpu"}, 1, "attention needs a CUDA device, not cpu"),
+        (
+            {"fsdp": 2, "processes": 4, "device": "cpu"},
+            0,
+            "fsdp: 2 is not for runtime torch with 4 processes",
+        ),
     ],
 )
 def test_what_the_devices_cannot_serve(

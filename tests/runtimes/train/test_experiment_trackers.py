@@ -4,10 +4,12 @@ import io
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -74,6 +76,24 @@ def test_each_step_is_there_once_after_a_resume_and_a_rewind(tmp_path: Path, kin
     assert [picture.step for picture in pictures] == [4, 8, 12]
     assert (pictures[0].width, pictures[0].height) == (7, 3)
     assert pictures[0].encoded_image_string == png()
+
+
+def test_what_a_store_did_not_accept_is_written_at_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = f"memory://{tmp_path.name}"
+    trackers = Trackers([TensorBoard(work)])
+
+    def away(*_: Any, **__: Any) -> None:
+        raise OSError("the store is away")
+
+    for step in (1, 2, 3):
+        trackers.scalars(step, {"loss": float(step)})
+        with monkeypatch.context() as patched:
+            if step == 2:
+                patched.setattr(MemoryFileSystem, "pipe_file", away)
+            trackers.flush()
+    assert curve(fetch(f"{work}/tensorboard", tmp_path / "a")) == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_an_event_that_was_cut_short_costs_nothing_else(tmp_path: Path) -> None:

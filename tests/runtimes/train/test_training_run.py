@@ -298,10 +298,12 @@ def test_a_run_at_a_constant_rate_goes_on_with_other_steps(make_job: MakeJob, st
     assert run(other).of("start")[0]["step"] == min(steps, 6)
     run(whole)
     assert outputs(other) == outputs(whole)
-    run(make_job("falling", **settings, steps=2, lr_scheduler="linear"))
-    for other_steps in (1, 3):  # before and after the only checkpoint
-        with pytest.raises(WrongInput, match=rf"train\.steps=2, this one has {other_steps}"):
-            run(make_job("falling", **settings, steps=other_steps, lr_scheduler="linear"))
+    average = {"ema_decay": 0.9, "ema_every_n_steps": 2}  # its last step updates the average
+    for name, given in {"falling": {"lr_scheduler": "linear"}, "average": average}.items():
+        run(make_job(name, **settings, **given, steps=2))
+        for other_steps in (1, 3):  # before and after the only checkpoint
+            with pytest.raises(WrongInput, match=rf"train\.steps=2, this one has {other_steps}"):
+                run(make_job(name, **settings, **given, steps=other_steps))
 
 
 def test_too_many_ruinous_batches_end_the_run(

@@ -16,6 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from gcs_server import GcsServer
 from gcsfs.retry import HttpError, validate_response
@@ -273,6 +274,29 @@ def test_a_broken_one_is_skipped(
     assert latest is not None and latest.step == 1
     # without its manifest it was never committed: there is nothing to warn of
     assert (damage, name) == ("gone", "manifest") or "step-00000002 is skipped" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["weights", "history", "manifest"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_an_error_that_tells_nothing_of_a_file_is_no_damage(
+    tmp_path: Path, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else too many open files, or a disk of the network, would begin the run again."""
+    checkpoints = Checkpoints(str(tmp_path), keep=3)
+    save(checkpoints, 1, 2)
+    opening = LocalFileSystem._open
+
+    def refused(fs: LocalFileSystem, path: str, *given: Any, **options: Any) -> Any:
+        if name in path:
+            raise OSError(number, os.strerror(number), path)
+        return opening(fs, path, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "_open", refused)
+        with pytest.raises(CheckpointsUnreachable, match=os.strerror(number)):
+            checkpoints.latest()
+    latest = checkpoints.latest()
+    assert latest is not None and latest.step == 2
 
 
 @pytest.mark.parametrize("kind", ["local", *REMOTE])
