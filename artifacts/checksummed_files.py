@@ -38,9 +38,9 @@ SMALL = 2**26
 DEEP_AT_ONCE = 4
 #: Errors of a local file system that tell nothing about the file: this process has too many open
 #: files, too little memory or no permission, or the network file system does not respond.
-UNRELATED_ERRORS = frozenset(
-    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
-    + (errno.ESTALE, errno.ETIMEDOUT)
+UNRELATED_ERRORS = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
+    *(errno.ESTALE, errno.ETIMEDOUT),
 )
 #: What stands before the files of a record.
 FILES = b'\n"files": ['

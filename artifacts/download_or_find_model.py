@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from json import JSONDecodeError
 from pathlib import Path
@@ -137,9 +137,28 @@ def resolve_configs(path: str, *, revision: str | None = None) -> Path:
 def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`."""
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
-    found = sorted(p for root in roots for p in (root.rglob("*") if root.is_dir() else [root]))
+    found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
     files = [p for p in found if p.is_file() and not IGNORED & set(p.relative_to(folder).parts)]
     return digest_json({str(p.relative_to(folder)): digest_model_file(p) for p in files})
+
+
+def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Every file below a folder, in a fixed order; `Path.rglob` follows no link to a folder.
+
+    Args:
+        above: folders that this one is in; a link back to one of them is not followed.
+    """
+    here = folder.resolve()
+    if here in above:
+        return
+    children: list[Path] = []
+    with suppress(FileNotFoundError, PermissionError):  # as Path.rglob does
+        children = sorted(folder.iterdir())
+    for path in children:
+        if path.is_dir():
+            yield from files_below(path, (*above, here))
+        elif path.is_file():
+            yield path
 
 
 def digest_model_file(path: Path) -> str:

@@ -36,6 +36,8 @@ from artifacts.store import LOCKS, MANIFEST, SHARDS, Store
 CHECKPOINTS = "checkpoints"
 #: Things that are deleted before waiting runs continue.
 BATCH = 20
+#: Seconds for waiting runs to continue: each looks at the lock every half second.
+PAUSE = 1.0
 #: Stages that read no staged model. A run that the gate rejected never finishes its publication.
 WITHOUT_MODELS = {"publish", "verdict", "retrain"}
 RunFacts = tuple[str, int, float, str | None]  # name, size, time stamp and checksum of a record
@@ -106,11 +108,14 @@ class Collector:
 
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
-        pending = iter(items)
-        while batch := list(islice(pending, BATCH)):
-            self._refresh()  # a long marking delays no run
+        pending, recorded = iter(items), False
+        batches = iter(lambda: list(islice(pending, BATCH)), [])
+        for number, batch in enumerate(batches):
+            recorded |= self._refresh()  # a long marking delays no run
+            if recorded and number > 0:
+                time.sleep(PAUSE)  # for a run that waits since the last batch
             with hold(self._store.fs, f"{self._store.root}/{COLLECTION}") as collection:
-                self._refresh()  # from now on, a run that records itself waits
+                recorded = self._refresh()  # from now on, a run that records itself waits
                 deleted = [item for item in batch if self._deleted(item, collection.check)]
             yield from deleted  # without the lock: who prints them may wait for a reader
 
@@ -247,12 +252,15 @@ class Collector:
             self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
         return True
 
-    def _refresh(self) -> None:
-        """Mark again if a run has recorded something since."""
-        if (found := self._run_records()) != self._runs:
+    def _refresh(self) -> bool:
+        """Mark again if a run has recorded something since; whether one has."""
+        found = self._run_records()
+        recorded = found != self._runs
+        if recorded:
             self._mark_after(found)
         needed = {(a.stage, a.key, a.digest) for a in self._marks.artifacts.values()}
         self._busy |= {stage for stage, _, _ in needed - self._named}
+        return recorded
 
     def _is_needed(self, item: Garbage) -> bool:
         if item.kind in ("artifact", "unfinished"):

@@ -47,7 +47,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
     roots = set(held)
     expired = set()
     for run in list(runs(store)):
-        if now - run.at <= days * DAY or run.keys & roots:  # a run can take longer than `days`
+        if now - run.at <= days * DAY or run.keys & held:  # a run can take longer than `days`
             roots |= run.keys
         else:
             expired.add(run.path)

@@ -18,12 +18,13 @@ Entry = dict[str, Any]  # as fsspec describes a file or a folder
 
 def entries(fs: AbstractFileSystem, path: str) -> list[Entry]:
     """What a folder holds; nothing if there is no such folder. Raises as the filesystem does."""
-    folder = path.rstrip("/")
+    folder = str(fs._strip_protocol(path)).rstrip("/")  # as its entries are named
     try:
         found = fs.ls(folder, detail=True)
     except FileNotFoundError:
         return []
-    return [entry for entry in found if name_of(entry) != folder.rpartition("/")[2]]
+    # A bucket lists a folder's own marker too, and every filesystem a file as itself.
+    return [entry for entry in found if entry["name"].rstrip("/") != folder]
 
 
 def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -61,12 +61,14 @@ def _field_names(
             kind = (settings.get("source") or {}).get("kind")
             model = _source_model(kind)
         elif part in model.model_fields:
-            annotation = model.model_fields[part].annotation
-            if get_origin(annotation) is dict:  # named sections: the next part is a name
-                annotation = get_args(annotation)[1]
-            is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-            model = annotation if is_section else None  # type: ignore[assignment]
+            model = _section(model.model_fields[part].annotation)
     return sorted(model.model_fields) if model is not None else []
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section of a field, also of one that may be null, and of named sections."""
+    kinds = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
+    return next((one for one in kinds if issubclass(one, BaseModel)), None)
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:

@@ -124,11 +124,15 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        # Sources of different kinds have different settings, so a new kind replaces the section.
-        replaced = key == "source" and isinstance(value, dict) and "kind" in value
-        both = isinstance(old, dict) and isinstance(value, dict) and not replaced
-        merged[key] = _merge(old, value) if both else value  # type: ignore[arg-type]
+        if isinstance(old, dict) and isinstance(value, dict) and not _replaces(key, old, value):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
+
+
+def _replaces(section: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a section takes nothing from the old one: a source of another kind."""
+    return section == "source" and new.get("kind", old.get("kind")) != old.get("kind")
 
 
 def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:

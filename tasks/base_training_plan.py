@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.checksummed_files import read_record, write_record
+from artifacts.download_or_find_model import files_below
 from artifacts.hashing import digest_json
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
@@ -142,11 +143,12 @@ def cache_key(
         folders: of the pipeline and, unless None, of a separate VAE.
         versions: of the packages that affect the plan.
     """
-    there = [Path(folder) for folder in folders if folder is not None]
+    there = [folder for folder in folders if folder is not None]
     configs = {
         f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
         for number, folder in enumerate(there)
-        for path in sorted([*folder.rglob("*config.json"), *folder.glob("model_index.json")])
+        for path in files_below(Path(folder))
+        if path.name.endswith("config.json") or path == Path(folder, "model_index.json")
     }
     return digest_json([version, request, configs, versions])
 

@@ -63,7 +63,6 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
     chosen = {**_defaults(options, threads), **options}
     if is_dask(options):
         chosen["runner"] = DASK
-    chosen = {name: value for name, value in chosen.items() if value is not None}
     message = io.StringIO()  # argparse prints an invalid value and exits
     try:
         with redirect_stderr(message):

@@ -37,8 +37,9 @@ class Workers(Enum):
 
 
 def beam_options(recipe: Recipe, stage: BeamStage) -> dict[str, Any]:
-    """Beam options of a stage: its own over those of section `beam`."""
-    return {**recipe.beam, **getattr(recipe, stage).beam}
+    """Beam options of a stage: its own over those of section `beam`; null is the default."""
+    options = {**recipe.beam, **getattr(recipe, stage).beam}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def is_dask(options: Mapping[str, Any]) -> bool:

@@ -68,12 +68,14 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(setting, place) of what a sent run reads or writes: it plans the source, and checks all."""
     yield "store", recipe.store
     source = recipe.source
-    if source.kind != "digits":  # which each machine draws itself
+    is_on_hub = source.kind == "dataset" and is_hub_id(source.path)
+    if source.kind != "digits" and not is_on_hub:  # each machine draws the digits itself
         yield "source.path", source.path
     if source.kind == "urls" and source.base_url is not None:
         yield "source.base_url", source.base_url
     measuring = recipe.evaluate
     others = [("model.path", recipe.model.path), ("model.vae", recipe.model.vae)]
+    others += [("train.denoiser_config", recipe.train.denoiser_config)]
     others += [("evaluate.clip", measuring.clip)]
     others += [("evaluate.image_encoder", measuring.image_encoder)]
     others += [("evaluate.inception", measuring.inception)]

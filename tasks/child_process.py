@@ -142,7 +142,6 @@ def wait_for_result(
     threads = [_pump(read) for read in pumps]
     try:
         code = _wait(child)
-        _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
     except LockLost:
         kill()
         raise
@@ -150,6 +149,7 @@ def wait_for_result(
         stop()
         raise
     finally:
+        _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
         if child.stdin is not None:
             child.stdin.close()
         # Nothing of the group is left, so both pipes end; a slow display only delays the join.

@@ -22,7 +22,7 @@ from runtimes.adapters.lora_target_layers import Layer, choose_layers
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from tasks.base_training_plan import caption_bytes, latent_bytes
-from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.prompts import prompt_sets, sample_prompts
 
 #: Bytes per pixel of photographs in a stored format: jpg and webp at quality 95, png.
 PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
@@ -77,7 +77,7 @@ def estimate_disk(
         stages: those that the run builds.
 
     Raises:
-        WrongInput: the base's configs are invalid.
+        WrongInput: the base's configs are invalid, or a prompt file cannot be read.
     """
     info = describe_encoders(model, vae)
     trained = _trained_parameters(recipe.train, model)
@@ -85,7 +85,7 @@ def estimate_disk(
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe),
         "encode": encoded,
-        "train": _training_bytes(recipe, trained),
+        "train": _training_bytes(recipe, trained, rows),
         "evaluate": _evaluation_bytes(recipe, rows),
         "publish": _published_bytes(recipe.publish, recipe.train, model, trained),
     }
@@ -98,9 +98,9 @@ def _picture_bytes(recipe: Recipe) -> int:
     return int(area * PIXEL_BYTES[settings.encode_format]) + SAMPLE_BYTES
 
 
-def _training_bytes(recipe: Recipe, trained: int) -> int:
+def _training_bytes(recipe: Recipe, trained: int, rows: int) -> int:
     """Checkpoints, with the one that is being written, the trained weights and samples."""
-    settings = recipe.train
+    settings = recipe.train.with_steps(rows)
     arrays = 4.0 * trained * (1 + (settings.ema_decay is not None)) + moment_bytes(
         settings, trained
     )
@@ -119,8 +119,7 @@ def moment_bytes(settings: Train, trained: int) -> float:
 
 def _evaluation_bytes(recipe: Recipe, rows: int) -> int:
     """Pictures of base and tuned model, features of the references, and the sheets."""
-    groups = recipe.evaluate.prompts.values()
-    pictures = sum(len(group.prompts) * group.images_per_prompt for group in groups)
+    pictures = sum(map(len, prompt_sets(recipe).values()))
     return 2 * pictures * _drawn_bytes(recipe) + rows * REFERENCE_BYTES + SHEET_BYTES
 
 

@@ -134,7 +134,11 @@ class Download(Section):
         description="Maximum number of runs with --retry-failed that fetch a row with a transient "
         "failure again. Rows with permanent failures (404, no picture) are not fetched again.",
     )
-    shard_size: PositiveInt = Field(1000, description="Average number of rows per shard.")
+    shard_size: PositiveInt = Field(
+        1000,
+        le=50_000,  # keys in a tar have five digits for a row, and a shard up to twice as many rows
+        description="Average number of rows per shard.",
+    )
     beam: dict[str, Any] = Field(
         default_factory=dict,
         description="Beam pipeline options of this stage, over those of section `beam`.",

@@ -177,7 +177,9 @@ class Checkpoints:
         try:
             return self.read(step, verify=True)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            if is_unreachable(self._fs, error) or getattr(error, "errno", 0) in UNRELATED_ERRORS:
+            if is_unreachable(self._fs, error):
+                raise
+            if getattr(error, "errno", None) in UNRELATED_ERRORS:
                 raise
             log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None

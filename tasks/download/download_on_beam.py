@@ -50,7 +50,7 @@ class DownloadShard(beam.DoFn):
         else:
             outcomes = result.meta["outcomes"]
             failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
-            fetched = result.meta["bytes"]
+            fetched = result.meta["fetched"] if result.is_new else 0
             counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
             report = worker_report(self.context.store, self.context.reports, self.run)
             report.add(spec.key, counts)

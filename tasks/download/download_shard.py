@@ -74,7 +74,7 @@ class DownloadContext:
     plan_key: str = field(repr=False)  # of plan_parquet.plan_key
     reports: str = ""  # folder in the store for the workers' reports
     rows: int = 0  # of the whole plan
-    retry_failed: bool = False  # fetch rows with transient failures again
+    retry_run: str | None = None  # the run that fetches rows with transient failures again
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def shard_key(settings: Download) -> Callable[[str], str]:
 def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferred:
     """The shard from the store if it is intact, else downloaded and committed.
 
-    With `context.retry_failed`, its rows with transient failures are fetched again.
+    Its rows with transient failures are fetched again, once by the run `context.retry_run`.
 
     Raises:
         OSError: the store is full or not writable.
@@ -109,9 +109,7 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     store = Store(context.store)
     # No record of a damaged shard may stay if this fails.
     present = store.shard(STAGE, spec.key, discard=True)
-    if present is not None and not (
-        context.retry_failed and may_retry(present.meta, context.settings)
-    ):
+    if present is not None and not _is_retried(present.meta, context):
         return present
     with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
         return _download(spec, context, store, present, Path(scratch))
@@ -147,7 +145,11 @@ def _download(
         "samples": count,
         "outcomes": dict(sorted(counts.items())),
         "retries": 0 if present is None else present.meta["retries"] + 1,
-        **shard_statistics(rows, outcomes, costs, context.settings, context.rows),
+        "retry_run": None if present is None else context.retry_run,
+        **shard_statistics(
+            *(rows, outcomes, costs, context.settings, context.rows),
+            earlier=None if present is None else present.meta,
+        ),
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
@@ -227,6 +229,15 @@ def _download_rows(
     if failed:  # not before all rows ended: no decoder may write to `scratch` while it is removed
         raise failed[0]
     return [outcome for outcome, _ in found], [cost for _, cost in found]
+
+
+def _is_retried(meta: Mapping[str, Any], context: DownloadContext) -> bool:
+    """Whether the run fetches rows of a shard again.
+
+    Not if it has: a later try of the run, after an outage of other shards, is no further run.
+    """
+    run = context.retry_run
+    return run not in (None, meta.get("retry_run")) and may_retry(meta, context.settings)
 
 
 def may_retry(meta: Mapping[str, Any], settings: Download) -> bool:

@@ -32,12 +32,14 @@ def shard_statistics(
     costs: Sequence[tuple[float, int]],
     settings: Download,
     planned: int,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The facts.
 
     Args:
-        costs: seconds and fetched bytes of each row.
+        costs: seconds and fetched bytes of each row, in this download of the shard.
         planned: rows of the whole download.
+        earlier: the facts of an earlier download, whose bytes and times count too.
     """
     hosts: dict[str, Host] = {}
     found = [
@@ -48,10 +50,15 @@ def shard_statistics(
     for row, outcome, (seconds, _) in zip(rows, outcomes, costs, strict=True):
         failed = int(outcome["status"] != "success")
         _add(hosts, host_of(row.url), [1, failed, round(1000 * seconds)])
+    fetched = sum(size for _, size in costs)
+    before: Mapping[str, Any] = {"bytes": 0, "hosts": {}} if earlier is None else earlier
+    for name, (_, _, milliseconds) in before["hosts"].items():
+        _add(hosts, name, [0, 0, milliseconds])
     share = min(1.0, HASHES / max(planned, 1))
     values = [outcome["sha256"][:16] for _, outcome in found]
     return {
-        "bytes": sum(size for _, size in costs),
+        "bytes": before["bytes"] + fetched,
+        "fetched": fetched,  # by this download alone
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
         "caption_lengths": _lengths(row.captions[0] for row, _ in found),
         "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in found),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from artifacts.download_or_find_model import cache_folder
+from runtimes.process.memory import collect_garbage_rarely
 from tasks.download.body_memory import BodyMemory
 from tasks.download.pace_requests_per_web_host import HostLimits
 from tasks.download.robots_txt import RobotsCache
@@ -56,6 +57,7 @@ def shared(max_connections: int) -> Shared:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
+    collect_garbage_rarely()  # it stopped the loop for half of the time
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="kiln-download", daemon=True).start()
     return loop

@@ -142,7 +142,7 @@ class Fetcher:
             async def admit(target: Target, deadline: Deadline) -> AsyncIterator[bool]:
                 visited.append(target)
                 since = self.clock.now()
-                async with self._turn(target, is_robots) as is_used_again, self.shared.connections:
+                async with self._turn(target, is_robots) as is_used_again:
                     connects(target.name)
                     deadline.at += self.clock.now() - since
                     yield is_used_again
@@ -161,9 +161,11 @@ class Fetcher:
 
     @asynccontextmanager
     async def _turn(self, target: Target, is_robots: bool) -> AsyncIterator[bool]:
-        """The turn of a request at its host, if its robots.txt permits it."""
+        """The turn of a request at its host, with a connection, if its robots.txt permits it."""
+        connection = self.shared.connections
         if {target.host, target.name} & self.own_hosts:
-            yield True
+            async with connection:
+                yield True
             return
         self.dead_hosts.check(target.name)
         delay = 0.0
@@ -173,7 +175,7 @@ class Fetcher:
                 raise FetchFailed(DISALLOWED)
             delay = rules.delay
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
-        async with self.shared.hosts.turn(target.host, *limits, delay) as is_used_again:
+        async with self.shared.hosts.turn(target.host, *limits, delay, connection) as is_used_again:
             yield is_used_again
 
     async def _rules_of(self, origin: str) -> Rules:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,12 @@ class HostLimits:
 
     @asynccontextmanager
     async def turn(
-        self, host: str, connections: int, rate: float | None = None, delay: float = 0.0
+        self,
+        host: str,
+        connections: int,
+        rate: float | None = None,
+        delay: float = 0.0,
+        connection: AbstractAsyncContextManager[None] | None = None,
     ) -> AsyncIterator[bool]:
         """Wait for one of the host's slots, and yield whether more rows wait for them.
 
@@ -69,6 +74,7 @@ class HostLimits:
             connections: maximum connections to the host.
             rate: maximum requests per second to the host; None: unlimited.
             delay: seconds between the starts of requests; with a delay there is one connection.
+            connection: one of all hosts together, which a row that waits for its host leaves free.
 
         Raises:
             FetchFailed: the host asked for too long a wait, or its delay keeps the row too long.
@@ -87,9 +93,9 @@ class HostLimits:
             raise
         try:
             offset = await self._lock_slot(host, connections)
-            await self._wait_as_asked(host)
-            until = self.clock.now() + max(delay, connections / rate if rate else 0.0)
-            yield queue.rows > connections
+            async with self._as_asked(host, connection or nullcontext()):
+                until = self.clock.now() + max(delay, connections / rate if rate else 0.0)
+                yield queue.rows > connections
         except FetchFailed as failure:
             if failure.reason == NO_ANSWER:  # there was no request
                 until = 0.0
@@ -105,11 +111,23 @@ class HostLimits:
             self._asked_to_wait = {h: t for h, t in self._asked_to_wait.items() if t > now}
             self._asked_to_wait[host] = max(self._asked_to_wait.get(host, 0.0), now + seconds)
 
-    async def _wait_as_asked(self, host: str) -> None:
-        while (wait := self._asked_to_wait.get(host, 0.0) - self.clock.now()) > 0:
-            if wait > MAX_WAIT:
-                raise FetchFailed(BUSY)
-            await self.clock.sleep(wait)
+    @asynccontextmanager
+    async def _as_asked(
+        self, host: str, connection: AbstractAsyncContextManager[None]
+    ) -> AsyncIterator[None]:
+        """Hold a connection, from a moment at which the host asks for no wait."""
+        while True:
+            while (wait := self._asked_wait(host)) > 0:
+                if wait > MAX_WAIT:
+                    raise FetchFailed(BUSY)
+                await self.clock.sleep(wait)
+            async with connection:
+                if self._asked_wait(host) <= 0:  # it may ask while others have the connections
+                    yield
+                    return
+
+    def _asked_wait(self, host: str) -> float:
+        return self._asked_to_wait.get(host, 0.0) - self.clock.now()
 
     async def _lock_slot(self, host: str, connections: int) -> int:
         """Offset of the locked byte of a slot that no process uses."""

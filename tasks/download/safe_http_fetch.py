@@ -116,6 +116,7 @@ class SafeHttpClient:
                 total=None, sock_connect=limits.timeout, sock_read=limits.timeout
             ),
             auto_decompress=False,
+            request_class=_Request,
             max_line_size=MAX_HEADER,
             max_field_size=MAX_HEADER,
         )
@@ -219,6 +220,19 @@ class SafeHttpClient:
             if address[1] not in self.limits.allow_ports:
                 raise RefusedAddress("refused port")
         return socket.socket(family, kind, protocol)
+
+
+class _Request(aiohttp.ClientRequest):
+    """Closes the connection after a request with `Connection: close`.
+
+    aiohttp uses it again unless the server repeats the header, which not every server does.
+    """
+
+    async def send(self, conn: Any) -> aiohttp.ClientResponse:
+        response = await super().send(conn)
+        if self.headers.get("Connection") == "close":
+            conn.protocol.force_close()
+        return response
 
 
 def is_public(address: str) -> bool:

@@ -223,7 +223,10 @@ class Dataset:
         if [file.name for file in found] == [path] or is_glob(path):
             return found
         # <split>-00000-of-00001.parquet, or <split>/0000.parquet in the hub's conversions
-        chosen = [f for f in found if any(p.startswith(split) for p in f.name.split("/")[-2:])]
+        folder = url_to_fs(path)[1].rstrip("/")
+        chosen = [f for f in found if _is_of_split(f.name, folder, split)]
+        if not chosen and folder.rpartition("/")[2] == split:
+            return found
         if not chosen:
             names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
             raise SourceError(f"source.split: {path} has no files of split {split!r} ({names})")
@@ -300,6 +303,12 @@ SOURCES: dict[str, Callable[[Any], Source]] = {
 def _stem(name: str) -> str:
     folder, slash, file = name.rpartition("/")
     return folder + slash + file.rpartition(".")[0]
+
+
+def _is_of_split(name: str, folder: str, split: str) -> bool:
+    """Whether a file is of a split, by its name below the dataset's folder."""
+    below = name.partition(f"{folder}/")[2] or name
+    return any(part.startswith(split) for part in below.split("/")[-2:])
 
 
 def _parquet_rows(

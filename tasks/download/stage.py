@@ -111,12 +111,13 @@ def build(
     draft: Draft,
     progress: Callable[[int, int, str], None],
     *,
-    retry_failed: bool = False,
+    retry_run: str | None = None,
 ) -> dict[str, Any]:
     """Download the plan's shards that the store lacks, and add all of them to the draft.
 
     Args:
-        retry_failed: fetch the rows with transient failures of the other shards again.
+        retry_run: id of the run that fetches the rows with transient failures of the other shards
+            again, once in all its tries; None if it does not.
 
     Returns:
         The artifact's summary: counts of rows, images, outcomes and shards.
@@ -142,7 +143,7 @@ def build(
             served_at=served_at,
             plan_key=plan_key(),
             rows=plan.rows,
-            retry_failed=retry_failed,
+            retry_run=retry_run,
         )
         deferred = run_pipeline(plan.shards, context, beam_options(recipe, "download"), progress)
     if deferred:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from artifacts.download_or_find_model import IGNORED
+from artifacts.download_or_find_model import IGNORED, files_below
 from artifacts.model_in_store import fetch_model, put_model
 from artifacts.store import Store
 from runtimes.families import detect_family
@@ -49,9 +49,9 @@ def _files(model_folder: Path, vae_folder: Path | None) -> Iterator[tuple[str, P
 
 
 def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    for file in sorted(folder.rglob("*")):
+    for file in files_below(folder):
         relative = file.relative_to(folder)
-        if file.is_file() and not IGNORED & set(relative.parts):
+        if not IGNORED & set(relative.parts):
             yield f"{name}/{relative.as_posix()}", file
 
 

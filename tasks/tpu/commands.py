@@ -14,8 +14,8 @@ PENDING_STATES = frozenset({"CREATING", "STARTING", "RESTARTING", "REPAIRING"})
 DEAD_STATES = frozenset({"PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDDEN"})
 #: States of `QueuedResourceState` of a request that is never fulfilled.
 FAILED_REQUESTS = frozenset({"FAILED", "SUSPENDING", "SUSPENDED", "DELETING"})
-#: ssh keep-alive: a lost worker is detected within two minutes.
-ALIVE = "--ssh-flag=-o ServerAliveInterval=30 -o ServerAliveCountMax=4"
+#: Keep-alive of ssh and scp: a lost worker is detected within two minutes.
+ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4")
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,13 @@ class Slice:
         """Copy a file to every worker."""
         command = self._about("tpu-vm", "scp")
         command[command.index(self.tpu.name)] = str(file)
-        return [*command, f"{self.tpu.name}:{target}", "--worker=all"]
+        alive = [f"--scp-flag={flag}" for flag in ALIVE]
+        return [*command, *alive, f"{self.tpu.name}:{target}", "--worker=all"]
 
     def ssh(self, script: str) -> Command:
         """Run a shell script on every worker."""
-        return [*self._about("tpu-vm", "ssh"), "--worker=all", ALIVE, f"--command={script}"]
+        alive = [f"--ssh-flag={flag}" for flag in ALIVE]
+        return [*self._about("tpu-vm", "ssh"), "--worker=all", *alive, f"--command={script}"]
 
     def _about(self, kind: str, verb: str) -> Command:
         project = [] if self.tpu.project is None else [f"--project={self.tpu.project}"]

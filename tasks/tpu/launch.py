@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from artifacts.download_or_find_model import digest_model
+from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.image_shards import add_member
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
 STATE_CHECKS = 3  # queries of the state after a failure
 COMMAND_SECONDS = 3600.0  # timeout; creation and set-up take minutes
+SIGNAL_SECONDS = 60.0  # timeout of a signal to the workers: a lost slice does not delay the end
 SSH_LOST = 255
 log = logging.getLogger("kiln")
 
@@ -148,9 +149,13 @@ class _SliceRun:
         raise SliceUnavailable("the slice was preempted too often: raise tpu.restarts or run again")
 
     def delete(self) -> None:
-        """Delete the slice if it exists."""
-        with suppress(subprocess.CalledProcessError):
+        """Delete the slice if it exists; a failure is logged, since it must not hide another."""
+        try:
             _run_command(self.slice.delete())
+        except subprocess.CalledProcessError as error:
+            if not _is_missing(error):
+                name, why = self.slice.tpu.name, _message(error)
+                log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
 
     def _make(self) -> None:
         """Wait until the slice is ready; create it if it does not exist."""
@@ -226,7 +231,7 @@ class _SliceRun:
         """Signal every worker to checkpoint and exit; kill them after the grace period."""
         log.info("tpu: stopping (it has %g s to checkpoint)", self.grace_seconds)
         with suppress(subprocess.CalledProcessError):
-            _run_command(self.slice.ssh(_signal(self.home, signal.SIGTERM)))
+            _run_command(self.slice.ssh(_signal(self.home, signal.SIGTERM)), SIGNAL_SECONDS)
         try:
             child.wait(self.grace_seconds)
         except BaseException:
@@ -235,7 +240,7 @@ class _SliceRun:
     def _kill(self, child: subprocess.Popen[str]) -> None:
         """Kill the job on every worker, then the connection to them."""
         with suppress(subprocess.CalledProcessError):
-            _run_command(self.slice.ssh(_signal(self.home, signal.SIGKILL)))
+            _run_command(self.slice.ssh(_signal(self.home, signal.SIGKILL)), SIGNAL_SECONDS)
         child.kill()
         child.wait()
 
@@ -266,7 +271,7 @@ def _pack() -> bytes:
 def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    return [p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return [p for p in files_below(path) if "__pycache__" not in p.parts]
 
 
 def _home(code: bytes) -> str:
@@ -281,18 +286,22 @@ def _in_store(store: Store, folder: str) -> str:
     return put_model(store, digest_model(root), files)
 
 
-def _run_command(command: Command) -> str:
-    """The stripped output of a command. Raises CalledProcessError."""
+def _run_command(command: Command, seconds: float = COMMAND_SECONDS) -> str:
+    """The stripped output of a command. Raises CalledProcessError, also after `seconds`."""
     log.debug("%s", shlex.join(command))
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=COMMAND_SECONDS,
-        env={**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"},  # a prompt would hang unseen
-    )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=seconds,
+            env={**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"},  # a prompt would hang unseen
+        )
+    except subprocess.TimeoutExpired:
+        why = f"gcloud did not end within {seconds:g} s"
+        raise subprocess.CalledProcessError(-signal.SIGKILL, command, "", why) from None
     return done.stdout.strip()
 
 
@@ -301,9 +310,13 @@ def _state_of(command: Command) -> str | None:
     try:
         return _run_command(command) or None
     except subprocess.CalledProcessError as error:
-        if "NOT_FOUND" in error.stderr or "not found" in error.stderr.lower():
+        if _is_missing(error):
             return None
         raise SliceUnavailable(f"gcloud does not answer: {_message(error)}") from None
+
+
+def _is_missing(error: subprocess.CalledProcessError) -> bool:
+    return "NOT_FOUND" in error.stderr or "not found" in error.stderr.lower()
 
 
 def _message(error: subprocess.CalledProcessError) -> str:

@@ -22,6 +22,8 @@ from artifacts.download_or_find_model import (
     HUB_VARIANTS,
     ModelNotFound,
     cache_folder,
+    digest_model,
+    files_below,
     resolve_configs,
     resolve_file,
     resolve_model,
@@ -98,6 +100,25 @@ def test_a_local_file_stays_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "weights.pth").write_bytes(b"one")
     path = str(tmp_path / "weights.pth")
     assert (str(resolve_file(path)), check_file_available(path)) == (path, "local file")
+
+
+def test_a_model_has_the_files_of_a_linked_folder(tmp_path: Path) -> None:
+    """A shared VAE may be a link; its weights are an input of the latents like any other."""
+    shared, model, copy = (tmp_path / name for name in ("shared", "model", "copy"))
+    for vae in (shared, copy / "vae"):
+        vae.mkdir(parents=True)
+        (vae / "weights").write_bytes(b"one")
+    for folder in (model, copy):
+        folder.mkdir(exist_ok=True)
+        (folder / "model_index.json").write_bytes(b"{}")
+    (model / "vae").symlink_to(shared)
+    (shared / "back").symlink_to(model)  # a walk does not go round
+    digest = digest_model(model)
+    assert digest == digest_model(copy)
+    names = [path.relative_to(model).as_posix() for path in files_below(model)]
+    assert names == ["model_index.json", "vae/weights"]
+    (shared / "weights").write_bytes(b"other")
+    assert digest_model(model) != digest
 
 
 MISSING = ["memory://none.pth", "none.pth", "memory://", "foo://none.pth", "~nobody-here/none.pth"]

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from store_servers import REMOTE, UrlOf
 
+from artifacts import run_records
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.compare_and_swap import read, remove, swap
 from artifacts.file_stamps import TICK
-from artifacts.gc_delete_unneeded import Collector, Garbage
+from artifacts.gc_delete_unneeded import PAUSE, Collector, Garbage
 from artifacts.gc_find_needed import Marks, mark, needed_by
-from artifacts.lock import hold
+from artifacts.lock import hold, read_owner
 from artifacts.run_records import GarbageUnsure, record_run, runs
 from artifacts.store import Artifact, Store
 
@@ -69,8 +70,9 @@ def kinds(items: Any) -> list[tuple[str, str]]:
 
 
 def age(store: Store, seconds: float, path: str = "") -> None:
-    """Make everything in a local store, or in a folder of it, older."""
-    for file in Path(store.root, path).rglob("*"):
+    """Make everything in a local store, or a folder or a file of it, older."""
+    top = Path(store.root, path)
+    for file in [top] if top.is_file() else top.rglob("*"):
         at = file.lstat().st_mtime - seconds
         os.utime(file, (at, at), follow_symlinks=False)
 
@@ -232,6 +234,36 @@ def test_runs_do_not_wait_for_the_reader_of_the_list_of_deletions(store: Store) 
     found = collector(store)
     for _ in found.delete(list(found.garbage())):  # otherwise it never ends
         use(store, "later", make(store, "encode", 1))
+
+
+@pytest.mark.parametrize("batch", [1, 2], ids=["under the lock", "after it"])
+def test_a_run_waits_for_one_batch_of_deletions(
+    local: Store, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """A run that waits looks at the lock twice a second, and a batch follows after milliseconds."""
+    for n in (1, 2):
+        make(local, "train", n)
+    found, lock, refresh = collector(local), f"{local.root}/gc.lock", Collector._refresh
+    acts = list[Any]()
+
+    def recorded(self: Collector) -> bool:
+        is_held = read_owner(local.fs, lock) is not None
+        acts.append("batch" if is_held else "look")
+        if acts.count("batch") == 1 and acts[-1] == ("batch" if batch == 1 else "look"):
+            run_records._write(local, f"{local.root}/runs/a-run.json", {"stages": {}})
+        return refresh(self)
+
+    def sleep(seconds: float) -> None:
+        if seconds == PAUSE:
+            assert read_owner(local.fs, lock) is None
+            acts.append("pause")
+
+    items = list(found.garbage())
+    monkeypatch.setattr("artifacts.gc_delete_unneeded.BATCH", 1)
+    monkeypatch.setattr("artifacts.gc_delete_unneeded.time.sleep", sleep)
+    monkeypatch.setattr(Collector, "_refresh", recorded)
+    assert list(found.delete(items[:3])) == items[:3]
+    assert acts == ["look", "batch", "look", "pause", "batch", "look", "batch"]
 
 
 def test_a_paused_gc_restores_the_record_that_a_run_found(
@@ -480,6 +512,18 @@ def test_gc_keeps_the_records_of_recent_and_of_unfinished_runs(local: Store) -> 
         found = collector(local, days=1)
         list(found.delete(list(found.garbage())))
     assert run_names(local) == {"long.json", "recent.json"}
+
+
+def test_a_run_that_shares_a_download_with_a_recent_run_expires(local: Store) -> None:
+    images = make(local, "download", 1)
+    old, recent = (make(local, "train", n, images=images) for n in (1, 2))
+    use(local, "a-recent", images, recent)  # is listed before or after the others
+    for run in ("0-old", "b-old"):
+        use(local, run, images, old)
+        age(local, 2 * DAY, f"runs/{run}.json")
+    marks = collector(local, days=1)._mark()
+    assert {path.rpartition("/")[2] for path in marks.expired} == {"0-old.json", "b-old.json"}
+    assert marks.artifacts.keys() == {("download", images.key), ("train", recent.key)}
 
 
 def test_gc_keeps_the_record_of_a_run_that_continues_after_the_listing(local: Store) -> None:

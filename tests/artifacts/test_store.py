@@ -4,13 +4,14 @@ import logging
 import os
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from store_servers import REMOTE, RequestsTo, UrlOf
+from store_servers import REMOTE, RequestsTo, S3Server, UrlOf
 
 from artifacts import checksummed_files
 from artifacts import compare_and_swap as cas
@@ -19,6 +20,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, FileEntry
 from artifacts.file_stamps import TICK
 from artifacts.hashing import digest_bytes
+from artifacts.list_folder import files, name_of, subfolders
 from artifacts.lock import Lock, LockLost, seize
 from artifacts.store import Artifact, Draft, Store, StoreError
 
@@ -456,6 +458,25 @@ def test_a_store_that_ignores_conditions_is_refused(
     with pytest.raises(StoreError, match="ignores the conditions of writes"):
         store.check_writable()
     assert store.fs.find(store.root) == []
+
+
+def test_a_folder_in_a_folder_of_the_same_name_is_listed(any_store: Store) -> None:
+    fs, root = any_store.fs, any_store.root
+    fs.makedirs(f"{root}/fox/fox/v1")
+    fs.pipe_file(f"{root}/fox/fox/v1/a", b"a")
+    fs.pipe_file(f"{root}/fox/b", b"b")
+    assert subfolders(fs, f"{root}/fox") == ["fox"]
+    assert sorted(map(name_of, files(fs, f"{root}/fox"))) == ["a", "b"]
+    assert list(files(fs, f"{root}/fox/b")) == [], "a file holds no file"
+
+
+@pytest.mark.slow
+def test_the_marker_of_a_folder_in_a_bucket_is_not_in_it(s3: S3Server, url_of: UrlOf) -> None:
+    store = Store(url_of("s3"))
+    marker = urllib.request.Request(f"{s3.url}/{store.root}/fox/", data=b"", method="PUT")
+    urllib.request.urlopen(marker).close()
+    store.fs.pipe_file(f"{store.root}/fox/a", b"a")
+    assert [name_of(entry) for entry in files(store.fs, f"{store.root}/fox")] == ["a"]
 
 
 def test_what_another_machine_does_is_seen_at_once(any_store: Store) -> None:

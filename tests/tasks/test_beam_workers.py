@@ -67,6 +67,14 @@ def test_options_of_a_stage_override_those_of_both() -> None:
     assert beam_options(settings, "encode") == {"runner": "DaskRunner", "dask_npartitions": 2}
 
 
+def test_an_option_that_is_null_is_the_default() -> None:
+    """Beam's own default runner is another one, and knows no options of Dask."""
+    both = {"runner": "DaskRunner", "dask_npartitions": 4}
+    settings = recipe(beam=both, encode={"beam": dict.fromkeys(both)})
+    assert beam_options(settings, "download") == both
+    assert beam_options(settings, "encode") == {}
+
+
 def test_an_engine_changes_no_key() -> None:
     dask = {"beam": {"runner": "DaskRunner"}}
     plain, other = recipe(), recipe(**dask, download=dask, encode=dask, shared_folders=["/nfs"])

@@ -260,7 +260,7 @@ def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
     [
         (errno.ENOSPC, "no space left for /a/b: free some (try `kiln gc`), then run again"),
         (errno.EDQUOT, "no space left for /a/b"),
-        (errno.EACCES, "no permission for /a/b: grant it, or choose another `store`"),
+        (errno.EACCES, "no permission for /a/b: grant it, or choose another folder or URL"),
         (errno.EROFS, "no permission for /a/b"),
     ],
 )

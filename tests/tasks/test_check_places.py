@@ -15,6 +15,7 @@ ON_GPU = {"place.train": "gpu", "store": "s3://bucket/store"}
 SHARED = {**ON_GPU, "shared_folders": ["/mnt/shared"]}
 PROMPTS = "/data/prompts.txt"
 URLS = {"kind": "urls", "path": "s3://bucket/list.parquet", "format": "parquet"}
+DATASET = {"kind": "dataset", "path": "somebody/pictures"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,12 @@ URLS = {"kind": "urls", "path": "s3://bucket/list.parquet", "format": "parquet"}
         ({"evaluate.prompts.more.file": PROMPTS}, "evaluate.prompts.more.file", "a folder of"),
         ({"store": "new/store"}, "store", "a path relative to this folder"),
         ({"publish.registry": "registry"}, "publish.registry", "a path relative"),
+        ({"source": {**DATASET, "path": "/data/pictures"}}, "source.path", "a folder of"),
+        (
+            {"train.init": "random", "train.denoiser_config": "/data/unet.json"},
+            "train.denoiser_config",
+            "a folder of this machine",
+        ),
     ],
 )
 def test_what_a_pool_cannot_reach_is_refused(
@@ -51,6 +58,7 @@ def test_what_a_pool_cannot_reach_is_refused(
     [
         {},
         {"source": URLS},
+        {"source": DATASET},
         {"model.path": "stabilityai/sdxl"},
         {"model.path": "/mnt/shared/sdxl"},
         {"store": "/mnt/shared/store"},

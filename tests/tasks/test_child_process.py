@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,6 +21,7 @@ from artifacts import compare_and_swap as cas
 from artifacts import lock
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
+from tasks import child_process
 from tasks.child_process import ChildOutput, JobFailed, run_job, wait_for_result
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
@@ -92,6 +95,28 @@ def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> Non
     output, begun = ChildOutput(lambda event: None), time.monotonic()
     pumps = [lambda: output.mixed(child.stdout)]
     assert wait_for_result(child, output, pumps, child.kill, child.kill)["n"] == 1
+    assert time.monotonic() - begun < 30
+
+
+def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job ends at SIGTERM; its own child ignores it, and holds the log open."""
+    script = """trap '' TERM; sleep 60 & trap 'exit 0' TERM; echo '{"event": "ready"}'; wait"""
+    child = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    ready, begun = threading.Event(), time.monotonic()
+
+    def interrupted(child: subprocess.Popen[str]) -> int:
+        ready.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child_process, "_wait", interrupted)
+    output = ChildOutput(lambda event: ready.set())
+    pumps = [lambda: output.mixed(child.stdout)]
+    stop, kill = partial(child_process._stop, child, 30.0), partial(child_process._kill, child)
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_result(child, output, pumps, stop, kill)
+    assert child.returncode == 0
     assert time.monotonic() - begun < 30
 
 

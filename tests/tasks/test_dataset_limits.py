@@ -30,6 +30,14 @@ def facts(pictures: list[int | None], planned: int = 100, host: str = "a") -> di
     return shard_statistics(rows, outcomes, costs, Download(image_size=512), planned)
 
 
+def test_a_host_took_the_time_of_all_downloads_of_a_shard() -> None:
+    rows = [Row("http://a/0", ("",))]
+    outcomes, costs = [{"status": "failed_to_download", "error_message": "timeout"}], [(2.0, 5)]
+    first = shard_statistics(rows, outcomes, costs, Download(), 1)
+    again = shard_statistics(rows, outcomes, [(1.0, 7)], Download(), 1, earlier=first)
+    assert (again["hosts"], again["bytes"], again["fetched"]) == ({"a": [1, 1, 3000]}, 12, 7)
+
+
 def statistics(*shards: dict[str, Any]) -> DownloadStatistics:
     found = DownloadStatistics()
     for shard in shards:

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,7 +75,7 @@ class Web:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
-        self.server.request_queue_size = 64
+        self.server.socket.listen(64)
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.host = f"127.0.0.1:{self.server.server_address[1]}"
 
@@ -204,7 +205,8 @@ def build(recipe: Recipe, *, retry_failed: bool = False) -> Artifact:
     plan, store = download.plan(recipe), Store(recipe.store)
     retry = download.choose_retry(recipe, plan, store, retry_failed=retry_failed)
     draft = store.draft(download.key_parts(recipe, plan, retry))
-    summary = download.build(recipe, plan, draft, lambda *_: None, retry_failed=retry_failed)
+    retry_run = uuid4().hex if retry_failed else None
+    summary = download.build(recipe, plan, draft, lambda *_: None, retry_run=retry_run)
     return draft.commit(summary, {})
 
 
@@ -546,6 +548,34 @@ def test_a_row_is_fetched_again_by_as_many_runs_as_the_recipe_allows(
     assert rows_of(artifact)["good/4"]["attempts"] is None  # a picture has no failure
     kinds = {row["outcome"]: row["failure"] for row in download.show(artifact)[1].rows}
     assert kinds == {"success": "", "http 404": "permanent", "http 503": "transient"}
+
+
+def test_a_later_try_of_a_run_fetches_no_row_again_that_the_run_fetched_again(
+    tmp_path: Path, web: Web
+) -> None:
+    """Else the tries of one run after an outage could use up what the recipe allows to runs."""
+    web.broken = {"3"}
+    recipe = make_recipe(tmp_path, web, rows("gone/1"), retries=0, shard_size=100)
+    build(recipe)
+    plan, requests = download.plan(recipe), []
+    for run in ("one", "one", "two"):
+        web.requests.clear()
+        draft = Store(recipe.store).draft(download.key_parts(recipe, plan, 1))  # not committed
+        download.build(recipe, plan, draft, lambda *_: None, retry_run=run)
+        requests.append(web.requests["/good/3"])
+    assert requests == [1, 0, 1]
+
+
+def test_the_bytes_and_times_of_a_shard_are_those_of_all_its_downloads(
+    tmp_path: Path, web: Web
+) -> None:
+    web.broken = {"3"}
+    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100)
+    first = build(recipe).summary["data"]
+    web.broken = set()
+    again = build(recipe, retry_failed=True).summary["data"]
+    whole = build(make_recipe(tmp_path, web, rows(), store="other", shard_size=100))
+    assert first["bytes"] < again["bytes"] == whole.summary["data"]["bytes"]
 
 
 def test_a_retry_is_possible_after_too_many_failures(tmp_path: Path, web: Web) -> None:

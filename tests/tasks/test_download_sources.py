@@ -470,6 +470,25 @@ def test_a_dataset_has_embedded_pictures(tmp_path: Path) -> None:
     assert keys[0] == keys[1]
 
 
+@pytest.mark.parametrize("folder", ["train_pictures", "train"])
+def test_the_name_of_a_datasets_folder_selects_no_split(tmp_path: Path, folder: str) -> None:
+    place = tmp_path / folder
+    place.mkdir()
+    for number, name in enumerate(("train-0.parquet", "test-0.parquet")):
+        write_list(place / name, [{"image": png(number), "text": name}])
+    recipe = make_recipe({"kind": "dataset", "path": str(place)})
+    assert [row.captions for row in rows_of(recipe, tmp_path)] == [("train-0.parquet",)]
+
+
+def test_a_folder_of_one_split_is_that_split(tmp_path: Path) -> None:
+    place = tmp_path / "train"
+    place.mkdir()
+    write_list(place / "0.parquet", [{"image": png(0), "text": "a"}])
+    assert rows_of(make_recipe({"kind": "dataset", "path": str(place)}), tmp_path)
+    with pytest.raises(SourceError, match="has no files of split 'test'"):
+        download.plan(make_recipe({"kind": "dataset", "path": str(place), "split": "test"}))
+
+
 def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = Path(
         write_list(tmp_path / "a.parquet", [{"image": png(n), "text": ""} for n in range(6)])

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tasks.download.pace_requests_per_web_host import AsyncClock, HostLimits
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
 from tasks.download.row_fields_and_hash import Row
+from tasks.download.safe_http_fetch import Admit, Deadline, parse_url
 from tasks.download.source_protocol import ServedAt
 
 
@@ -56,6 +59,7 @@ class Site:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
+        self.server.socket.listen(64)
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         self.host = f"127.0.0.1:{self.server.server_address[1]}"
 
@@ -310,6 +314,61 @@ def test_requests_to_a_host_are_spaced_by_its_crawl_delay(tmp_path: Path) -> Non
 def test_requests_to_a_host_are_at_most_the_rate(tmp_path: Path) -> None:
     times = starts(tmp_path, 6, 2, 0.2)
     assert times == pytest.approx([0, 0, 10, 10, 20, 20]), "each of two slots is held for 10 s"
+
+
+def starts_behind_a_full_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *urls: str, asked_to_wait: float = 0.0
+) -> list[tuple[str, float]]:
+    """Host and start of each request, if another one has the only connection for 25 seconds.
+
+    A host gets a request per 10 seconds.
+
+    Args:
+        asked_to_wait: seconds that a.org asks for, after 5 seconds.
+    """
+    started: list[tuple[str, float]] = []
+
+    async def rows() -> None:
+        clock = AsyncClock(asyncio.get_running_loop().time)
+        pace = {"max_connections_per_host": 1, "max_requests_per_host": 0.1}
+        fetcher = Fetcher(Download(robots_txt=False, **pace), ServedAt(), clock)
+        connections, hosts = asyncio.Semaphore(1), HostLimits(tmp_path / "hosts.lock", clock)
+        fetcher.shared = replace(fetcher.shared, connections=connections, hosts=hosts)
+
+        async def request(url: str, deadline: Deadline, *, admit: Admit, **_: Any) -> Any:
+            target = parse_url(url)
+            async with admit(target, deadline):
+                started.append((target.host, clock.now()))
+            return b"", Message()
+
+        monkeypatch.setattr(fetcher.client, "fetch", request)
+        async with connections:
+            fetches = [asyncio.create_task(outcome(fetcher, url)) for url in urls]
+            await asyncio.sleep(5)
+            hosts.wait_for("a.org", asked_to_wait)
+            await asyncio.sleep(20)
+        assert await asyncio.gather(*fetches) == ["ok"] * len(urls)
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        runner.run(rows())
+    return started
+
+
+def test_requests_are_spaced_by_their_starts_however_long_they_wait_for_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = (f"http://a.org/{n}" for n in range(3))
+    found = starts_behind_a_full_connection(tmp_path, monkeypatch, *urls)
+    assert found == [("a.org", pytest.approx(at)) for at in (25, 35, 45)]
+
+
+def test_retry_after_holds_back_a_row_that_waits_for_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that was asked to wait holds no connection meanwhile."""
+    urls = ("http://a.org/1", "http://b.org/2")
+    found = starts_behind_a_full_connection(tmp_path, monkeypatch, *urls, asked_to_wait=29.0)
+    assert found == [("b.org", pytest.approx(25)), ("a.org", pytest.approx(34))]
 
 
 def test_rows_that_a_crawl_delay_would_keep_too_long_are_transient_failures(site: Site) -> None:

@@ -13,7 +13,7 @@ from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
-from tasks.base_training_plan import PlanFailed
+from tasks.base_training_plan import PlanFailed, cache_key
 from tasks.gpu.gpu_training_plan import USABLE, GpuPlan, check_fits, plan_for
 
 Ask = Callable[..., dict[str, Any]]
@@ -157,6 +157,18 @@ def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -
     found = plan(1.8 / USABLE, **lora)
     assert not found.fits
     assert found.advice[0].settings == {"evaluate.batch_size": 3}
+
+
+def test_a_plan_is_that_of_a_linked_folders_config(tmp_path: Path) -> None:
+    shared, model = tmp_path / "shared", tmp_path / "model"
+    shared.mkdir()
+    model.mkdir()
+    (model / "vae").symlink_to(shared)
+    keys = set()
+    for config in ("{}", '{"layers": 2}'):
+        (shared / "config.json").write_text(config)
+        keys.add(cache_key(1, {}, (str(model), None), {}))
+    assert len(keys) == 2
 
 
 def test_plans_are_cached_and_variants_share_them(

@@ -92,6 +92,29 @@ def png(side: int = 8, shade: int = 0) -> bytes:
     return buffer.getvalue()
 
 
+def test_a_connection_that_was_asked_to_close_is_not_used_again() -> None:
+    """Also where the server does not repeat the header: the next request would find it closed."""
+    connections = set()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        assert handler.headers["Connection"] == "close"
+        handler.protocol_version = "HTTP/1.1"
+        handler.close_connection = False  # the client must close it
+        connections.add(handler.client_address)
+        reply(handler, body=b"one")
+
+    with serving(answer) as host:
+        limits = FetchLimits(max_bytes=1000, timeout=60.0, allow_hosts=frozenset({host}))
+
+        async def fetched() -> None:
+            async with SafeHttpClient(limits) as client:
+                for _ in range(3):
+                    await client.fetch(f"http://{host}/", Deadline(time.monotonic() + 60))
+
+        run(fetched())
+    assert len(connections) == 3
+
+
 @pytest.mark.parametrize(
     "address",
     [

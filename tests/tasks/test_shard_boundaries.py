@@ -5,6 +5,8 @@ import hashlib
 import pytest
 from cut_rows import cut_shards
 
+from configs.settings.download import Download
+
 
 def rows(count: int) -> list[tuple[str, int]]:
     return [(hashlib.sha256(str(i).encode()).hexdigest(), i) for i in range(count)]
@@ -27,3 +29,10 @@ def test_a_row_added_changes_only_shards_near_it(where: int) -> None:
     old = {tuple(shard) for shard in cut_shards(before, 100)}
     new = {tuple(shard) for shard in cut_shards(after, 100)}
     assert len(new - old) <= 3
+
+
+def test_rows_of_the_largest_shard_have_numbers_of_five_digits() -> None:
+    """Else the keys in its tar would not be in order, after all its pictures were fetched."""
+    assert len(str(2 * Download(shard_size=50_000).shard_size - 1)) == 5
+    with pytest.raises(ValueError, match="less than or equal to 50000"):
+        Download(shard_size=50_001)

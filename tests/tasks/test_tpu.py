@@ -2,12 +2,15 @@
 
 import io
 import re
+import signal
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.holdout_divergence_profile_wandb import Wandb
 from configs.settings.tpu import Tpu
@@ -36,6 +39,8 @@ def test_the_commands_have_the_recipes_settings() -> None:
         "--version=v2-alpha-tpuv5 --reserved"
     )
     assert reserved.ssh("ls")[-1] == "--command=ls" and "--worker=all" in reserved.ssh("ls")
+    for command, flag in ((reserved.ssh("ls"), "ssh"), (reserved.copy(Path("a"), "b"), "scp")):
+        assert f"--{flag}-flag=-oServerAliveInterval=30" in command
     assert reserved.copy(Path("job.json"), "home/job.json")[-2:] == [
         "kiln:home/job.json",
         "--worker=all",
@@ -51,6 +56,16 @@ def test_the_packed_code_is_complete_and_deterministic() -> None:
     assert not [name for name in names if name.startswith(("tests", "flows", "tasks"))]
 
 
+def test_a_slice_gets_the_files_of_a_linked_folder(tmp_path: Path) -> None:
+    shared, model = tmp_path / "shared", tmp_path / "model"
+    for folder in (shared, model):
+        folder.mkdir()
+    (shared / "config.json").write_text("{}")
+    (model / "vae").symlink_to(shared)
+    copy = launch._in_store(Store(str(tmp_path / "store")), str(model))
+    assert Path(copy, "vae/config.json").read_text() == "{}"
+
+
 def verbs(**settings: Any) -> list[str]:
     """The verbs of the gcloud commands, in order; for a shell command, its script."""
     commands = [command for _, command in launch.list_commands(Tpu(**SLICE, **settings))]
@@ -64,6 +79,66 @@ def test_the_commands_are_in_the_order_of_a_run() -> None:
     made = ["describe", "create", "describe", "scp", "ssh setup", "scp", "ssh worker"]
     assert verbs() == [*made, "delete"]
     assert verbs(keep=True) == made
+
+
+class HangingCloud:
+    """Stands in for `subprocess.run` of gcloud: a slice whose commands in `hangs` do not end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hangs: str) -> None:
+        self.hangs, self.state = [*hangs], ""
+        self.told: list[str] = []
+        self.seconds: list[float] = []
+        monkeypatch.setattr(launch.subprocess, "run", self.run)
+
+    def run(
+        self, command: list[str], *, timeout: float, **_: Any
+    ) -> subprocess.CompletedProcess[str]:
+        verb = command[4]
+        self.told.append(verb)
+        self.seconds.append(timeout)
+        if verb in self.hangs:
+            self.hangs.remove(verb)
+            self.state = "PREEMPTED"
+            raise subprocess.TimeoutExpired(command, timeout)
+        if verb == "describe" and not self.state:
+            raise subprocess.CalledProcessError(1, command, "", "NOT_FOUND")
+        if verb in ("create", "delete"):
+            self.state = "READY" if verb == "create" else ""
+        return subprocess.CompletedProcess(command, 0, self.state, "")
+
+
+@pytest.fixture
+def slice_run(monkeypatch: pytest.MonkeyPatch) -> launch._SliceRun:
+    monkeypatch.setattr(launch, "write_job", lambda job, path: None)
+    monkeypatch.setattr(launch._SliceRun, "_train", lambda run: {"event": "result"})
+    job: Any = None
+    return launch._SliceRun(Slice(Tpu(**SLICE)), job, lambda event: None, 0.0, 0.0, code=b"")
+
+
+def test_a_slice_that_is_taken_away_while_scp_hangs_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
+) -> None:
+    cloud = HangingCloud(monkeypatch, "scp")
+    assert slice_run.train_with_restarts(1) == {"event": "result"}
+    assert cloud.told.count("create") == 2
+
+
+def test_a_signal_that_hangs_does_not_keep_the_connection(
+    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
+) -> None:
+    cloud = HangingCloud(monkeypatch, "ssh", "ssh")
+    with subprocess.Popen(["sleep", "600"], text=True) as connection:
+        slice_run._stop(connection)
+    assert connection.returncode == -signal.SIGKILL
+    assert cloud.told == ["ssh", "ssh"] and max(cloud.seconds) <= 60
+
+
+def test_a_deletion_that_hangs_is_logged_and_hides_no_error(
+    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    HangingCloud(monkeypatch, "delete")
+    slice_run.delete()
+    assert "kiln may remain and cost money" in caplog.text
 
 
 @pytest.mark.parametrize(
