@@ -84,26 +84,7 @@ def read_digits(images: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def judge_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
-    """Whether each picture shows the digit of its prompt, bool [N]; see `judge`."""
-    asked = _parse(images, prompts)
-    if not asked:
-        return np.zeros(0, bool)
-    return np.asarray(read_digits(images) == np.array([a.digit for a in asked]))
-
-
-def judge_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
-    """Whether each picture has the colours of its prompt, bool [N]; see `judge`."""
-    asked = _parse(images, prompts)
-    if not asked:
-        return np.zeros(0, bool)
-    styles = zip(nearest_style(images), asked, strict=True)
-    return np.array([style in a.styles() for style, a in styles])
-
-
-def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Verdicts "digit" and "style", bool [N]: whether a picture matches its prompt.
-
-    A prompt without ink or paper accepts any.
+    """Whether each picture shows the digit of its prompt, bool [N].
 
     Args:
         images: u8 [N, 32, 32, 3].
@@ -112,7 +93,22 @@ def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArra
     Raises:
         ValueError: the shape is wrong, or `captions.parse` cannot read a prompt.
     """
-    return {"digit": judge_digit(images, prompts), "style": judge_style(images, prompts)}
+    asked = _parse(images, prompts)
+    if not asked:
+        return np.zeros(0, bool)
+    return np.asarray(read_digits(images) == np.array([a.digit for a in asked]))
+
+
+def judge_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
+    """Whether each picture has the colours of its prompt, bool [N]; arguments as `judge_digit`.
+
+    A prompt without ink or paper accepts any.
+    """
+    asked = _parse(images, prompts)
+    if not asked:
+        return np.zeros(0, bool)
+    styles = zip(nearest_style(images), asked, strict=True)
+    return np.array([style in a.styles() for style, a in styles])
 
 
 def _parse(images: NDArray[np.uint8], prompts: Sequence[str]) -> list[captions.Asked]:

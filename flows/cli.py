@@ -55,6 +55,13 @@ RegistryUrl = Annotated[
     str | None, typer.Option("--registry", help="Registry, if outside the store.")
 ]
 
+
+def _registry_of(store: str, registry: str | None) -> str:
+    from tasks.publish.model_registry import registry_url
+
+    return registry_url(store, registry)
+
+
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a YAML file.")
 ]
@@ -285,6 +292,8 @@ def recipes(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema.")] = False,
 ) -> None:
     """List the recipes that come with Kilnworks, or print one with everything it extends."""
+    if name is None and override:
+        raise typer.BadParameter("-o needs a recipe: kiln recipes NAME -o KEY=VALUE")
     if schema:
         print(json.dumps(json_schema(), indent=1))
     elif name is not None:
@@ -363,11 +372,14 @@ def verify(
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
-    """Re-hash artifacts and published models; exit code 1 if any is damaged, 2 if not as signed."""
+    """Re-hash artifacts and published models.
+
+    Exit code: 1 if any is damaged, 2 if a model is not as signed or nothing is there.
+    """
     from flows.model_commands import is_model, verify_model
     from flows.store_commands import verify_store
 
-    url = registry or f"{store}/registry"
+    url = _registry_of(store, registry)
     if what is not None and (key is not None or is_model(url, what)):
         whole = verify_model(url, what, key)
     elif key is not None:
@@ -388,7 +400,7 @@ def sign(
     """Sign a published model with a local key; its password is KILN_SIGNING_PASSWORD."""
     from flows.model_commands import sign_model
 
-    sign_model(registry or f"{store}/registry", model, key)
+    sign_model(_registry_of(store, registry), model, key)
 
 
 @app.command()
@@ -405,7 +417,7 @@ def push(
     """
     from flows.model_commands import push_model
 
-    push_model(registry or f"{store}/registry", model, repo, private=not public)
+    push_model(_registry_of(store, registry), model, repo, private=not public)
 
 
 @app.command()
@@ -413,7 +425,7 @@ def history(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = No
     """List every change of a model's champion."""
     from flows.model_commands import show_history
 
-    show_history(registry or f"{store}/registry", name)
+    show_history(_registry_of(store, registry), name)
 
 
 @app.command()
@@ -440,7 +452,7 @@ def promote(
     """Make a published version the champion."""
     from tasks.publish.model_registry import Registry
 
-    found = Registry(registry or f"{store}/registry", name).promote(version)
+    found = Registry(_registry_of(store, registry), name).promote(version)
     print(f"{name}: {found.name} is the champion ({found.uri})")
 
 
@@ -449,7 +461,7 @@ def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = N
     """Make the champion before the present one the champion again."""
     from tasks.publish.model_registry import Registry
 
-    found = Registry(registry or f"{store}/registry", name).rollback()
+    found = Registry(_registry_of(store, registry), name).rollback()
     print(f"{name}: {found.name} is the champion again ({found.uri})")
 
 

@@ -52,7 +52,8 @@ def download(run: Run) -> StageResult:
     retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
     parts = download_stage.key_parts(run.recipe, plan, retry)
     progress = run.begin(parts)
-    build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_failed=again)
+    retry_run = run.id if again else None
+    build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_run=retry_run)
     parents = {"plan": plan.artifact}
     result = build_or_reuse(
         run.store, parts, build, parents=parents, send=run.send(parts, progress)
@@ -136,7 +137,7 @@ def publish(
     evaluated: StageResult,
 ) -> StageResult:
     """Publish the model if it passes the gate; a new version becomes the champion."""
-    run.check_champion()
+    run.check_champion(trained.digest)
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)

@@ -8,6 +8,7 @@ from artifacts.checksummed_files import first_fault
 from artifacts.download_or_find_model import resolve_model
 from artifacts.list_folder import subfolders
 from artifacts.store import Store
+from tasks.publish.champion_history import RegistryError
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import push
 from tasks.publish.sign_model import SIGNATURE, SignatureError, sign_version, verify_folder
@@ -75,6 +76,10 @@ def verify_model(url: str, model: str, key: Path | None) -> bool:
 
 
 def show_history(url: str, name: str) -> None:
-    """Print every change of the champion, oldest first."""
-    for move in Registry(url, name).history():
+    """Print every change of the champion, oldest first. Raises RegistryError without one."""
+    moves = Registry(url, name).history()
+    if not moves:
+        known = ", ".join(_names(url)) or "none"
+        raise RegistryError(f"{name}: there is no champion (the registry's models are: {known})")
+    for move in moves:
         print(f"{move['at']}  {move['version']:5} {move['why']}")

@@ -265,16 +265,19 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
 
 
 def _writable_store(recipe: Recipe) -> Store:
+    """The store; it and the registry can be written. Raises RecipeError for one that cannot."""
     store = Store(recipe.store)
-    other = recipe.publish.registry
-    for place in [store] if other is None else [store, Store(other)]:
+    places, other = {"store": store}, recipe.publish.registry
+    if other is not None:
+        places["publish.registry"] = Store(other)
+    for setting, place in places.items():
         try:
             place.check_writable()
         except Exception as error:
             converted = storage_error(place, error)
             if converted is error and not isinstance(error, OSError):
                 raise
-            raise RecipeError(f"store: {converted}") from error
+            raise RecipeError(f"{setting}: {converted}") from error
     return store
 
 

@@ -62,6 +62,7 @@ def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
 
 def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `watch_source` and print whether the source changed."""
+    _prepare_prefect()
     if configured_server() is None:
         raise ServerAway(
             "watch: an event needs a lasting Prefect server: start it (`make ui`) and set "
@@ -145,7 +146,7 @@ HEALTH_SECONDS = 60.0
 
 
 def check_server(url: str) -> None:
-    """Raise ServerAway unless a Prefect server answers there within seconds."""
+    """Raise ServerAway unless a Prefect server answers there within HEALTH_SECONDS."""
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_SECONDS):
             return

@@ -95,12 +95,18 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
 
 
 def verify_store(url: str, what: str | None, registry: str | None = None) -> bool:
-    """Re-hash artifacts and models, and print a line for each; returns whether all are intact."""
-    whole = True
+    """Re-hash artifacts and models, and print a line for each; returns whether all are intact.
+
+    Raises:
+        NotInStore: there is nothing to verify, as in a folder without a store.
+    """
+    faults = []
     for name, fault in _verify(Store(url), what, registry):
         print(f"{name}  {fault or 'whole'}")
-        whole &= fault is None
-    return whole
+        faults.append(fault)
+    if not faults:
+        raise NotInStore(f"nothing in {without_secrets(url)}: name the store by --store")
+    return not any(faults)
 
 
 def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[str, str | None]]:

@@ -226,7 +226,7 @@ def storage_error(store: Store, error: Exception) -> Exception:
     # S3's client has no errno; Google's has neither an errno nor an own type.
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
     if forbidden or number in (errno.EPERM, errno.EROFS):
-        return StorageError(f"no permission for {place}: grant it, or choose another `store`")
+        return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and not store.is_local:
         return StorageAway(f"{store.url} cannot be used now ({one_line(error)}): run again later")
     return error

@@ -36,7 +36,7 @@ from tasks.evaluate.prompts import read_prompts
 from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.picture_grid import picture_grid, to_png
 from tasks.progress import Progress
-from tasks.publish.model_registry import Registry
+from tasks.publish.model_registry import Registry, registry_url
 
 STAGE = "generate"
 VERSION = 1
@@ -58,7 +58,7 @@ def find_model(settings: Generate) -> EvalModel:
     name, _, version = settings.model.partition("@")
     found = None
     if re.fullmatch(NAME, name):
-        models = Registry(settings.registry or f"{settings.store}/registry", name)
+        models = Registry(registry_url(settings.store, settings.registry), name)
         found = models.find(version) if version else models.champion()
     return load_published_model(resolve_model(settings.model if found is None else found.uri))
 

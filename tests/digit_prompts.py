@@ -1,6 +1,12 @@
-"""Captions and prompts of the demo's digits."""
+"""Captions and prompts of the demo's digits, and the verdicts of its judges."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from demo import captions
+from demo.digit_judges import judge_digit, judge_style
 from demo.ink_and_paper import STYLES, style_index
 
 #: Captions without a paper, or without any style, which the shipped text encoders know too.
@@ -28,3 +34,8 @@ def prompts(styles: tuple[str, ...], count: int) -> list[str]:
         options = captions.captions(digit, style_index(styles[(2 * digit + turn) % len(styles)]))
         chosen.append(options[(digit + turn) % len(options)])
     return chosen
+
+
+def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """The verdicts "digit" and "style", bool [N], of pictures [N, 32, 32, 3]."""
+    return {"digit": judge_digit(images, prompts), "style": judge_style(images, prompts)}

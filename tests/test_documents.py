@@ -1,15 +1,19 @@
 """Command lines and recipes in the documents are valid.
 
-Nothing is executed: `kiln` parses its command lines, the schema checks overrides, and targets of
-make, modules, scripts and deployments must exist.
+Nothing is executed: `kiln` parses its command lines, the schema checks overrides. Targets of make,
+modules, scripts, deployments and the names that Python blocks take from our packages must exist.
 """
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer
@@ -200,6 +204,45 @@ def test_documents_have_command_lines_of_every_kind(tmp_path: Path) -> None:
 def test_invalid_command_line_raises(text: str, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, ValueError)):
         check(Line(text, True), tmp_path)
+
+
+def unknown_names(source: str) -> list[str]:
+    """Imports from our packages, and attributes of imported modules, that do not exist."""
+    tree = ast.parse(source)
+    ours, unknown = dict[str, object](), list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (ROOT / str(node.module).split(".")[0]).is_dir():
+            module = import_module(str(node.module))
+            for name in (alias.name for alias in node.names):
+                with suppress(ImportError):  # a name of the module, or none
+                    import_module(f"{module.__name__}.{name}")
+                ours[name] = getattr(module, name, None)
+                unknown += [] if hasattr(module, name) else [f"{module.__name__}.{name}"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = ours.get(node.value.id)
+            if isinstance(owner, ModuleType) and not hasattr(owner, node.attr):
+                unknown.append(f"{owner.__name__}.{node.attr}")
+    return unknown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_of_documents_uses_names_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    blocks = [body for language, body in FENCED.findall(text) if language == "python"]
+    assert [name for body in blocks for name in unknown_names(body)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "unknown"),
+    [
+        ("from demo import digits\ndigits.caption", "demo.digits.caption"),
+        ("from demo.digits import caption", "demo.digits.caption"),
+        ("from demo import digit", "demo.digit"),
+    ],
+)
+def test_a_missing_name_is_found(source: str, unknown: str) -> None:
+    assert unknown_names(source) == [unknown]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -23,6 +23,8 @@ Metric = dict[str, Any]
 Float64 = NDArray[np.float64]
 Interval = tuple[float, float]
 LEVEL = 0.95
+#: Resamples beyond each end of an interval by percentiles; with fewer, their spread decides.
+LEAST_BEYOND = 5
 #: Streams of weights: sampled pictures (or held-out losses), and reference pictures.
 PICTURES, REFERENCES = 0, 1
 
@@ -39,10 +41,10 @@ class Estimate:
     high: float = np.inf
 
     def interval(self, level: float = LEVEL) -> Interval:
-        """The confidence interval of the value: Wilson's for a share, else by percentiles."""
+        """The confidence interval of the value: Wilson's for a share, else by bootstrap."""
         if self.is_share:
             return _wilson(self, level)
-        low, high = _percentiles(self.resampled, self.value, level)
+        low, high = _by_bootstrap(self.resampled, self.value, level)
         return max(low, self.low), min(high, self.high)
 
     def metric(self) -> Metric:
@@ -100,7 +102,7 @@ def difference(
     """The paired confidence interval of tuned - (factor * other + offset).
 
     Two shares have Newcombe's interval (1998, method 10), since a bootstrap has no width at 0 and
-    1. All others have percentiles of the resampled differences.
+    1. All others have the interval of the resampled differences.
 
     Raises:
         ValueError: the estimates are not paired.
@@ -111,7 +113,7 @@ def difference(
     if tuned.is_share and other.is_share:
         return _newcombe(tuned, other, factor, value, level)
     resampled = tuned.resampled - factor * other.resampled - offset
-    return _percentiles(resampled, value, level)
+    return _by_bootstrap(resampled, value, level)
 
 
 def differences(tuned: Estimates, other: Estimates) -> dict[str, Metric]:
@@ -137,8 +139,16 @@ def to_npz(models: Mapping[str, Estimates]) -> bytes:
     return buffer.getvalue()
 
 
-def from_npz(data: bytes, metrics: Mapping[str, Mapping[str, Metric]], model: str) -> Estimates:
+def from_npz(
+    data: bytes,
+    metrics: Mapping[str, Mapping[str, Metric]],
+    model: str,
+    ranges: Mapping[str, Interval],
+) -> Estimates:
     """A model's estimates from metrics.json and the file of `to_npz`.
+
+    Args:
+        ranges: metric name -> its range; of a metric without one all numbers are possible.
 
     Raises:
         KeyError: the file lacks a metric.
@@ -149,20 +159,25 @@ def from_npz(data: bytes, metrics: Mapping[str, Mapping[str, Metric]], model: st
                 models[model]["value"],
                 models[model]["n"],
                 arrays[f"{model}/{name}"].astype(np.float64),
-                is_share=models[model]["interval"] == "wilson",
+                models[model]["interval"] == "wilson",
+                *ranges.get(name, (-np.inf, np.inf)),
             )
             for name, models in metrics.items()
             if model in models
         }
 
 
-def _percentiles(resampled: Float64, value: float, level: float) -> Interval:
+def _by_bootstrap(resampled: Float64, value: float, level: float) -> Interval:
     """Percentile interval, without the bootstrap estimate of bias (Efron & Tibshirani, ch. 10).
 
     Resamples with replacement have less spread than the sample, which increases a distance.
-    Without the correction the whole interval may lie above the value.
+    Without the correction the whole interval may lie above the value. Percentiles of few resamples
+    are too narrow; the interval is then value +- z standard errors (ch. 12).
     """
     tail = (1.0 - level) / 2.0
+    if len(resampled) * tail < LEAST_BEYOND - 1e-9:
+        half = NormalDist().inv_cdf(1.0 - tail) * float(resampled.std(ddof=1))
+        return value - half, value + half
     centred = resampled - (resampled.mean() - value)
     low, high = np.percentile(centred, [100.0 * tail, 100.0 * (1.0 - tail)])
     return float(low), float(high)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.evaluate.bootstrap import PICTURES, REFERENCES, Estimate, Float64, weights
+from tasks.evaluate.bootstrap import PICTURES, REFERENCES, Estimate, Float64, Interval, weights
 from tasks.evaluate.clip_score import normalise
 
 CMMD_SIGMA = 10.0
@@ -142,6 +142,12 @@ DISTANCES: dict[str, Distance] = {
 }
 #: By features of evaluate.inception: what torch-fidelity and most papers call FID and KID.
 INCEPTION_DISTANCES: dict[str, Distance] = {"fd_inception": frechet, "kid_inception": kid}
+#: The range of a metric by its name; kid and kid_inception may have any value. An evaluation stores
+#: resampled values alone, and a publication computes the intervals again.
+RANGES: dict[str, Interval] = {
+    **dict.fromkeys(("cmmd", "fd", "fd_inception"), (0.0, math.inf)),
+    **dict.fromkeys(("precision", "recall"), (0.0, 1.0)),
+}
 
 
 def _estimate(

@@ -31,6 +31,7 @@ from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.comparable_metrics import fingerprint, loss_facts, sampling_spec
 from tasks.evaluate.compare_pictures import GRID, compare_pictures
+from tasks.evaluate.distribution_distances import RANGES
 from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts, judge_names
@@ -158,7 +159,7 @@ def read_estimates(evaluated: Artifact) -> dict[str, Estimates]:
 
 def _read_estimates(evaluated: Artifact, models: Sequence[str]) -> dict[str, Estimates]:
     metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
-    return {model: from_npz(resampled, metrics, model) for model in models}
+    return {model: from_npz(resampled, metrics, model, RANGES) for model in models}
 
 
 def _memorization(
@@ -325,6 +326,6 @@ def _published_estimates(uri: str, fingerprint: str) -> Estimates | None:
         if found["fingerprint"] != fingerprint:
             return None
         resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
-        return from_npz(resampled, found["metrics"], "tuned")
+        return from_npz(resampled, found["metrics"], "tuned", RANGES)
     except (OSError, ValueError, KeyError):
         return None

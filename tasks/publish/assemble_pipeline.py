@@ -28,8 +28,8 @@ def assemble(
     *,
     dtype: str,
     adapters: Adapters | None = None,
-) -> list[str]:
-    """Write a folder that `DiffusionPipeline.from_pretrained` loads; return its relative paths.
+) -> None:
+    """Write a folder that `DiffusionPipeline.from_pretrained` loads.
 
     Every part of the base's model_index.json is copied. Its weights are cast to `dtype` and stored
     in one file with the standard name. Adapters are merged into the weights in float32.
@@ -65,7 +65,6 @@ def assemble(
             merging = _Merging(part, adapters.get(part, {}))
             _copy_part(source, out / part, dtype, merging)
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file())
 
 
 class _Merging:

@@ -82,7 +82,12 @@ class Champions:
                 break
             at = datetime.now(UTC).isoformat(timespec="seconds")
             moves.append({"version": version, "why": why, "at": at, "token": token})
-            self._write_both(seen, moves)
+            try:
+                self._write_both(seen, moves)
+            except Exception:  # of any type; the change may be made, and its answer lost
+                if all(move.get("token") != token for move in self.moves()):
+                    raise
+                break
         try:
             self.follow()
         except Exception as error:  # stores raise any type

@@ -59,6 +59,11 @@ class Version:
     manifest: dict[str, Any]
 
 
+def registry_url(store: str, registry: str | None = None) -> str:
+    """URL of a registry: `registry` if given, else the folder of that name in the store."""
+    return registry or Store(store).url_of("registry")
+
+
 class Registry:
     """The versions of one model name in a registry. Raises StoreError for an invalid URL."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -95,13 +96,18 @@ def check_rules(
     """
     for text in rules:
         rule = parse_rule(text)
-        if rule.level is not None and resamples * (1 - rule.level) < 1:
-            needed = round(1 / (1 - rule.level))
+        needed = 0 if rule.level is None else _resamples_needed(rule.level)
+        if resamples < needed:
             raise GateError(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
         if rule.metric not in metrics:
             near = difflib.get_close_matches(rule.metric, metrics, n=1)
             known = f"did you mean {near[0]}?" if near else f"there are: {', '.join(metrics)}"
             raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint or known})")
+
+
+def _resamples_needed(level: float) -> int:
+    """Bootstrap resamples of which one is beyond each end of an interval of this level."""
+    return math.ceil(2 / (1 - level) - 1e-9)  # 0.999 is no binary fraction
 
 
 def needs_champion(rules: Sequence[str]) -> bool:
@@ -163,6 +169,19 @@ def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
         }
         for v in verdicts
     ]
+
+
+def failure(verdict: Verdict) -> str:
+    """The rule and the numbers that failed it; with a level, the interval that decided."""
+    if verdict.value is None or verdict.bound is None:
+        return f"{verdict.rule} ({verdict.note})"
+    decided = ""
+    if parse_rule(verdict.rule).level is not None:
+        found = verdict.interval
+        decided = ", no interval: of different pictures"
+        if found is not None:
+            decided = f", value - bound in {_shown(found)}"
+    return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 
 def _shown(interval: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,12 @@ def check(folder: Path, base: Path, recipe: Recipe) -> None:
     Args:
         folder: the published files: a pipeline, or adapters of `base`.
         base: local pipeline folder.
+
+    Raises:
+        TransientError: the process was killed, or ran out of memory or time, on a busy machine.
     """
+    from tasks.build_or_reuse import TransientError  # the script has no project to import from
+
     device = recipe.evaluate.device
     job = {"folder": str(folder), "base": str(base), "device": device}
     scores = [recipe.evaluate.negative_aesthetic_score, recipe.evaluate.aesthetic_score]
@@ -49,9 +55,14 @@ def check(folder: Path, base: Path, recipe: Recipe) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise SmokeTestFailed(f"no picture after {SECONDS} s") from None
+        raise TransientError(f"smoke test: no picture after {SECONDS} s: run again") from None
+    if result.returncode < 0:
+        name = signal.Signals(-result.returncode).name
+        raise TransientError(f"smoke test: killed by {name}: run again")
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+        if "out of memory" in lines[-1]:
+            raise TransientError(f"smoke test: {lines[-1]}: run again")
         raise SmokeTestFailed(lines[-1])
 
 

@@ -31,7 +31,7 @@ from tasks.publish import model_card, promotion_gate, push_to_hub, report, smoke
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.champion_history import AliasNotWritten
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
-from tasks.publish.model_registry import ChampionChanged, Registry, Version
+from tasks.publish.model_registry import ChampionChanged, Registry, Version, registry_url
 from tasks.publish.sign_model import sign_version
 from tasks.publish.write_adapters import write_adapters
 from tasks.show_in_prefect import stage_links
@@ -61,7 +61,7 @@ class Rejected(Exception):
     ) -> None:
         self.verdicts, self.measured = verdicts, dict(measured or {})
         self.compared_with, self.champion_evaluation = compared_with, champion_evaluation
-        failed = [_verdict_text(v) for v in verdicts if not v.passed]
+        failed = [promotion_gate.failure(v) for v in verdicts if not v.passed]
         super().__init__("the gate rejected the model: " + "; ".join(failed))
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -104,9 +104,31 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
     return {**inputs, "champion": champion.manifest["digest"]}
 
 
+def _check_champion(
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, inputs: Mapping[str, str]
+) -> None:
+    """Raise TransientError unless the champion is the one that the key of `inputs` names."""
+    now = _inputs(recipe, trained, evaluated, base)
+    if now.get("champion") != inputs.get("champion"):
+        raise TransientError("another model became the champion meanwhile: run again")
+
+
+def _champion_before(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
+    """The champion that the key of `inputs` names; the present one if no rule names any.
+
+    Of a model that is the champion itself it is the one before, if that was not deleted.
+    """
+    registry = registry_of(recipe)
+    champion = registry.champion()
+    if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
+        return champion
+    known = [champion, *reversed(registry.versions())] if "champion" in inputs else []
+    return next((one for one in known if one.manifest["digest"] == inputs["champion"]), None)
+
+
 def registry_of(recipe: Recipe) -> Registry:
     """The registry that a recipe publishes to."""
-    url = recipe.publish.registry or f"{recipe.store.rstrip('/')}/registry"
+    url = registry_url(recipe.store, recipe.publish.registry)
     return Registry(url, recipe.publish.name)
 
 
@@ -132,11 +154,14 @@ def build(
 
     Raises:
         Rejected: a rule or the smoke test failed; the draft is empty.
+        TransientError: the champion is not the one that the draft's key names.
     """
-    champion = registry_of(recipe).champion()
+    inputs = draft.recipe.inputs
+    _check_champion(recipe, trained, evaluated, base, inputs)
+    champion = _champion_before(recipe, inputs)
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
-    verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=champion is not None)
+    verdicts = promotion_gate.judge(recipe.publish.gate, models, champion="champion" in inputs)
     compared_with = champion.name if champion else None
     reject = partial(
         Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
@@ -229,9 +254,8 @@ def register(
             expected = champion.name if champion else None
             if start not in (None, expected):
                 raise TransientError(f"{expected} became the champion meanwhile: run again")
-            now = _inputs(recipe, trained, evaluated, base)
-            if now.get("champion") != published.manifest["inputs"].get("champion"):
-                raise TransientError("another model became the champion meanwhile: run again")
+            inputs = published.manifest["inputs"]
+            _check_champion(recipe, trained, evaluated, base, inputs)
             try:
                 forced = published.summary["forced"]
                 why = "published" if forced is None else f"forced: {forced}"
@@ -398,9 +422,3 @@ def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
     if registered.get("hub"):
         facts["hub"] = registered["hub"]
     return [Facts("Published", facts), stage_links(model, STAGES)]
-
-
-def _verdict_text(verdict: promotion_gate.Verdict) -> str:
-    if verdict.value is None or verdict.bound is None:
-        return f"{verdict.rule} ({verdict.note})"
-    return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g})"

@@ -85,9 +85,16 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
     )
 
 
-def check_champion(recipe: Recipe, champion: Champion) -> None:
-    """Raise StageFailed if another version is the champion now, for example after a rollback."""
+def check_champion(recipe: Recipe, champion: Champion, model: str) -> None:
+    """Raise StageFailed if another version is the champion now, for example after a rollback.
+
+    Args:
+        model: digest of the weights in publication. They may be the champion already, by an attempt
+            that failed after its promotion.
+    """
     now = registry_of(recipe).champion()
+    if now is not None and now.manifest["inputs"].get("model") == model:
+        return
     if now is None or now.name != champion.version:
         name = "none" if now is None else now.name
         raise StageFailed(

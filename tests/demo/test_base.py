@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
-from digit_prompts import all_captions, prompts
+from digit_prompts import all_captions, judge, prompts
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from demo import captions, digits
-from demo.digit_judges import judge
 from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES
 from demo.make_base import BASE
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from digit_prompts import judge
 from PIL import Image
 
 from demo import captions, dataset
-from demo.digit_judges import judge
 from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES
 
 pytestmark = pytest.mark.slow

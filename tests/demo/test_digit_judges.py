@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from digit_prompts import judge
 from numpy.typing import NDArray
 
 from demo import captions, digit_judges, digits
-from demo.digit_judges import judge
 from demo.ink_and_paper import NEW_STYLE, STYLES, style_index
 
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline
-from digit_prompts import all_captions, prompts
+from digit_prompts import all_captions, judge, prompts
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from configs.load_and_extend_recipe import load_recipe
-from demo.digit_judges import judge
 from demo.ink_and_paper import BASE_STYLES, NEW_STYLE
 from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base

@@ -1,11 +1,13 @@
 """Scripts and Dockerfiles of deploy/: syntax, names of files and targets, and executed commands."""
 
+import inspect
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ import pytest
 import yaml
 from kiln_command import ROOT
 from prefect.events.schemas.automations import AutomationCore
+from prefect.settings import Settings
 
 from configs.load_and_extend_recipe import load_recipe
+from flows.generate import generate
 from flows.model_events import PUBLISHED, REJECTED
+from runtimes.spmd.join_hosts import free_port
 from tasks.evaluate.inception import ENVIRONMENT
 from tasks.retrain.watch_source import EVENT, source_resource
 
@@ -115,6 +120,38 @@ def test_ascend_launcher_starts_msrun_of_the_environment(
     ]
 
 
+def torchrun_pod(folder: Path, rank: str) -> subprocess.Popen[bytes]:
+    """The container's command of torchrun.yaml for one node, whose one rank is a shell script."""
+    text = (DEPLOY / "kubernetes/torchrun.yaml").read_text(encoding="utf-8")
+    text = text.replace("29500", str(free_port()))
+    (job,) = (one for one in yaml.safe_load_all(text) if one["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    write_program(folder / "bin/python", f"#!/bin/bash\n{rank}\n")
+    programs = [folder / "bin", Path(sys.executable).parent, os.environ["PATH"]]
+    env = dict.fromkeys(("NODES", "GPUS"), "1") | {"MASTER": "127.0.0.1", "JOB": "job.json"}
+    env |= {"JOB_COMPLETION_INDEX": "0", "PATH": ":".join(map(str, programs))}
+    words = [*container["command"], *container["args"]]
+    return subprocess.Popen(words, cwd=folder, env=env | {"TMPDIR": str(folder)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 7", 1)])
+def test_a_pod_of_torchrun_reports_wrong_input(tmp_path: Path, rank: str, code: int) -> None:
+    assert torchrun_pod(tmp_path, rank).wait() == code
+
+
+@pytest.mark.slow
+def test_a_pod_of_torchrun_ends_after_the_checkpoint_of_a_stop(tmp_path: Path) -> None:
+    save = "trap 'sleep 1; touch saved; exit 143' TERM"
+    pod = torchrun_pod(tmp_path, f"{save}\ntouch started\nwhile :; do sleep 0.1; done")
+    while not (tmp_path / "started").exists():
+        assert pod.poll() is None
+        time.sleep(0.05)
+    pod.terminate()
+    assert pod.wait() == 1
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_tpu_setup_creates_the_environment_once(checkout: Path, exists: bool) -> None:
     environment = checkout / ".venv-xla"
@@ -195,6 +232,32 @@ def test_image_is_pinned_does_not_run_as_root_and_has_a_health_check(name: str) 
     assert all(re.search(r"[}\d]", base) and ":" in base for base in bases)
     versions = [rest.partition("=")[2] for keyword, rest in found if keyword == "ARG"]
     assert all(re.search(r"\d+\.\d+", version) for version in versions)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_user_of_an_image_owns_its_caches_and_the_default_folders_of_runs(name: str) -> None:
+    found = instructions(name)
+    (folder,) = (rest for keyword, rest in found if keyword == "WORKDIR")
+    (setup,) = (rest for keyword, rest in found if keyword == "RUN" and "install --d" in rest)
+    (settings,) = (rest for keyword, rest in found if keyword == "ENV")
+    environment = dict(word.split("=", 1) for word in settings.split())
+    out = inspect.signature(generate.fn).parameters["out"].default
+    used = {f"{folder}/{load_recipe('digits').store}", f"{folder}/{out}", environment["KILN_CACHE"]}
+    assert used == set(setup.rpartition("install --directory --owner=kiln ")[2].split())
+    assert Path(environment["HF_HOME"]).parent == Path(environment["KILN_CACHE"])
+
+
+def test_servers_ask_no_analytics_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_SERVER_UI_V2_ENABLED": "false"}
+    compose = yaml.safe_load((DEPLOY / "server/compose.yaml").read_text(encoding="utf-8"))
+    assert off.items() <= compose["services"]["server"]["environment"].items()
+    text = (DEPLOY / "kubernetes/server.values.yaml").read_text(encoding="utf-8")
+    named = yaml.safe_load(text)["global"]["prefect"]["env"]
+    assert off.items() <= {one["name"]: one["value"] for one in named}.items()
+    for name, value in off.items():
+        monkeypatch.setenv(name, value)
+    server = Settings().server
+    assert not server.analytics_enabled and not server.ui.v2_enabled
 
 
 @pytest.mark.parametrize("name", ["cuda", "gaudi", "workers"])

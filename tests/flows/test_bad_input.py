@@ -30,6 +30,7 @@ def only_line(said: str) -> str:
         (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
         (["show", "xyz"], "xyz: matches nothing"),
         (["promote", "nobody", "v1"], "no such version"),
+        (["history", "digts"], "digts: there is no champion"),
         (["ls", "--store", "nowhere"], "store nowhere: not found"),
         (["gc", "--store", "foo://bar"], "foo"),
     ],
@@ -63,6 +64,7 @@ def test_until_must_be_a_stage(here: Here) -> None:
         ({"store": "/proc/nowhere"}, "/proc"),
         ({"store": "/sys/kiln"}, "no permission"),  # root may write nothing there, either
         ({"store": "foo://bar"}, "foo"),
+        ({"publish.registry": "/sys/kiln"}, "publish.registry: no permission"),
     ],
 )
 def test_errors_found_before_any_stage(

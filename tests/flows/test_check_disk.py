@@ -170,6 +170,22 @@ def test_token_ids_need_less_than_embeddings() -> None:
     assert plain == {**less, "encode": plain["encode"]}
 
 
+def test_prompts_of_a_file_are_drawn_like_those_of_the_recipe(tmp_path: Path) -> None:
+    recipe, file = load_recipe("digits"), tmp_path / "prompts.txt"
+    file.write_text("\n".join(recipe.evaluate.prompts["new"].prompts), encoding="utf-8")
+    new = {"evaluate.prompts.new.prompts": [], "evaluate.prompts.new.file": str(file)}
+    found = [estimate_disk(one, base(one), None, 1) for one in (recipe, load_recipe("digits", new))]
+    assert found[0] == found[1]
+
+
+def test_samples_of_epochs_are_counted_by_the_rows() -> None:
+    every = {"train.sample_every_n_steps": 10, "train.global_batch_size": 10}
+    steps = load_recipe("digits", every | {"train.steps": 10_000})
+    epochs = load_recipe("digits", every | {"train.steps": 1000, "train.epochs": 2})
+    found = [estimate_disk(one, base(one), None, 50_000) for one in (steps, epochs)]
+    assert found[0] == found[1]
+
+
 def test_adapters_are_counted_as_they_are_trained() -> None:
     """298,560 numbers in the adapters of digits-lora, and checkpoints of three times as many."""
     recipe = load_recipe("digits-lora")

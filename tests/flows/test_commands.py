@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from store_servers import UrlOf
 from terminal import Terminal
 
 from artifacts.artifact_key import KeyParts
@@ -113,6 +114,15 @@ def test_a_command_prints_the_same_at_a_terminal(
         assert terminal.text == said
 
 
+def test_a_slash_at_the_end_of_the_store_shows_the_same_models(here: Here, url_of: UrlOf) -> None:
+    store = Store(url_of("memory"))
+    registry = Registry(store.url_of("registry"), "tiny")
+    registry.promote(registry.publish(made(store, "publish")).name)
+    told = here("history", "tiny", "--store", store.url)
+    assert here("history", "tiny", "--store", f"{store.url}/") == told
+    assert here("promote", "tiny", "v1", "--store", f"{store.url}/").startswith("tiny: v1")
+
+
 def test_every_recipe_is_listed_with_its_description(here: Here) -> None:
     lines = here("recipes").splitlines()
     assert [line.split()[0] for line in lines] == recipe_names()
@@ -124,6 +134,10 @@ def test_a_printed_recipe_can_be_run(here: Here, tmp_path: Path) -> None:
     path = tmp_path / "printed.yaml"
     path.write_text(here("recipes", "digits", "-o", "train.steps=7"), encoding="utf-8")
     assert load_recipe(str(path)) == load_recipe("digits", {"train.steps": 7})
+
+
+def test_options_of_no_recipe_are_refused(here: Here) -> None:
+    assert "kiln recipes NAME -o" in here("recipes", "-o", "train.stpes=5", code=2)
 
 
 def test_the_printed_schema_is_that_of_the_docs(here: Here) -> None:

@@ -22,15 +22,28 @@ def show(*_, **__):
     print(get_current_settings().server.ephemeral.startup_timeout_seconds)
     raise SystemExit(0)
 
-runner._start_server = show
-runner.run("finetune", as_json=False, recipe="digits", overrides={})
+runner._start_server = runner.check_server = show
+runner.{command}as_json=False, recipe="digits", overrides={{}})
+"""
+PROFILE = """
+active = "team"
+[profiles.team]
+PREFECT_API_URL = "http://127.0.0.1:9/api"
 """
 
 
-def test_a_slow_machine_has_time_to_start_prefects_own_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "profile"), [('run("finetune", ', ""), ("watch(", PROFILE)], ids=["run", "watch"]
+)
+def test_a_slow_machine_has_time_to_start_prefects_own_server(
+    tmp_path: Path, command: str, profile: str
+) -> None:
+    """The settings of our commands count, also where a profile names the server."""
+    (tmp_path / "profiles.toml").write_text(profile, encoding="utf-8")
+    profiles = {"PREFECT_PROFILES_PATH": str(tmp_path / "profiles.toml")} if profile else {}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment(tmp_path, None),
+        [sys.executable, "-c", PROGRAM.format(command=command)],
+        env=environment(tmp_path, None) | profiles,
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -359,6 +359,22 @@ def test_a_promotion_whose_answer_was_lost_is_announced_by_the_next_attempt(
     assert len(publish.registry_of(run.recipe).history()) == 2
 
 
+def test_a_promotion_that_is_made_although_the_store_raised_is_announced(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both files of the history are written, but the answer is lost."""
+    write_both = Champions._write_both
+
+    def lost(champions: Champions, seen: Any, moves: Any) -> None:
+        write_both(champions, seen, moves)
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(Champions, "_write_both", lost)
+    registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    assert registered["promoted"] and registered["champion"]["version"] == "v1"
+    assert len(publish.registry_of(run.recipe).history()) == 1
+
+
 def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
     run = publishing(run, signing_key=str(tmp_path / "none.pem"))
     with pytest.raises(StageFailed, match=r"signing key .*none\.pem"):

@@ -7,7 +7,7 @@ import pytest
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure
 from artifacts.store import Artifact, Store
-from flows.store_commands import collect_garbage, list_store, verify_store
+from flows.store_commands import NotInStore, collect_garbage, list_store, verify_store
 from tasks.publish.model_registry import Registry
 
 
@@ -55,6 +55,13 @@ def test_an_unreadable_manifest_is_not_whole(
     assert told[1].endswith("whole")
     assert not verify_store(store.root, damaged.key[:12])
     assert verify_store(store.root, f"publish/{whole.key[:12]}")
+
+
+def test_a_store_with_nothing_to_verify_is_an_error(store: Store, registry: str) -> None:
+    with pytest.raises(NotInStore, match=f"nothing in {store.root}"):
+        verify_store(store.root, None, given(store, registry))
+    Registry(registry, "digits").publish(model(Store(f"{store.root}-other")))
+    assert verify_store(store.root, None, given(store, registry))
 
 
 def harm_history(found: Registry, name: str) -> None:

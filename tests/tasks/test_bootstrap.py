@@ -36,6 +36,17 @@ def test_the_interval_of_a_mean_covers_the_truth_at_its_level() -> None:
         assert low - 0.015 < covered < high  # percentiles are a little narrow at n = 80
 
 
+@pytest.mark.parametrize("level", [0.95, 0.998])
+def test_the_interval_of_few_resamples_covers_the_truth_at_its_level(level: float) -> None:
+    """A Fréchet distance of long features has 40."""
+    rng = np.random.default_rng(4)
+    models = [mean(rng.normal(size=80), 40, n) for n in range(DRAWS)]
+    found = [one.interval(level) for one in models]
+    covered = np.mean([low <= 0.0 <= high for low, high in found])
+    low, high = binomial_bounds(level)
+    assert low - 0.01 < covered < high
+
+
 def test_the_interval_of_a_paired_difference_covers_the_truth_and_is_the_narrower_one() -> None:
     """Two models on equal prompts: a prompt is hard for both."""
     rng = np.random.default_rng(1)
@@ -139,7 +150,7 @@ def test_resampled_values_survive_the_file() -> None:
     data = to_npz(models)
     assert data == to_npz(models)
     for model, estimates in models.items():
-        read = from_npz(data, metrics, model)
+        read = from_npz(data, metrics, model, {})
         assert read.keys() == estimates.keys()
         for name, one in estimates.items():
             assert (read[name].value, read[name].n) == (one.value, one.n)

@@ -10,6 +10,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from tasks.evaluate import distribution_distances as distances
+from tasks.evaluate.bootstrap import from_npz, to_npz
 from tasks.evaluate.clip_score import normalise
 from tasks.evaluate.feature_encoders import Clip
 
@@ -149,6 +150,15 @@ def test_precision_and_recall_equal_the_paper_s_pseudocode() -> None:
     for found in (precision, recall):
         low, high = found.interval()
         assert 0 <= low < found.value < high <= 1
+
+
+@pytest.mark.parametrize("name", ["cmmd", *distances.DISTANCES, *distances.INCEPTION_DISTANCES])
+def test_a_stored_distance_has_the_range_of_its_metric(name: str) -> None:
+    known = {"cmmd": distances.cmmd, **distances.DISTANCES, **distances.INCEPTION_DISTANCES}
+    found = known[name](_features(9, 4, 1), _features(9, 4, 2), 20, 0)
+    models, metrics = {"tuned": {name: found}}, {name: {"tuned": found.metric()}}
+    read = from_npz(to_npz(models), metrics, "tuned", distances.RANGES)[name]
+    assert (read.low, read.high) == (found.low, found.high)
 
 
 def test_a_resample_of_one_picture_has_a_finite_kernel_distance() -> None:

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from tasks.evaluate.bootstrap import Estimate, mean, share
-from tasks.publish.promotion_gate import GateError, check_rules, judge, needs_champion, parse_rule
+from tasks.publish.promotion_gate import (
+    GateError,
+    check_rules,
+    failure,
+    judge,
+    needs_champion,
+    parse_rule,
+)
 
 
 def exactly(value: float) -> Estimate:
@@ -117,11 +124,21 @@ def test_metrics_of_different_pictures_pass_no_rule_with_a_level() -> None:
     }
     plain, confident = judge(["fd < base", "fd < base at 95%"], models)
     assert plain.passed and not confident.passed and confident.interval is None
+    assert failure(confident) == (
+        "fd < base at 95% (measured 3.5, bound 4, no interval: of different pictures)"
+    )
 
 
-def test_a_level_needs_resamples_beyond_its_interval() -> None:
-    check_rules(["fd < base at 95%"], ["fd"], 20)
-    with pytest.raises(GateError, match=r"evaluate\.bootstrap of 100 or more"):
-        check_rules(["fd < base at 99%"], ["fd"], 20)
+@pytest.mark.parametrize(
+    ("level", "needed"), [("50", 4), ("90", 20), ("95", 40), ("97.5", 80), ("99.9", 2000)]
+)
+def test_a_level_needs_a_resample_beyond_each_end_of_its_interval(level: str, needed: int) -> None:
+    rule = f"fd < base at {level}%"
+    check_rules([rule], ["fd"], needed)
+    with pytest.raises(GateError, match=rf"evaluate\.bootstrap of {needed} or more"):
+        check_rules([rule], ["fd"], needed - 1)
+
+
+def test_a_level_is_below_100() -> None:
     with pytest.raises(GateError, match="at least 50%"):
         parse_rule("fd < base at 100%")

@@ -17,7 +17,7 @@ from artifacts.checksummed_files import Damaged, encode_record, first_fault
 from artifacts.store import Artifact, Store, StoreError
 from tasks.publish import champion_history
 from tasks.publish.champion_history import COPY, HISTORY, RegistryError
-from tasks.publish.model_registry import REPORT, ChampionChanged, Registry
+from tasks.publish.model_registry import REPORT, ChampionChanged, Registry, registry_url
 
 
 def model(store: Store, n: int) -> Artifact:
@@ -37,6 +37,14 @@ def registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Regi
 def any_registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Registry]:
     url = url_of(request.param)
     return Store(url), Registry(f"{url}/registry", "digits")
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_slash_at_the_end_of_a_store_leads_to_the_same_registry(url_of: UrlOf, kind: str) -> None:
+    url = url_of(kind)
+    assert registry_url(f"{url}/") == registry_url(url)
+    assert Store(registry_url(url)).root == Store(f"{url}/registry").root
+    assert registry_url(url, "s3://models") == "s3://models"
 
 
 def test_versions_are_numbered_and_published_once(registry: tuple[Store, Registry]) -> None:

@@ -17,6 +17,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
 from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
 from tasks.publish import smoke_test
@@ -29,14 +30,21 @@ from tasks.publish.model_card import (
     shown_license,
 )
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
-from tasks.publish.stage import Rejected, build, registry_of, settings_for_key, show
+from tasks.publish.stage import (
+    Rejected,
+    build,
+    key_parts,
+    registry_of,
+    settings_for_key,
+    show,
+)
 from tasks.train import STAGE as TRAIN
 
 pytestmark = pytest.mark.slow
 
 MODELS = {
-    "base": {"cmmd": Estimate(5.0, 10, np.linspace(4.0, 6.0, 41))},
-    "tuned": {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 41))},
+    "base": {"cmmd": Estimate(5.0, 10, np.linspace(4.0, 6.0, 401))},
+    "tuned": {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 401))},
 }
 
 
@@ -65,10 +73,11 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
     files = {
         "metrics.json": json.dumps(facts).encode(),
         "bootstrap.npz": to_npz(MODELS),
-        "before_after.png": b"png",
+        "before_after.png": more.get("picture", b"png"),
     }
     evaluated = commit(store, "evaluate", files)
-    draft = store.draft(KeyParts("publish", 1, {}, {}))
+    draft = store.draft(key_parts(recipe, trained, evaluated, base, more.get("force")))
+    more.get("before_build", lambda: None)()
     metrics = more.get("champion_metrics", lambda url: {})
 
     def champion(url: str) -> PublishedMetrics:
@@ -79,6 +88,11 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
     summary = build(*given, draft, lambda *a: None, force=more.get("force"))
     assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
+
+
+def promote(recipe: Recipe, artifact: Artifact) -> None:
+    registry = registry_of(recipe)
+    registry.promote(registry.publish(artifact).name)
 
 
 def digits(tmp_path: Path, *rules: str, **publish: Any) -> Recipe:
@@ -120,13 +134,13 @@ def test_the_champion_is_measured_only_if_a_rule_names_it(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
     recipe = digits(tmp_path, "cmmd <= champion")
-    registry = registry_of(recipe)
-    registry.promote(registry.publish(publish(tmp_path, tiny_sdxl, tuned, recipe)).name)
+    other = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's")
+    promote(recipe, other)
     asked: list[str] = []
 
     def better(url: str) -> Estimates:
         asked.append(url.rpartition("/")[2])
-        return {"cmmd": Estimate(0.5, 10, np.linspace(0.4, 0.6, 41))}
+        return {"cmmd": Estimate(0.5, 10, np.linspace(0.4, 0.6, 401))}
 
     with pytest.raises(Rejected):
         publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=better)
@@ -134,13 +148,43 @@ def test_the_champion_is_measured_only_if_a_rule_names_it(
     assert asked == ["v1"]
 
 
+def test_a_champion_with_other_settings_is_compared_with_the_one_before_it(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    """A model that must be better than itself could not be published as bfloat16."""
+    asked: list[str] = []
+
+    def worse(url: str) -> Estimates:
+        asked.append(url.rpartition("/")[2])
+        return {"cmmd": Estimate(2.0, 10, np.linspace(1.5, 2.5, 401))}
+
+    recipe = digits(tmp_path, "cmmd < champion at 95%")
+    promote(recipe, publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's"))
+    given = {"champion_metrics": worse}
+    promote(recipe, publish(tmp_path, tiny_sdxl, tuned, recipe, **given))
+    halved = digits(tmp_path, "cmmd < champion at 95%", dtype="bfloat16")
+    artifact = publish(tmp_path, tiny_sdxl, tuned, halved, **given)
+    assert artifact.summary["compared_with"] == "v1" and asked == ["v1", "v1"]
+    first = registry_of(recipe).version("v1")
+    assert artifact.manifest["inputs"]["champion"] == first.manifest["digest"]
+
+
+def test_a_champion_that_comes_after_the_key_is_not_judged_under_it(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    recipe = digits(tmp_path, "cmmd <= champion")
+    other = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's")
+    with pytest.raises(TransientError, match="another model became the champion meanwhile"):
+        publish(*(tmp_path, tiny_sdxl, tuned, recipe), before_build=lambda: promote(recipe, other))
+
+
 def test_what_is_published_has_the_champions_metrics_and_the_paired_difference(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
     recipe = digits(tmp_path, "cmmd < champion + 1 at 95%")
-    registry = registry_of(recipe)
-    registry.promote(registry.publish(publish(tmp_path, tiny_sdxl, tuned, recipe)).name)
-    champion = {"cmmd": Estimate(0.8, 10, np.linspace(0.3, 1.3, 41))}
+    other = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's")
+    promote(recipe, other)
+    champion = {"cmmd": Estimate(0.8, 10, np.linspace(0.3, 1.3, 401))}
     artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=lambda url: champion)
     measured = json.loads(artifact.read("metrics.json"))
     assert measured["metrics"]["cmmd"]["champion"]["value"] == 0.8
@@ -149,6 +193,27 @@ def test_what_is_published_has_the_champions_metrics_and_the_paired_difference(
     assert verdict["bound"] == pytest.approx(1.8)
     assert verdict["interval"] == pytest.approx([-0.8, -0.8])
     assert "tuned - champion" in artifact.read("README.md").decode().replace("\\", "")
+
+
+def test_a_model_that_fails_at_a_level_is_told_the_interval(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+) -> None:
+    """Its value may be below the bound."""
+    recipe = digits(tmp_path, "cmmd < 1.2 at 95%")
+    said = r"cmmd < 1\.2 at 95% \(measured 1, bound 1\.2, value - bound in \[-0\.\d+, 0\.\d+\]\)"
+    with pytest.raises(Rejected, match=said):
+        publish(tmp_path, tiny_sdxl, tuned, recipe)
+
+
+def test_the_published_intervals_stay_in_the_range_of_their_metric(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed again from the evaluation's resampled values."""
+    near_0 = Estimate(0.1, 10, np.linspace(-0.4, 0.6, 401), low=0.0)
+    monkeypatch.setitem(MODELS["tuned"], "cmmd", near_0)
+    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path))
+    published = json.loads(artifact.read("metrics.json"))["metrics"]["cmmd"]["tuned"]
+    assert published["ci"] == pytest.approx(near_0.metric()["ci"]) and published["ci"][0] == 0.0
 
 
 def test_a_forced_model_names_the_reason_in_card_and_history(
@@ -202,6 +267,26 @@ def test_a_folder_that_fails_the_smoke_test_is_rejected(
         publish(tmp_path, tiny_sdxl, tuned, recipe)
     assert [verdict.passed for verdict in caught.value.verdicts] == [True, False]
     assert not list((tmp_path / "store").glob("publish/*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "smoke test: killed by SIGKILL: run again"),
+        ("raise RuntimeError('CUDA out of memory. Tried')", "CUDA out of memory.*: run again"),
+        ("import time; time.sleep(60)", "smoke test: no picture after 1 s: run again"),
+    ],
+    ids=["killed", "memory", "time"],
+)
+def test_a_smoke_test_that_could_not_end_is_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    """A rejected model is never trained again on the same rows."""
+    monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
+    monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
+    (tmp_path / "script.py").write_text(script)
+    with pytest.raises(TransientError, match=said):
+        smoke_test.check(tmp_path, tmp_path, digits(tmp_path))
 
 
 def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:

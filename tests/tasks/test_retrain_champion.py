@@ -41,7 +41,8 @@ def run(tmp_path: Path) -> Run:
 def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:
     """An artifact with the recipe's settings of its stage."""
     settings = {"encode": settings_for_key(run.recipe)}.get(stage, {})
-    parts = KeyParts(stage, 1, settings, {"name": name})
+    inputs = {name: artifact.digest for name, artifact in parents.items()}
+    parts = KeyParts(stage, 1, settings, {"name": name, **inputs})
 
     def build(draft: Any) -> dict[str, Any]:
         draft.write("content", name.encode())
@@ -102,10 +103,10 @@ def test_a_champion_of_another_store_is_refused(run: Run) -> None:
 def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -> None:
     first = publish_model(run, "first")
     started = replace(run, champion=find_champion(run.recipe, run.store))
-    started.check_champion()
+    started.check_champion("a model")
     publish_model(run, "second", start=first)
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
-        started.check_champion()
+        started.check_champion("a model")
     results = [
         StageResult(one.stage, one.key, one.uri, one.digest, "reused", 0.0)
         for one in (*first.values(), commit(run, "publish", "third"))
@@ -116,6 +117,16 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     assert registered["champion"]["version"] == "v3" and registered["promoted"]
     again = publish.register(run.recipe, run.base, run.store, results, {}, "v3")
     assert not again["promoted"]  # so that it is announced once
+
+
+def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> None:
+    """The task is retried after a promotion whose answer was lost."""
+    first = publish_model(run, "first")
+    started = replace(run, champion=find_champion(run.recipe, run.store))
+    second = publish_model(run, "second", start=first)
+    started.check_champion(second["train"].digest)
+    with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
+        started.check_champion(first["train"].digest)
 
 
 def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:
