@@ -203,10 +203,15 @@ def _download_rows(
     downloader = RowDownloader(context.settings, context.served_at)
     in_flight = asyncio.Semaphore(ROWS_PER_CONNECTION * context.settings.max_connections)
     failed: list[BaseException] = []
+    fetched = {
+        number: row
+        for number, row in enumerate(rows)
+        if not earlier or is_transient(earlier[number].get("error_message", ""))
+    }
 
     async def outcome(number: int) -> tuple[dict[str, Any], tuple[float, int]]:
         before = earlier[number] if earlier else {}
-        if before and not is_transient(before.get("error_message", "")):
+        if number not in fetched:
             return before, (0.0, 0)
         async with in_flight:
             if failed:
@@ -223,6 +228,7 @@ def _download_rows(
 
     async def outcomes() -> list[tuple[dict[str, Any], tuple[float, int]]]:
         async with downloader:
+            downloader.fetcher.expect(fetched.values())
             return await asyncio.gather(*map(outcome, range(len(rows))))
 
     found = run(outcomes())

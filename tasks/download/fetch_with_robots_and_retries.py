@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from email.message import Message
 from functools import partial
@@ -27,7 +28,7 @@ from tasks.download.retryable_and_final_failures import (
 from tasks.download.robots_txt import MAX_BYTES, Rules
 from tasks.download.row_fields_and_hash import Row, absolute
 from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
-from tasks.download.skip_dead_web_hosts import SILENT, DeadHosts
+from tasks.download.skip_dead_web_hosts import SILENT, DeadHosts, host_of
 from tasks.download.source_protocol import ServedAt
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.
@@ -66,6 +67,7 @@ class Fetcher:
         self.token = (settings.user_agent_token or TOKEN).strip().lower()
         self.client = SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
         self._rules: dict[str, asyncio.Task[Rules]] = {}
+        self._rows: Counter[str] = Counter()  # of the shard without a request, by host and port
 
     async def __aenter__(self) -> Fetcher:
         await self.client.__aenter__()
@@ -76,6 +78,10 @@ class Fetcher:
             task.cancel()
         await asyncio.gather(*self._rules.values(), return_exceptions=True)
         await self.client.__aexit__()
+
+    def expect(self, rows: Iterable[Row]) -> None:
+        """Keep connections to the hosts of rows that `get` will fetch."""
+        self._rows.update(host_of(row.url) for row in rows)
 
     async def get(self, row: Row, room: Room) -> Fetched:
         """A row's picture. Raises FetchFailed, with the number of `attempts`.
@@ -161,7 +167,10 @@ class Fetcher:
 
     @asynccontextmanager
     async def _turn(self, target: Target, is_robots: bool) -> AsyncIterator[bool]:
-        """The turn of a request at its host, with a connection, if its robots.txt permits it."""
+        """The turn of a request at its host, with a connection, if its robots.txt permits it.
+
+        It yields whether the shard has more rows of the host, for which the connection is kept.
+        """
         connection = self.shared.connections
         if {target.host, target.name} & self.own_hosts:
             async with connection:
@@ -175,8 +184,10 @@ class Fetcher:
                 raise FetchFailed(DISALLOWED)
             delay = rules.delay
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
-        async with self.shared.hosts.turn(target.host, *limits, delay, connection) as is_used_again:
-            yield is_used_again
+        async with self.shared.hosts.turn(target.host, *limits, delay, connection):
+            host = host_of(target.url)
+            self._rows[host] -= not is_robots
+            yield self._rows[host] > 0
 
     async def _rules_of(self, origin: str) -> Rules:
         """The rules of an origin, read once per shard. Raises FetchFailed."""

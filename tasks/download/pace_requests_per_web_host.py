@@ -67,8 +67,8 @@ class HostLimits:
         rate: float | None = None,
         delay: float = 0.0,
         connection: AbstractAsyncContextManager[None] | None = None,
-    ) -> AsyncIterator[bool]:
-        """Wait for one of the host's slots, and yield whether more rows wait for them.
+    ) -> AsyncIterator[None]:
+        """Hold one of the host's slots.
 
         Args:
             connections: maximum connections to the host.
@@ -95,7 +95,7 @@ class HostLimits:
             offset = await self._lock_slot(host, connections)
             async with self._as_asked(host, connection or nullcontext()):
                 until = self.clock.now() + max(delay, connections / rate if rate else 0.0)
-                yield queue.rows > connections
+                yield
         except FetchFailed as failure:
             if failure.reason == NO_ANSWER:  # there was no request
                 until = 0.0

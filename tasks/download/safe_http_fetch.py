@@ -45,8 +45,8 @@ SAFE = "/%:?=&@!$'()*+,;[]~|{}^`"
 MAX_REDIRECTS = 10
 REDIRECTS = (301, 302, 303, 307, 308)
 MAX_HEADER = 2**16  # bytes of a header line
-#: Seconds for which a connection waits for another request of its host.
-KEEP_ALIVE = 2.0
+#: Seconds for which a connection waits for another request of its host; Apache closes it after 5.
+KEEP_ALIVE = 4.0
 #: Whether the connection of this task may have any address and port.
 _is_allowed: ContextVar[bool] = ContextVar("is_allowed", default=False)
 

@@ -40,6 +40,8 @@ class Site:
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
         self.agents: set[str] = set()
+        self.clients: set[tuple[str, int]] = set()  # one per connection
+        self.closing: list[bool] = []  # whether each request closes its connection
         self.robots: tuple[int, bytes, dict[str, str]] = (404, b"", {})
         self.statuses: list[tuple[int, dict[str, str]]] = []  # of the next pictures
         self.answering, self.most = 0, 0  # requests at once
@@ -67,6 +69,8 @@ class Site:
         with self._lock:
             self.requests[handler.path] += 1
             self.agents.add(handler.headers["User-Agent"])
+            self.clients.add(handler.client_address)
+            self.closing.append(handler.headers["Connection"] == "close")
             self.answering += 1
             self.most = max(self.most, self.answering)
         status, body, headers = 200, b"picture", dict[str, str]()
@@ -121,6 +125,20 @@ async def outcome(fetcher: Fetcher, path: str) -> str:
     except FetchFailed as failure:
         return failure.reason
     return "ok"
+
+
+def test_a_connection_is_kept_while_its_shard_has_more_rows_of_the_host(site: Site) -> None:
+    fetcher = Fetcher(settings_for(site), ServedAt(f"http://{site.host}"))
+    paths = [f"http://{site.host}/{number}" for number in range(5)]
+
+    async def one_by_one() -> list[str]:
+        async with fetcher:
+            fetcher.expect([Row(path, ("",)) for path in paths])
+            return [await outcome(fetcher, path) for path in paths]
+
+    assert run(one_by_one()) == ["ok"] * 5
+    assert len(site.clients) == 1
+    assert site.closing == [False] * 5 + [True], "robots.txt, and all pictures but the last"
 
 
 def test_robots_txt_excludes_a_picture_before_any_request_of_it(site: Site) -> None:
