@@ -40,7 +40,8 @@ DEEP_AT_ONCE = 4
 #: files, too little memory or no permission, or the network file system does not respond.
 UNRELATED_ERRORS = (
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
-    *(errno.ESTALE, errno.ETIMEDOUT),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
 )
 #: What stands before the files of a record.
 FILES = b'\n"files": ['

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from artifacts.checksummed_files import first_fault
@@ -15,6 +16,7 @@ from artifacts.list_folder import entries, subfolders
 from artifacts.run_records import GarbageUnsure, registries
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError
+from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
 from tasks.publish.champion_history import RegistryError
@@ -117,7 +119,8 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[s
     if what and damaged:
         return
     for artifact in [_one(store, what)] if what else store.artifacts():
-        yield f"{artifact.stage:9} {artifact.key[:12]}", store.fault(artifact, deep=True)
+        check = partial(store.fault, artifact, deep=True)
+        yield f"{artifact.stage:9} {artifact.key[:12]}", _fault(check)
     if what:
         return
     for name, error in _damage(store, url):
@@ -128,8 +131,16 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[s
             yield f"model     {registry.name} {name}", remedy
     for found, version, _ in _models(store, url):
         root = f"{found.root}/{version.name}"
-        fault = first_fault(found.fs, root, version.manifest["files"], deep=True)
-        yield f"model     {found.name} {version.name}", fault
+        check = partial(first_fault, found.fs, root, version.manifest["files"], deep=True)
+        yield f"model     {found.name} {version.name}", _fault(check)
+
+
+def _fault(check: Callable[[], str | None]) -> str | None:
+    """The fault that a check finds; a file that cannot be read does not end the others' checks."""
+    try:
+        return check()
+    except OSError as error:
+        return f"cannot be read: {one_line(error)}"
 
 
 def collect_garbage(

@@ -51,7 +51,7 @@ class Download(Section):
     )
     max_connections_per_host: PositiveInt = Field(
         8,
-        description="Maximum concurrent connections to a host, of all processes of a machine; one "
+        description="Maximum concurrent requests to a host, of all processes of a machine; one "
         "if the host's robots.txt has a crawl delay.",
     )
     max_requests_per_host: float | None = Field(

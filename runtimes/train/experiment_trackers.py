@@ -131,7 +131,7 @@ class TensorBoard:
                     raise
                 log.warning("TensorBoard: %s is not written yet: %s", path, reason_of(error))
                 return
-            del self._unsent[path]
+            self._unsent.pop(path, None)
 
     def close(self, done: bool) -> None:
         """See Tracker."""

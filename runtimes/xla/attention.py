@@ -19,12 +19,10 @@ from torch_xla.core import xla_builder
 
 from runtimes.spmd.mesh_shape_and_sharding import AXES
 from runtimes.spmd.splash_attention import SplashAttention
-from runtimes.xla.operators import replace_operator
+from runtimes.xla.operators import ATTENTION, replace_operator
 
 jax.config.update("jax_platforms", "cpu")  # PyTorch/XLA has the TPU
 jax.config.update("jax_use_shardy_partitioner", False)  # PyTorch/XLA partitions by GSPMD
-
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class XlaAttention:
@@ -42,7 +40,7 @@ class XlaAttention:
 
     def register(self) -> None:
         """Replace the operator in this process."""
-        replace_operator(_ATTENTION, self)
+        replace_operator(ATTENTION, self)
 
     def __call__(
         self,
@@ -64,7 +62,7 @@ class XlaAttention:
         if plain or not self._kernel.suits(*shapes[:2], *shapes[3:]):
             options = {"scale": scale, "enable_gqa": enable_gqa}
             given = (query, key, value, attn_mask, dropout_p, is_causal)
-            return _ATTENTION.decompose(*given, **options)
+            return ATTENTION.decompose(*given, **options)
         return _Call.apply(self.program(shapes, scale), *arrays)
 
     def program(self, shapes: Sequence[ShapeDtypeStruct], scale: float) -> _Program:

@@ -67,7 +67,7 @@ class Fetcher:
         self.token = (settings.user_agent_token or TOKEN).strip().lower()
         self.client = SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
         self._rules: dict[str, asyncio.Task[Rules]] = {}
-        self._rows: Counter[str] = Counter()  # of the shard without a request, by host and port
+        self._rows: Counter[str] = Counter()  # of the shard that `get` has not begun, by host
 
     async def __aenter__(self) -> Fetcher:
         await self.client.__aenter__()
@@ -111,6 +111,7 @@ class Fetcher:
             url = absolute(row.url, self.base_url)
         except ValueError:
             raise FetchFailed("bad url") from None
+        self._rows[host_of(url)] -= 1
         return await self._retried(partial(self._request, url, room=room))
 
     async def _retried(
@@ -185,9 +186,7 @@ class Fetcher:
             delay = rules.delay
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
         async with self.shared.hosts.turn(target.host, *limits, delay, connection):
-            host = host_of(target.url)
-            self._rows[host] -= not is_robots
-            yield self._rows[host] > 0
+            yield self._rows[host_of(target.url)] > 0
 
     async def _rules_of(self, origin: str) -> Rules:
         """The rules of an origin, read once per shard. Raises FetchFailed."""

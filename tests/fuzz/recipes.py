@@ -25,7 +25,7 @@ RECIPE: dict[str, Any] = {
         "learning_rate": "1e-5",
         "adam_betas": [0.9, 0.99],
         "lora": {"target_modules": ["to_q", "to_k"]},
-        "timesteps": {"logit_mean": 0.5},
+        "timesteps": {"distribution": "logit_normal", "logit_mean": 0.5},
         "seed": 3,
     },
     "evaluate": {

@@ -277,7 +277,7 @@ def test_a_broken_one_is_skipped(
 
 
 @pytest.mark.parametrize("name", ["weights", "history", "manifest"])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOTCONN, errno.EACCES])
 def test_an_error_that_tells_nothing_of_a_file_is_no_damage(
     tmp_path: Path, name: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,23 @@ def attended(queries: int, keys: int, size: int, is_padded: bool) -> tuple[float
     return max(apart), len(attention._programs)
 
 
+def attended_in_autocast() -> list[str]:
+    """Dtypes of the output and of the query's gradient, for a float32 query and a bfloat16 value.
+
+    Norms of queries and keys, as of SD3.5 and Qwen-Image, return float32.
+    """
+    start("cpu", None)
+    Mesh(fsdp=1, hosts=1)
+    query = torch.ones((1, 1, 4, 8), device="xla", requires_grad=True)
+    value = torch.ones((1, 1, 4, 8), device="xla", dtype=torch.bfloat16)
+    mask = torch.zeros((1, 1, 4, 4), device="xla")
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        output = functional.scaled_dot_product_attention(query, query, value, attn_mask=mask)
+    output.float().sum().backward()
+    assert query.grad is not None
+    return [str(tensor.dtype) for tensor in (output, query.grad)]
+
+
 def kernels_of_a_tpu() -> list[int]:
     """Numbers of kernels in the forward and in the backward pass, lowered for a TPU."""
     import jax

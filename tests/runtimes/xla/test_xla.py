@@ -237,3 +237,7 @@ def test_attention_of_a_vae_or_of_short_captions_uses_no_kernel(driver: DriverPr
 def test_a_tpu_runs_one_kernel_in_each_pass(driver: DriverProcess) -> None:
     """The backward pass does not run the forward kernel again."""
     assert driver.call("kernels_of_a_tpu") == [1, 1]
+
+
+def test_autocast_attends_with_float32_queries_and_half_values(driver: DriverProcess) -> None:
+    assert driver.call("attended_in_autocast") == ["torch.bfloat16", "torch.float32"]
