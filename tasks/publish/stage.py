@@ -114,15 +114,16 @@ def _check_champion(
 
 
 def _champion_before(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
-    """The champion that the key of `inputs` names; the present one if no rule names any.
+    """The champion that the key of `inputs` names; the present one if it names none.
 
-    Of a model that is the champion itself it is the one before, if that was not deleted.
+    Of a model that is the champion itself it is the one before, if that was not deleted. A champion
+    that was published without a comparison is compared with itself.
     """
     registry = registry_of(recipe)
     champion = registry.champion()
-    if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
+    if champion is None or "champion" not in inputs:
         return champion
-    known = [champion, *reversed(registry.versions())] if "champion" in inputs else []
+    known = [champion, *reversed(registry.versions())]
     return next((one for one in known if one.manifest["digest"] == inputs["champion"]), None)
 
 
@@ -161,7 +162,8 @@ def build(
     champion = _champion_before(recipe, inputs)
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
-    verdicts = promotion_gate.judge(recipe.publish.gate, models, champion="champion" in inputs)
+    has_champion = champion is not None or "champion" in inputs
+    verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
     compared_with = champion.name if champion else None
     reject = partial(
         Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
