@@ -18,6 +18,7 @@ from configs.load_and_extend_recipe import RecipeError, dump
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.place import PLACED_STAGES, PlacedStage
 from configs.settings.recipe import STAGES, Recipe, StageName
+from configs.settings.train import Train
 from flows.check_disk import check_disk
 from flows.send_stage import check_deployments, send_stage
 from flows.task_states import begin
@@ -210,6 +211,7 @@ def prepare(
         if recipe.tpu is not None:
             launch.check(recipe.tpu, recipe.store, recipe.train.wandb)
         _check_monitoring(recipe)
+        _warn_of_a_long_warmup(recipe.train)
     download.check(recipe)
     evaluate.check(recipe)
     _check_workers(recipe, stages)
@@ -311,13 +313,16 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_workers(recipe, stages)
 
 
+def _warn_of_a_long_warmup(settings: Train) -> None:
+    warmup, steps = settings.lr_warmup_steps, settings.steps
+    if settings.epochs is None and warmup > steps:
+        words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
+        log.warning(words, warmup, steps)
+
+
 def _check_monitoring(recipe: Recipe) -> None:
     """Raise RecipeError or WrongInput for a tracker or a held-out loss that cannot work."""
     check_wandb(recipe.train.wandb)
-    warmup, steps = recipe.train.lr_warmup_steps, recipe.train.steps
-    if recipe.train.epochs is None and warmup > steps:
-        words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
-        log.warning(words, warmup, steps)
     if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
         raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
     rule = recipe.train.best_checkpoint

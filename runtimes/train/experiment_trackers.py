@@ -129,7 +129,7 @@ class TensorBoard:
             except Exception as error:
                 if not is_unreachable(self._fs, error):
                     raise
-                log.warning("TensorBoard: %s is not written yet: %s", path, reason_of(error))
+                log.warning("TensorBoard: %s could not be written: %s", path, reason_of(error))
                 return
             self._unsent.pop(path, None)
 

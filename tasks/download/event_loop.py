@@ -57,7 +57,7 @@ def shared(max_connections: int) -> Shared:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    collect_garbage_rarely()  # it stopped the loop for half of the time
+    collect_garbage_rarely()  # the searches took half of the loop's time
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="kiln-download", daemon=True).start()
     return loop

@@ -96,12 +96,5 @@ def starting_model(base: Path, start: Artifact) -> Iterator[Path]:
         trained = {name: path for name, path in weights.parts.items() if name != "scheduler"}
         parts = {path.name: path for path in base.iterdir()} | trained
         for name, part in parts.items():
-            # Files, not folders: a walk through the folder follows no link to a folder.
-            files = (
-                [path for path in part.rglob("*") if path.is_file()] if part.is_dir() else [part]
-            )
-            for path in files:
-                link = Path(folder) / name / path.relative_to(part)
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(path.resolve())
+            Path(folder, name).symlink_to(part.resolve())
         yield Path(folder)

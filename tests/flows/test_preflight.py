@@ -153,6 +153,15 @@ def test_a_blank_reason_forces_no_publication(small: dict[str, Any], reason: str
         prepare(load_recipe("digits", small), force=reason)
 
 
+def test_a_warmup_that_exceeds_the_steps_is_told(
+    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(load_recipe("digits", {**small, "train.lr_warmup_steps": 6}))  # of 6 steps
+    assert "lr_warmup_steps" not in caplog.text
+    prepare(load_recipe("digits", {**small, "train.lr_warmup_steps": 7}))
+    assert "train.lr_warmup_steps: 7 exceed the 6 steps" in caplog.text
+
+
 def test_more_processes_than_devices_are_refused(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,11 @@
 """Commands on a store report damage and keep published models."""
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure
@@ -55,6 +58,24 @@ def test_an_unreadable_manifest_is_not_whole(
     assert told[1].endswith("whole")
     assert not verify_store(store.root, damaged.key[:12])
     assert verify_store(store.root, f"publish/{whole.key[:12]}")
+
+
+def test_a_file_that_may_not_be_read_does_not_end_the_other_checks(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, whole = model(store, 1), model(store, 2)
+    opening = LocalFileSystem._open
+
+    def refused(fs: LocalFileSystem, path: str, *given: Any, **options: Any) -> Any:
+        if closed.key in path and path.endswith("model_index.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opening(fs, path, *given, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "_open", refused)
+    assert not verify_store(store.root, None)
+    told = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()}
+    assert "cannot be read: " in told[closed.key[:12]]
+    assert told[whole.key[:12]].endswith("whole")
 
 
 def test_a_store_with_nothing_to_verify_is_an_error(store: Store, registry: str) -> None:

@@ -17,7 +17,7 @@ from artifacts.image_shards import Sample
 from artifacts.latent_shards import LatentShard, from_bfloat16
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.families.inpainting_and_scores import ExtraInputs, added_weights
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
@@ -212,3 +212,7 @@ def test_a_score_that_is_asked_for_reaches_the_picture(tiny_sdxl: Path) -> None:
     assert (draw(3.0, 6.0) != draw(3.0, 6.0, 5.0)).any()
     assert (draw(1.0, 6.0) == draw(1.0, 6.0, 5.0)).all()  # without guidance there is no negative
     assert not unet._forward_pre_hooks
+
+
+def test_a_base_without_input_layer_gets_no_weights_and_is_refused_later() -> None:
+    assert added_weights({"time_embedding.linear_1.bias": np.zeros(4, np.float32)}, {}, 0) == {}

@@ -33,6 +33,7 @@ class Idle:
         return 0
 
     def flops(self, batch: StepBatch) -> float | None:
+        assert batch.on_device is None, "a batch that waits to be counted uses no device memory"
         self.counted.append(len(batch.timesteps))
         return 3e9 * len(batch.timesteps)
 
@@ -40,7 +41,8 @@ class Idle:
 def batch(size: int = 8) -> StepBatch:
     array = np.zeros((size, 4, 2, 2), np.float32)
     weight, timesteps = np.zeros(size, np.float32), np.zeros(size, np.int32)
-    return StepBatch(0, array, timesteps, array, weight, {"prompt_embeds": array}, size)
+    conditioning = {"prompt_embeds": array}
+    return StepBatch(0, array, timesteps, array, weight, conditioning, size, on_device="its arrays")
 
 
 @pytest.fixture
