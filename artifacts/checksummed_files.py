@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.atomic_disk_writes import replacing
 from artifacts.concurrent_requests import AT_ONCE, ask_at_once
-from artifacts.file_stamps import TICK, distrust, present_stamp, time_stamp
+from artifacts.file_stamps import TICK, distrust, present_stamp, restore_stamp, time_stamp
 from artifacts.hashing import canonical_json, digest_bytes, digest_stream, parse_json
 from artifacts.remote_client_options_and_errors import (
     is_of_client,
@@ -310,6 +310,8 @@ def file_fault(
     if found.sha256 != entry.sha256:
         distrust(fs, _locate(root, entry.path))
         return f"{entry.path} is damaged: its sha256 differs from the committed one"
+    if entry.etag is not None:
+        restore_stamp(fs, _locate(root, entry.path), found.etag, entry.etag)
     return None
 
 

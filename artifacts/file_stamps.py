@@ -37,6 +37,20 @@ def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | 
     return checksum(info), info.get("size")
 
 
+def restore_stamp(fs: AbstractFileSystem, path: str, seen: str | None, committed: str) -> None:
+    """Give an intact local file its committed time stamp again, which copies of a store may lack.
+
+    Args:
+        seen: the stamp from before its bytes were checked; a file that changed since keeps its own.
+    """
+    if not isinstance(fs, LocalFileSystem) or seen == committed:
+        return
+    with suppress(OSError):  # somebody else's file: it is hashed at each reuse
+        status = os.stat(path)
+        if _stamp(status) == seen:
+            os.utime(path, ns=(status.st_atime_ns, int(committed.removeprefix("mtime:"))))
+
+
 def distrust(fs: AbstractFileSystem, path: str) -> None:
     """Change a damaged file's time stamp, so that no reuse trusts the one it was committed with.
 

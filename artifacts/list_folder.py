@@ -28,8 +28,14 @@ def entries(fs: AbstractFileSystem, path: str) -> list[Entry]:
 
 
 def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:
-    """Names of the folders in a folder. Raises as `entries`."""
-    return sorted(name_of(e) for e in entries(fs, path) if e["type"] == "directory")
+    """Names of the folders in a folder, and of links to folders. Raises as `entries`."""
+    return sorted(name_of(e) for e in entries(fs, path) if _is_folder(fs, e))
+
+
+def _is_folder(fs: AbstractFileSystem, entry: Entry) -> bool:
+    """Whether an entry is a folder; fsspec says "other" of a local link to one."""
+    linked = entry["type"] == "other" and entry.get("islink")
+    return entry["type"] == "directory" or bool(linked and fs.isdir(entry["name"]))
 
 
 def files(fs: AbstractFileSystem, path: str, depth: float = math.inf) -> Iterator[Entry]:

@@ -29,6 +29,7 @@ HEARTBEAT_SECONDS = 5.0
 #: A lock without a heartbeat for this long has expired: its owner is dead.
 EXPIRY_SECONDS = 30.0
 _FREE = b"null"
+_UNKNOWN = "unknown"  # start of a process that exists, where /proc does not show it
 
 
 class LockLost(RuntimeError):
@@ -249,7 +250,11 @@ def is_dead(owner: dict[str, Any]) -> bool:
     here = _this_process()
     if any(owner.get(name) != here[name] for name in ("host", "boot", "pids")):
         return False
-    return "pid" in owner and _process_start(owner["pid"]) != owner.get("started")
+    if "pid" not in owner:
+        return False
+    started = _process_start(owner["pid"])
+    # Under hidepid, another user's process exists but shows no start: it may be this owner.
+    return started != owner.get("started") and started != _UNKNOWN
 
 
 def _acquire(
@@ -338,4 +343,4 @@ def _process_start(pid: int) -> str | None:
             return None
         except OSError:
             pass
-        return "unknown"
+        return _UNKNOWN

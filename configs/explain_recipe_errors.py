@@ -36,7 +36,8 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         known = _field_names(where[:-1], settings, model)
-        if where[-1] not in known and (here := coming_from.ours(where[-1])) is not None:
+        here = coming_from.ours(where[-1])
+        if where[-1] not in known and here is not None and f"called {dotted} here" not in here:
             return f"{dotted}: unknown setting ({here})"
         near = difflib.get_close_matches(where[-1], known, n=1)
         prefix = "".join(f"{part}." for part in where[:-1])

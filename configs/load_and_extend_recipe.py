@@ -42,7 +42,10 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     """
     path = find_recipe(name)
     settings = _read(path, seen=())
-    for dotted, value in (overrides or {}).items():
+    overrides = overrides or {}
+    if "source.kind" in overrides:  # a source of another kind takes nothing from the recipe's
+        settings = _merge(settings, {"source": {"kind": overrides["source.kind"]}})
+    for dotted, value in overrides.items():
         _set(settings, dotted, anchored(value, Path.cwd()))
     try:
         recipe = Recipe.model_validate(settings)
@@ -138,7 +141,9 @@ def _replaces(section: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> b
 def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for depth, part in enumerate(parents):
-        settings = settings.setdefault(part, {})
+        if settings.get(part) is None:  # absent, or null as in a resolved recipe
+            settings[part] = {}
+        settings = settings[part]
         if not isinstance(settings, dict):
             where = ".".join(parents[: depth + 1])
             raise RecipeError(f"override {dotted}: {where} is a value, not a section")

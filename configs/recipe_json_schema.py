@@ -8,8 +8,14 @@ from configs.settings.recipe import Recipe
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe file, for editors."""
+    """The JSON schema of a recipe file, for editors.
+
+    Nothing but a source's kind is required, because `extends` can set everything else.
+    """
     schema = Recipe.model_json_schema()
     schema["properties"]["extends"] = {"type": "string", "description": "Recipe to start from."}
-    schema.pop("required", None)
+    for section in (schema, *schema["$defs"].values()):
+        required = section.pop("required", [])
+        if "kind" in required:  # it selects the settings of a source
+            section["required"] = ["kind"]
     return schema

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from configs.recipe_json_schema import json_schema
+from configs.settings.recipe import Recipe
 
 Node = dict[str, Any]
 HEAD = """# Settings
@@ -25,7 +25,7 @@ PLAIN = {"boolean": "true or false", "object": "mapping"}
 
 def page() -> str:
     """The text of docs/settings.md."""
-    schema = json_schema()
+    schema = Recipe.model_json_schema()
     parts = [HEAD]
     for title, about, rows in _tables(schema):
         lines = [f"## {title}", "", *([about, ""] if about else [])]
@@ -36,7 +36,7 @@ def page() -> str:
 
 def names() -> list[str]:
     """The dotted name of every setting, in the order of the page."""
-    rows = [row for _, _, table in _tables(json_schema()) for row in table]
+    rows = [row for _, _, table in _tables(Recipe.model_json_schema()) for row in table]
     return [row.split("`")[1] for row in rows]
 
 

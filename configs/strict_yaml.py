@@ -9,15 +9,22 @@ import yaml
 
 #: Maximum depth of nested lists and mappings.
 MOST_LEVELS = 50
+_BOOLEAN = "tag:yaml.org,2002:bool"
 #: What PyYAML raises for a value that is not of its type, such as 2026-13-45.
 _INVALID = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the floats of YAML 1.2, such as 1e-5; a commit such as 4e12345 is a string.
+    """YAML 1.1 with the floats and booleans of YAML 1.2.
 
+    1e-5 is a float, a commit such as 4e12345 is a string, and so are `no`, `yes`, `on` and `off`.
     It refuses what PyYAML drops in silence, or expands without bound.
     """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's class attribute)
+        first: [(tag, pattern) for tag, pattern in found if tag != _BOOLEAN]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     _depth = 0
 
@@ -54,6 +61,9 @@ for _kind in (_Loader, _Dumper):
         re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d{1,3}$"),
         list("-+.0123456789"),
     )
+_Loader.add_implicit_resolver(
+    _BOOLEAN, re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 
 def parse_yaml(text: str) -> Any:

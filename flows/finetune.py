@@ -81,6 +81,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
         versions=partial(versions, run.recipe.runtime),
         send=run.send(parts, progress),
     )
+    encode_stage.check(result.load(run.store).summary, run.recipe.encode.max_bad)
     return ended(run.store, run.model_name, result, encode_stage.show)
 
 

@@ -53,7 +53,7 @@ from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
-from tasks.publish.assemble_pipeline import missing_weights
+from tasks.publish.assemble_pipeline import missing_weights, pipeline_weight_files
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_rules, parse_rule
 from tasks.publish.sign_model import check_key
@@ -392,6 +392,8 @@ def _check_weights(model: Path, vae: Path | None) -> None:
     missing = [part for part in missing_weights(model) if part != "vae" or vae is None]
     if missing:
         raise ModelNotFound(f"model {model}: no .safetensors weights in {', '.join(missing)}")
+    if vae is not None and not pipeline_weight_files(folder := vae_path(model, vae)):
+        raise ModelNotFound(f"model.vae {folder}: it has no .safetensors weights")
 
 
 def _check_objective(recipe: Recipe, model: Path) -> None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from configs.redact_urls import check_read_url, check_stored_url
 
@@ -25,6 +31,17 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_boolean_numbers(cls, settings: Any) -> Any:
+        """Refuse true and false for a number, which pydantic would read as 1 and 0."""
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields:
+                kinds = _kinds(cls.model_fields[name].annotation)
+                if kinds & {int, float} and bool not in kinds:
+                    raise ValueError(f"{name} must be a number, not {json.dumps(value)}")
+        return settings
+
     def refuse_changed(self, names: Iterable[str], choice: str) -> None:
         """Raise ValueError if a setting without effect differs from its default.
 
@@ -40,3 +57,8 @@ class Section(BaseModel):
                 raise ValueError(
                     f"{name} has no effect with {choice}: leave it at {json.dumps(default)}"
                 )
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation names, in unions and `Annotated` too."""
+    return {annotation}.union(*map(_kinds, get_args(annotation)))

@@ -37,10 +37,12 @@ class Encode(Section):
     seed: int = Field(
         0, ge=0, description="Seed of the crops and masks, combined with each picture's sha256."
     )
-    holdout: Fraction = Field(
+    holdout: float = Field(
         0.05,
-        description="Fraction of the pictures, 0 to 1, in the held-out split. The sha256 of the "
-        "downloaded bytes selects them.",
+        ge=0.0,
+        lt=1.0,
+        description="Fraction of the pictures, 0 to below 1, in the held-out split. The sha256 of "
+        "the downloaded bytes selects them.",
     )
     batch_size: PositiveInt = Field(
         8, description="Pictures per forward pass of the VAE; part of the cache key."

@@ -27,7 +27,7 @@ class Retrain(Section):
     replay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.5,
         description="Share of the champion's samples among the training samples, 0 to below 1, "
-        "against forgetting. Whole shards are selected, so the share is approximate.",
+        "against forgetting. It is lower if the champion's unchanged shards have fewer samples.",
     )
     learning_rate: float | None = Field(
         None, gt=0, description="Peak learning rate; null: train.learning_rate."

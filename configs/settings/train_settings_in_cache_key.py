@@ -17,7 +17,7 @@ NOT_IN_KEY = frozenset(
         "cuda_graphs",
         "deterministic",
         "device",
-        "divergence",  # it affects just runs that would otherwise end without weights
+        "divergence",  # but for the threshold that `factor` sets
         "grace_seconds",
         "gradient_checkpointing",
         "hpu",
@@ -74,6 +74,10 @@ def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
     found = settings.model_dump(mode="json", exclude=excluded)
     if not settings.timesteps.resolution_shift:  # diffusion has none
         del found["timesteps"]["resolution_shift"]
+    if settings.divergence.factor is not None:
+        # A finished run without it may have passed the threshold. `action` is no part, so that a
+        # stopped run can continue with `skip`.
+        found["divergence"] = settings.divergence.model_dump(include={"factor", "patience"})
     for name in ADDED_LATER:
         if found[name] == Train.model_fields[name].default:
             del found[name]

@@ -18,7 +18,7 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock
-from artifacts.clock import Clock
+from artifacts.clock import REAL, Clock
 from artifacts.compare_and_swap import VersionedContent
 
 
@@ -252,6 +252,26 @@ def test_a_process_of_another_pid_namespace_is_not_dead() -> None:
     assert not lock.is_dead({**gone, "host": "elsewhere"})
     assert not lock.is_dead({**gone, "boot": "of a machine with the same name"})
     assert not lock.is_dead(lock._this_process())
+
+
+def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under hidepid, other users' processes have no entry in /proc."""
+
+    def denied(pid: int, number: int) -> None:
+        raise PermissionError
+
+    hidden = {**lock._this_process(), "pid": 2**22 + 1, "started": "123"}
+    assert lock.is_dead(hidden)
+    monkeypatch.setattr(os, "kill", denied)
+    assert not lock.is_dead(hidden)
+
+
+def test_time_passes_while_the_machine_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """time.monotonic stands still meanwhile."""
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    before = REAL.now()
+    REAL.sleep(0.01)
+    assert REAL.now() > before
 
 
 def test_an_incomplete_lock_is_waited_for_and_has_no_owner(place) -> None:

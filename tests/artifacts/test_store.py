@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
 import urllib.request
@@ -471,6 +472,17 @@ def test_a_folder_in_a_folder_of_the_same_name_is_listed(any_store: Store) -> No
 
 
 @pytest.mark.slow
+def test_a_stage_behind_a_link_is_listed(tmp_path: Path) -> None:
+    """A stage may have been moved to a larger disk."""
+    store = Store(str(tmp_path / "store"))
+    build(store).commit({}, {})
+    stage = Path(store.root, "encode")
+    stage.rename(tmp_path / "larger")
+    stage.symlink_to(tmp_path / "larger")
+    Path(store.root, "dangling").symlink_to(tmp_path / "absent")
+    assert [stage for stage, _ in store.artifact_keys()] == ["encode"]
+
+
 def test_the_marker_of_a_folder_in_a_bucket_is_not_in_it(s3: S3Server, url_of: UrlOf) -> None:
     store = Store(url_of("s3"))
     marker = urllib.request.Request(f"{s3.url}/{store.root}/fox/", data=b"", method="PUT")
@@ -608,10 +620,20 @@ def test_a_reuse_reads_no_file_whose_size_and_time_stamp_are_as_committed(
 @pytest.mark.parametrize("path", FILES)
 def test_a_time_stamp_that_changed_has_its_file_hashed(whole: Artifact, path: str) -> None:
     file = Path(whole.path, path)
-    os.utime(file)
-    assert whole.store.find("encode", whole.key) is not None
     flip(file)
+    os.utime(file)
     assert whole.store.find("encode", whole.key) is None
+
+
+def test_a_copied_store_is_hashed_once(
+    whole: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy may have new time stamps."""
+    shutil.copytree(whole.store.root, tmp_path / "copy", copy_function=shutil.copyfile)
+    copy = Store(str(tmp_path / "copy"))
+    assert copy.find("encode", whole.key) is not None and copy.shard("encode", "k") is not None
+    monkeypatch.setattr(checksummed_files, "hash_file", lambda *_: pytest.fail("read"))
+    assert copy.find("encode", whole.key) is not None and copy.shard("encode", "k") is not None
 
 
 @pytest.mark.parametrize("path", FILES)

@@ -3,16 +3,19 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from configs.load_and_extend_recipe import (
     RecipeError,
     dump,
+    find_recipe,
     load_recipe,
     parse_override,
     recipe_names,
 )
 from configs.recipe_json_schema import json_schema
+from configs.strict_yaml import parse_yaml
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -40,6 +43,13 @@ def test_documented_recipes_exist() -> None:
         ({"runtime": "tpu"}, "runtime: Input should be 'torch'"),
         ({"name.x": 1}, "name is a value, not a section"),
         ({"source.kind": "ftp"}, "source"),
+        ({"train.fsdp": True}, "train: fsdp must be a number, not true"),
+        ({"train.caption_dropout_rate": False}, "caption_dropout_rate must be a number, not fals"),
+        ({"encode.holdout": 1.0}, "encode.holdout: Input should be less than 1 (got 1.0)"),
+        (
+            {"source.kind": "folder", "source.path": "x", "source.image_column": "a"},
+            "source.image_column: unknown setting (did you mean source.aesthetic_column?)",
+        ),
         (
             {"train.snr_gamma": 5.0, "train.debiased_estimation_loss": True},
             "train: snr_gamma and debiased_estimation_loss",
@@ -84,6 +94,11 @@ def test_another_kind_of_source_replaces_the_section(tmp_path: Path) -> None:
     source = load_recipe(str(path)).source
     assert source.kind == "folder"
     assert source.path == str(tmp_path / "pictures")  # ./ is relative to the recipe file
+
+
+def test_an_override_to_another_kind_of_source_replaces_the_section() -> None:
+    source = load_recipe("sdxl", {"source.path": "/pictures", "source.kind": "folder"}).source
+    assert source.kind == "folder" and source.path == "/pictures"
 
 
 def test_the_same_kind_of_source_keeps_the_other_settings(tmp_path: Path) -> None:
@@ -132,11 +147,26 @@ def test_dumped_recipe_loads_as_the_same_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "override", ["train.wandb.project", "publish.hub.repo", "train.best_checkpoint.metric"]
+)
+def test_a_section_that_is_null_in_a_dumped_recipe_can_be_set(
+    tmp_path: Path, override: str
+) -> None:
+    path = tmp_path / "again.yaml"
+    path.write_text(dump(load_recipe("sdxl")), encoding="utf-8")
+    value = "holdout_loss" if "metric" in override else "me/mine"
+    settings = {override: value, "train.holdout_loss.every_n_steps": 500}
+    assert value in json.dumps(load_recipe(str(path), settings).model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("train.steps=10", ("train.steps", 10)),
         ("train.learning_rate=1e-5", ("train.learning_rate", 1e-5)),
         ("publish.gate=[]", ("publish.gate", [])),
+        ("train.mixed_precision=no", ("train.mixed_precision", "no")),  # as YAML 1.2 has it
+        ("train.deterministic=true", ("train.deterministic", True)),
         ("store=gs://b/x=y", ("store", "gs://b/x=y")),
     ],
 )
@@ -153,6 +183,11 @@ def test_invalid_override_raises(text: str) -> None:
 def test_schema_file_matches_the_code() -> None:
     path = Path(__file__).parents[2] / "docs/recipe.schema.json"
     assert json.loads(path.read_text(encoding="utf-8")) == json_schema()
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_editors_find_no_fault_in_a_shipped_recipe(name: str) -> None:
+    jsonschema.validate(parse_yaml(find_recipe(name).read_text(encoding="utf-8")), json_schema())
 
 
 def test_override_of_a_section_keeps_other_settings() -> None:

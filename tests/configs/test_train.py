@@ -16,7 +16,8 @@ from configs.settings.train_settings_in_cache_key import NOT_IN_KEY, key_setting
         ({}, {"lr_power": 2.0, "lr_num_cycles": 3, "lr_min_ratio": 0.1}),
         ({"processes": 2}, {"micro_batch_size": 4, "device": "cpu", "checkpointing_steps": 7}),
         ({"method": "lora"}, {"method": "lora", "processes": 2}),
-        ({}, {"divergence": {"action": "skip", "factor": 3.0}}),
+        ({}, {"divergence": {"action": "skip", "patience": 2}}),  # of NaN alone
+        ({"divergence": {"factor": 3.0}}, {"divergence": {"action": "skip", "factor": 3.0}}),
     ],
 )
 def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -32,6 +33,7 @@ def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[st
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"micro_batch_size": 2}),
         ({"lr_scheduler": "polynomial"}, {"lr_power": 2.0}),
         ({"train_text_encoder": True}, {"text_encoder_lr": 1e-6}),
+        ({}, {"divergence": {"action": "skip", "factor": 3.0}}),
     ],
 )
 def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, Any]) -> None:

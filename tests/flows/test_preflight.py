@@ -118,6 +118,16 @@ def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_
         prepare(load_recipe("digits", {**small, **changed}))
 
 
+def test_a_vae_without_weights_is_refused(small: dict[str, Any], tmp_path: Path) -> None:
+    """Such as one of the hub whose configs alone were downloaded for a plan."""
+    base = Path(load_recipe("digits", small).model.path)
+    vae = tmp_path / "vae"
+    vae.mkdir()
+    shutil.copy(base / "vae/config.json", vae)
+    with pytest.raises(ModelNotFound, match=r"model\.vae .*/vae: it has no \.safetensors weights"):
+        prepare(load_recipe("digits", {**small, "model.vae": str(vae)}))
+
+
 def test_a_base_whose_parts_lead_out_of_it_is_refused(
     small: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from flows import finetune, generate
 from flows.preflight import Run
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
+from tasks.encode import stage as encode
 from tasks.publish import stage as publish
 from tasks.publish.champion_history import AliasNotWritten, Champions, _encode
 from tasks.publish.model_registry import Registry, Version
@@ -100,6 +101,15 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
     inputs, parents = asked(finetune.publish, run, *before)
     assert inputs["model"] == trained.digest and inputs["evaluation"] == evaluated.digest
     assert parents == {"model": trained, "evaluation": evaluated}
+
+
+def test_the_limit_of_bad_samples_holds_for_a_reused_encode_too(run: Run) -> None:
+    images = commit(run.store, "download", 1, {})
+    draft = run.store.draft(encode.key_parts(run.recipe, images, run.base, None))
+    draft.write(INFO, b"{}")
+    draft.commit({"samples": 8, "holdout": 1, "bad": {"NaN": 2}}, {})
+    with pytest.raises(encode.EncodeFailed, match="2 of 10 samples are bad"):
+        finetune.encode.fn(run, reused(images))
 
 
 def test_a_run_records_its_stages_before_their_builds(
