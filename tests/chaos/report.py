@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import gcs_server
 from chaos.faults import STORES
 from chaos.round import Outcome, Reference, Round, StoreLocation, Undisturbed, processes
 from chaos.worker import Given
+from fsspec import get_filesystem_class
 from store_servers import BUCKET, serving_s3
 
 SLOTS, FAULTS_PER_ROUND = 3, 85
@@ -23,12 +25,15 @@ SLOTS, FAULTS_PER_ROUND = 3, 85
 
 def run_all(stores: Sequence[str], count: int, seed: str) -> list[str]:
     """Let `count` faults happen on `stores`; print the table and return all findings."""
-    # Processes are forked from one that has imported everything.
-    tests = Path(__file__).parents[1]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests.parent)])
     print(f"KILN_TEST_SEED={seed}", flush=True)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where a sync is quick
-    with tempfile.TemporaryDirectory(prefix="kiln-chaos-", dir=memory) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="kiln-chaos-", dir=memory) as folder,
+        patch.dict(os.environ),
+    ):
+        # Processes are forked from one that has imported everything.
+        tests = Path(__file__).parents[1]
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests.parent)])
         return _report(_outcomes(stores, count, seed, Path(folder)))
 
 
@@ -80,7 +85,10 @@ def _place(kind: str, folder: Path) -> Iterator[StoreLocation]:
     server.start()
     url = os.environ[variable] = ours.recv()
     protocol = {"s3": "s3", "gcs": "gs"}[kind]
+    client = get_filesystem_class(protocol)
+    client.clear_instance_cache()  # clients of another test's server
     yield StoreLocation(kind, f"{protocol}://{BUCKET}/{uuid4()}", url, variable)
+    client.clear_instance_cache()
     server.kill()
 
 
