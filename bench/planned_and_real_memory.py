@@ -99,7 +99,8 @@ def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
     network, count = runtime._network, job.train["global_batch_size"]
     extras = ExtraInputs.from_config(network.denoiser.config)
     text = network.encodes_text
-    one = sample_batch(job.model_folder, None, resolution, network.family, extras, text=text)
+    size = (resolution, resolution)
+    one = sample_batch(job.model_folder, None, size, network.family, extras, text=text)
     many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
     arrays = ("noisy_latents", "timesteps", "target", "weight")
     repeated: dict[str, Any] = {

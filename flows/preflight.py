@@ -31,6 +31,7 @@ from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import (
     read_schedule,
     read_scheduler_config,
+    scheduler_config,
     trained_scheduler_config,
 )
 from runtimes.objective.training_objective import Objective
@@ -209,7 +210,7 @@ def prepare(
     _check_runtime(recipe, stages)
     if "train" in stages:
         if recipe.tpu is not None:
-            launch.check(recipe.tpu, recipe.store, recipe.train.wandb)
+            launch.check(recipe.tpu, recipe.store, recipe.train)
         _check_monitoring(recipe)
         _warn_of_a_long_warmup(recipe.train)
     download.check(recipe)
@@ -301,6 +302,8 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
         return  # always available; a probe would import the runtime, which takes seconds
     check_support.check_devices(recipe.runtime, asked)
     if "train" in stages:
+        if recipe.tpu is not None:  # launch.check compares it with the chips of the slice
+            settings = settings.model_copy(update={"fsdp": 1})
         check_support.check_settings(recipe.runtime, settings)
 
 
@@ -346,9 +349,9 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
-    check_support.check_scheduler(
-        recipe.runtime, read_scheduler_config(model / "scheduler"), recipe.evaluate.scheduler
-    )
+    own = read_scheduler_config(model / "scheduler")
+    for config in (own, scheduler_config(own, recipe.train)):  # both models are drawn
+        check_support.check_scheduler(recipe.runtime, config, recipe.evaluate.scheduler)
     check_training_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 

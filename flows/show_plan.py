@@ -123,6 +123,7 @@ def slice_plan_facts(plan: SlicePlan) -> dict[str, Any]:
         "argument_bytes": step.arguments,
         "temporary_bytes": step.temporaries,
         "total_bytes": step.total or None,
+        "measuring_bytes": plan.measuring_bytes or None,
         "parameters": step.parameters,
         "flops_per_image": step.flops_per_image,
         "flops": step.flops or None,
@@ -146,6 +147,8 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
         f"pictures per chip, fsdp {plan.recipe.train.fsdp}",
     )
     yield "memory", _memory(plan)
+    if plan.measuring_bytes:
+        yield "", f"held-out loss and samples: {plan.measuring_bytes / GIB:.2f} GiB and activations"
     work = []
     if step.flops_per_image is not None:
         work.append(f"{step.flops_per_image / 1e12:.4g} TFLOP per image")
@@ -167,7 +170,9 @@ def _memory(plan: SlicePlan) -> str:
     if step.temporaries:
         text += f" + {step.temporaries / GIB:.2f} GiB temporaries"
     spare = (hbm - step.total) / GIB
-    verdict = f"fits, {spare:.1f} GiB spare" if plan.fits else f"{max(-spare, 0):.1f} GiB too much"
+    verdict = (
+        f"fits, {spare:.1f} GiB spare" if plan.step_fits else f"{max(-spare, 0):.1f} GiB too much"
+    )
     return f"{text}, {step.total / GIB:.2f} of {hbm / GIB:g} GiB per chip: {verdict}"
 
 
@@ -196,6 +201,13 @@ def _storage(plan: TrainingPlan) -> str:
 
 
 def _refusal(plan: SlicePlan) -> str:
+    if plan.step_fits:
+        return (
+            f"held-out loss and samples during training gather the model on each chip, which needs "
+            f"{plan.measuring_bytes / GIB:.1f} GiB of the {plan.where.chip.hbm_bytes / GIB:g} GiB "
+            f"of a chip of {plan.where.name}: set train.holdout_loss.every_n_steps and "
+            "train.sample_every_n_steps to 0, or use chips with more memory"
+        )
     needed = f"{plan.step.total / GIB:.1f} GiB" if plan.step.total else "more"
     text = (
         f"train.micro_batch_size={plan.batch.micro_batch_size} needs {needed} of the "

@@ -64,6 +64,10 @@ class WrongInput(ValueError):
     """Invalid input of a job: settings, weights, shapes, device. The message states the remedy."""
 
 
+class ImagesNotFinite(WrongInput):
+    """Sampled images have pixels without a value."""
+
+
 class WeightsLost(RuntimeError):
     """Trained and averaged weights are mixed: only a restored State can continue the run."""
 

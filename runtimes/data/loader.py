@@ -19,6 +19,7 @@ from artifacts.latent_shards import (
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.apply_caption_dropout import caption_row, zeroed
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
+from runtimes.data.kept_rows import KeptRows, KeptShard
 from runtimes.data.prefetch import Prefetch
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
@@ -36,6 +37,7 @@ class BatchReader:
         extras: the denoiser's inputs in addition to the family's conditioning.
         cache_bytes: size limit of the local cache of remote shards.
         guidance_scale: input of a guidance-distilled denoiser.
+        keep_bytes: maximum size of samples that stay in memory once they are read.
 
     Attributes:
         groups: for each shard, number of samples per group.
@@ -54,6 +56,7 @@ class BatchReader:
         extras: ExtraInputs = NO_EXTRA_INPUTS,
         cache_bytes: int = 20 * 2**30,
         guidance_scale: float = 1.0,
+        keep_bytes: int = 0,
     ) -> None:
         if latents.info["family"] != family.name:
             raise WrongInput(
@@ -81,6 +84,7 @@ class BatchReader:
         self._prompt_shape = (latents.info["tokens"], latents.info["prompt_dim"])
         self.groups = [ref.groups for ref in latents.shards]
         self._shards = ShardFiles(latents.shards, open_limit=8, cache_bytes=cache_bytes)
+        self._rows = KeptRows(self._shards, keep_bytes) if keep_bytes else self._shards
 
     def keep_open(self, count: int) -> None:
         """Set the maximum number of memory-mapped shards."""
@@ -148,7 +152,7 @@ class BatchReader:
         return found
 
     def _read(self, index: SampleIndex, choices: Choices) -> Captioned:
-        shard, group = self._shards[index.shard], index.group
+        shard, group = self._rows[index.shard], index.group
         mirrored = flipped_group(group)
         if choices.flip < 0.5 and mirrored in shard.groups:
             group = mirrored
@@ -164,7 +168,7 @@ class BatchReader:
             raise WrongInput(f"latent shard {shard.path} is damaged: {error}") from None
 
     def _captioned(
-        self, sample: LatentSample, shard: LatentShard, row: int, zeros: bool
+        self, sample: LatentSample, shard: LatentShard | KeptShard, row: int, zeros: bool
     ) -> Captioned:
         if self._text_encoders:
             has_t5 = self._family.frozen_text is not None

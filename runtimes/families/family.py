@@ -28,7 +28,8 @@ class TextEncoder:
     kind: Literal["clip", "t5", "llm"] = "clip"
     states: bool = True  # whether prompt_embeds contains its hidden states
     pooled: str | None = None  # its output that pooled_prompt_embeds contains
-    tokens: int | None = None  # T5, LLM: the pipeline's default maximum caption length
+    tokens: int | None = None  # T5, LLM: maximum caption length, the default of encode_prompt
+    call_tokens: int | None = None  # that of the pipeline's call, where it is shorter
     optional: bool = False  # whether a pipeline may lack it
     layers: tuple[int, ...] = (-1,)  # LLM: indices of its hidden states, concatenated along D
     prefix: int = 0  # LLM: first tokens of the pipeline's template, which prompt_embeds lacks

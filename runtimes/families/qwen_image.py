@@ -29,6 +29,7 @@ class QwenImage(Family):
         TextEncoder(
             *("text_encoder", ("Qwen2_5_VLForConditionalGeneration",), "llm"),
             tokens=1024,
+            call_tokens=512,
             prefix=34,
             padded=False,
         ),

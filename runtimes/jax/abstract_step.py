@@ -55,8 +55,9 @@ class AbstractStep:
         self._loops = list[scan_blocks.Loop]()
         extras = ExtraInputs.from_config(network.denoiser.config)
         vae = None if request.vae is None else Path(request.vae)
+        size = (request.resolution, request.resolution)
         self._batch = sample_batch(
-            *(Path(request.model), vae, request.resolution, network.family, extras),
+            *(Path(request.model), vae, size, network.family, extras),
             text=network.encodes_text,
         )
         recompute_blocks(network, settings, self._mesh)

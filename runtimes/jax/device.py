@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -17,6 +18,7 @@ from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import free_port
+from runtimes.spmd.mesh_shape_and_sharding import mesh_shape
 from runtimes.spmd.tpu_specs import peak_of
 from runtimes.torch_models.gpu_specs import known_peak
 from runtimes.torch_models.refuse_float16_training import check_precision
@@ -30,6 +32,10 @@ def check(settings: Train) -> None:
     _check_name(settings.device)
     check_settings(settings)
     _check_processes(settings.device, settings.processes)
+    if Ranks.here().world == 1:  # else other machines can have devices of the mesh, too
+        count = _device_count(settings.device, settings.processes)
+        if count is not None:
+            mesh_shape(count, settings.fsdp)
 
 
 def check_settings(settings: Train) -> None:
@@ -95,6 +101,20 @@ def _check_processes(device: str, count: int) -> None:
             f"{count} processes need one GPU each, this machine has {_gpus()}: lower "
             "train.processes, or set device cpu"
         )
+
+
+def _device_count(device: str, processes: int) -> int | None:
+    """Number of devices that `processes` of this machine will have; None for TPU chips.
+
+    No device is opened: an open TPU is not available to other processes.
+    """
+    if device == "tpu" or (device == "auto" and _has_tpu()):
+        return None
+    if device != "cpu" and (gpus := _gpus()):
+        return gpus if processes == 1 else processes
+    flags = os.environ.get("XLA_FLAGS", "")
+    emulated = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(emulated[-1] if emulated else 1) * processes
 
 
 def _has_tpu() -> bool:

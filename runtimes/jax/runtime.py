@@ -63,6 +63,8 @@ class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
     _compiled_step: Any = None
+    #: What `_averaged` returned within `evaluating`; None outside.
+    _evaluated: Arrays | None = None
 
     def load(self, job: TrainJob) -> None:
         self._job = job
@@ -161,9 +163,17 @@ class TheRuntime(BaseRuntime):
         return held_out_errors(self._errors, self._averaged(), batch, self._rows, self._mesh, dtype)
 
     def _averaged(self) -> Arrays:
-        """The network's arrays in the compute dtype, with EMA weights if there is an EMA."""
+        """The network's arrays in the compute dtype, with EMA weights if there is an EMA.
+
+        Every device has all of them. Within `evaluating` they are gathered once.
+        """
+        if self._evaluated:
+            return self._evaluated
         weights = self._working(self._state.get("ema", self._state["weights"]))
-        return self._frozen | {self._names[name]: array for name, array in weights.items()}
+        found = self._frozen | {self._names[name]: array for name, array in weights.items()}
+        if self._evaluated is not None:
+            self._evaluated = found
+        return found
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         try:
@@ -180,7 +190,12 @@ class TheRuntime(BaseRuntime):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        yield  # `_averaged` has the EMA weights, and the sampler's programs have no dropout
+        """`_averaged` has the EMA weights, and the sampler's programs have no dropout."""
+        self._evaluated = {}
+        try:
+            yield
+        finally:
+            self._evaluated = None
 
     def _trace(self, folder: str) -> AbstractContextManager[None]:
         return jax.profiler.trace(folder)

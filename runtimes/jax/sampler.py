@@ -29,6 +29,7 @@ from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.guidance import is_guided
+from runtimes.sample.image_levels import image_levels
 from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
@@ -110,6 +111,9 @@ class Sampler:
 
         Returns:
             Images [N, H, W, 3] uint8.
+
+        Raises:
+            ImagesNotFinite: an image has pixels without a value.
         """
         assert self._network is not None, "call `use` first"
         arrays = self._arrays()
@@ -129,7 +133,7 @@ class Sampler:
         pictures = list[NDArray[np.uint8]]()
         for batch in batches:
             drawn = self._mesh.fetch(self._sample(arrays, batch, table, sampler))
-            pictures += list(drawn[: batch.count])
+            pictures += list(image_levels(drawn[: batch.count]))
         return np.stack(pictures)
 
     @cached_property
@@ -230,12 +234,11 @@ class Sampler:
         return scheduler_step(latents, previous, output, coefficients)
 
     def _decode(self, vae: Arrays, latents: Array) -> Array:
-        """Decode latents [B, C, h, w] f32 to images [B, H, W, 3] uint8."""
+        """Decode latents [B, C, h, w] f32 to images [B, H, W, 3] f32 in 0..1."""
         scale, shift = LatentScale.from_info(self._encoder.info).unscaled(latents.shape[1:])
         latents = latents * scale + shift
         pixels = self._decoder(vae, jnp.uint32(0), latents.astype(self._vae_dtype))
-        levels = jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1) * 255
-        return jnp.round(levels).astype(jnp.uint8).transpose(0, 2, 3, 1)
+        return jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1).transpose(0, 2, 3, 1)
 
     def _texts(self, arrays: Arrays, captions: list[str]) -> tuple[Float32, Float32 | None]:
         """Prompt embeddings [B, T, D] f32 and pooled embeddings [B, P] f32 or None.

@@ -6,7 +6,7 @@ and the published scheduler_config.json must all use the changed config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ SCHEDULERS = {
     "lms": "LMSDiscreteScheduler",
     "pndm": "PNDMScheduler",
 }
+#: Of SCHEDULERS, those without rescale_betas_zero_snr, and those without prediction_type `sample`.
+NO_ZERO_SNR = ("lms", "pndm")
+NO_SAMPLE = ("euler_ancestral", "pndm")
 #: Schedulers that compiling runtimes support (sample/tabulated_schedulers.py).
 TABULATED = (
     "DDIMScheduler",
@@ -157,14 +160,27 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: a key of SCHEDULERS.
 
     Raises:
-        WrongInput: one scheduler is for flow matching, the other for diffusion.
+        WrongInput: one scheduler is for flow matching, the other for diffusion, or the other one
+            lacks the model's noise schedule or prediction type.
     """
     kind = SCHEDULERS[name]
     if is_flow({"_class_name": kind}) != is_flow(config):
         raise WrongInput(
             f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
         )
+    if config.get("rescale_betas_zero_snr"):
+        _refuse(name, NO_ZERO_SNR, "zero terminal SNR")
+    if config.get("prediction_type") == "sample":
+        _refuse(name, NO_SAMPLE, "prediction_type sample")
     return {**config, "_class_name": kind, "clip_sample": False}
+
+
+def _refuse(name: str, lacking: Sequence[str], what: str) -> None:
+    if name in lacking:
+        others = [one for one in SCHEDULERS if one not in lacking and one != "flow_euler"]
+        raise WrongInput(
+            f"scheduler {name} cannot draw a model with {what}: choose one of {', '.join(others)}"
+        )
 
 
 def sampling_scheduler(

@@ -167,12 +167,12 @@ def text_length(model_folder: Path) -> int:
 
 
 def unusual_text_length(model_folder: Path) -> int | None:
-    """The maximum caption length if it is not the pipeline's default."""
-    family = detect_family(model_folder)
-    if family.frozen_text is None:
+    """The maximum caption length if it is not the default of the pipeline's call."""
+    encoder = detect_family(model_folder).frozen_text
+    if encoder is None:
         return None
     found = text_length(model_folder)
-    return None if found == family.frozen_text.tokens else found
+    return None if found == (encoder.call_tokens or encoder.tokens) else found
 
 
 def text_class(model_folder: Path, part: str) -> str:

@@ -18,6 +18,7 @@ from runtimes.families.inpainting_and_scores import (
 )
 from runtimes.objective.scheduler_config import sampling_scheduler
 from runtimes.sample.guidance import true_cfg_arguments
+from runtimes.sample.image_levels import image_levels
 from runtimes.sample.initial_noise import NoiseBatch, noise_batches
 
 
@@ -71,9 +72,12 @@ class PipelineSampler(ABC):
 
         Returns:
             Images [N, H, W, 3] uint8.
+
+        Raises:
+            ImagesNotFinite: an image has pixels without a value.
         """
-        drawn = list(self.draw_floats(prompts, sampler, first=first))
-        return (np.concatenate(drawn) * 255).round().astype(np.uint8)
+        drawn = self.draw_floats(prompts, sampler, first=first)
+        return np.concatenate([image_levels(images) for images in drawn])
 
     def draw_floats(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int

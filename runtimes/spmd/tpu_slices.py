@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
+from runtimes.spmd.mesh_shape_and_sharding import mesh_shape
 from runtimes.spmd.tpu_specs import ALIASES, TPU_SPECS, TpuSpec
 
 
@@ -52,3 +54,29 @@ def parse_slice(name: str) -> TpuSlice:
         known = ", ".join(f"{kind}-{count}" for count in sizes)
         raise WrongInput(f"topology {name}: no such slice (known: {known})")
     return TpuSlice(name, kind, sizes[int(size)])
+
+
+def parse_accelerator_type(name: str) -> TpuSlice | None:
+    """As `parse_slice`, for Cloud TPU's accelerator types; None if the generation is unknown.
+
+    v4 and v5p have more sizes than the topologies of TPU_SPECS, all of whole hosts; the chips of
+    such a slice are in one row here.
+    """
+    kind, _, size = name.partition("-")
+    kind = ALIASES.get(kind, kind)
+    if kind not in TPU_SPECS:
+        return None
+    cores, chip = int(size) if size.isdigit() else 0, TPU_SPECS[kind]
+    if cores and chip.cores > 1 and cores % (4 * chip.cores) == 0:
+        return TpuSlice(name, kind, (cores // chip.cores,))
+    return parse_slice(name)
+
+
+def check_training(where: TpuSlice, settings: Train) -> None:
+    """Raise WrongInput for a batch or shards that the hosts or chips of a slice cannot share."""
+    if settings.global_batch_size % where.hosts:
+        raise WrongInput(
+            f"train.global_batch_size {settings.global_batch_size} is not divisible by the "
+            f"{where.hosts} hosts of {where.name}: make it a multiple"
+        )
+    mesh_shape(where.chips, settings.fsdp)

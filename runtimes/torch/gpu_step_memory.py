@@ -161,9 +161,8 @@ def _network(request: GpuStepRequest, settings: Train) -> Network:
 def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:
     extras = ExtraInputs.from_config(network.denoiser.config)
     vae = None if request.vae is None else Path(request.vae)
-    return sample_batch(
-        Path(request.model), vae, request.resolution, network.family, extras, text=text
-    )
+    size = request.drawn_size or (request.resolution, request.resolution)
+    return sample_batch(Path(request.model), vae, size, network.family, extras, text=text)
 
 
 def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:

@@ -17,11 +17,12 @@ class GpuStepRequest:
 
     model: str  # local folder of the base pipeline; its configs are enough
     train: dict[str, Any]  # configs.settings.train.Train, dumped
-    resolution: int  # of the pictures, pixels
+    resolution: int  # side of the pictures to train on, pixels
     vae: str | None = None
     denoiser_config: dict[str, Any] | None = None
     text_dtype: str | None = None  # as TrainJob.text_dtype; held-out losses need the encoders too
     sampling_dtype: str | None = None  # None: a training step; else sampling in this dtype
+    drawn_size: tuple[int, int] | None = None  # (height, width) of sampling; None: `resolution`
     device: str = "cuda"  # cuda or cpu, whose operators save different tensors
 
 

@@ -17,7 +17,7 @@ from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_c
 def sample_batch(
     model: Path,
     vae: Path | None,
-    resolution: int,
+    size: tuple[int, int],
     family: Family,
     extras: ExtraInputs,
     *,
@@ -28,16 +28,15 @@ def sample_batch(
     Args:
         model: pipeline folder; its configs are enough.
         vae: folder of the VAE that replaces the pipeline's own.
-        resolution: side of the square picture, in pixels.
+        size: (height, width) of the picture, in pixels.
         family: of the pipeline.
         extras: inputs of the denoiser other than text.
         text: whether the step encodes token ids.
     """
     info = describe_encoders(model, vae)
-    side = resolution // info["vae_scale_factor"]
-    latents = np.zeros((1, info["latent_channels"], side, side), np.float32)
-    square = (resolution, resolution)
-    sample = LatentSample(latents[0], latents[0], bytes(32), square, (0, 0), square, False, (0,))
+    rows, columns = (pixels // info["vae_scale_factor"] for pixels in size)
+    latents = np.zeros((1, info["latent_channels"], rows, columns), np.float32)
+    sample = LatentSample(latents[0], latents[0], bytes(32), size, (0, 0), size, False, (0,))
     pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
     ids = None
     if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
@@ -48,7 +47,8 @@ def sample_batch(
     captioned = Captioned(sample, embeds, pooled, ids)
     conditioning = family.condition([captioned])
     if extras.inpainting:
-        conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), side, side), np.float32)
+        shape = (1, 1 + len(latents[0]), rows, columns)
+        conditioning["inpainting"] = np.zeros(shape, np.float32)
     if extras.aesthetic_score:
         conditioning["aesthetic_score"] = np.zeros(1, np.float32)
     schedule = read_schedule(model / "scheduler")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.checksummed_files import write_atomic
-from runtimes.contract import Runtime, WeightsLost
+from runtimes.contract import ImagesNotFinite, Runtime, WeightsLost
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.train.experiment_trackers import Trackers
@@ -89,6 +89,9 @@ class Samples:
             return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
         except WeightsLost:
             raise
+        except ImagesNotFinite as error:  # each rank drew to the end: none waits
+            self._warn(step, error)
+            return None
         except Exception as error:  # such as out of memory, or a missing pipeline component
             if self._runtime.samples_collectively:
                 raise  # the other ranks would wait in a collective for ever

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from runtimes.contract import UNCAST
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.sample.guidance import is_guided
+from runtimes.sample.image_levels import image_levels
 from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner, sampler_table
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Embeds
@@ -77,8 +78,11 @@ class Sampler:
 
         Returns:
             Images [N, H, W, 3] uint8.
+
+        Raises:
+            ImagesNotFinite: an image has pixels without a value.
         """
-        return (self.pixels(prompts, sampler, first=first) * 255).round().astype(np.uint8)
+        return image_levels(self.pixels(prompts, sampler, first=first))
 
     @torch.no_grad()
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:

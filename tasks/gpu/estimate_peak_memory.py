@@ -12,7 +12,9 @@ from typing import Any
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+from runtimes.sample.initial_noise import image_size
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
 from tasks.evaluate.prompts import sample_prompts
@@ -86,7 +88,16 @@ class Planner:
     def _sampling(self, dtype: str) -> GpuStepRequest:
         names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
         settings = self._recipe.train.model_dump(mode="json", include=names)
-        return replace(self._request(settings), sampling_dtype=dtype)
+        size = self._drawn_size()
+        return replace(self._request(settings), sampling_dtype=dtype, drawn_size=size)
+
+    def _drawn_size(self) -> tuple[int, int]:
+        """(height, width) of the pictures that training and evaluation draw, in pixels."""
+        family = detect_family(self._model)
+        denoiser = read_config(self._model / family.denoiser / "config.json")
+        scale = describe_encoders(self._model, self._vae)["vae_scale_factor"]
+        asked = self._recipe.evaluate.model_dump(include={"height", "width"})
+        return image_size(asked, family, denoiser, scale)
 
     def _request(self, train: dict[str, Any]) -> GpuStepRequest:
         config = self._recipe.train.denoiser_config

@@ -97,7 +97,10 @@ def digest_settings(recipe: Recipe) -> str:
         {
             "train": recipe.train.model_dump(mode="json", include=TRAIN_SETTINGS),
             "resolution": recipe.encode.resolution,
-            "evaluate": [evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe))],
+            "evaluate": [
+                *(evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe))),
+                *(evaluate.height, evaluate.width),
+            ],
             "models": [None if path is None else _without_checkout(path) for path in models],
             **({} if recipe.encode.text_dtype is None else {"text": recipe.encode.text_dtype}),
         }

@@ -24,10 +24,11 @@ from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.image_shards import add_member
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
-from configs.settings.holdout_divergence_profile_wandb import Wandb
 from configs.settings.tpu import Tpu
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
+from runtimes.spmd.tpu_slices import check_training, parse_accelerator_type
 from tasks.build_or_reuse import TransientError
 from tasks.child_process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice
@@ -50,13 +51,15 @@ class SliceUnavailable(TransientError):
     """No slice is available now; the message states the reason."""
 
 
-def check(tpu: Tpu, store: str, wandb: Wandb | None) -> None:
+def check(tpu: Tpu, store: str, settings: Train) -> None:
     """Raise WrongInput if this machine or the recipe does not support training on a slice."""
+    if (where := parse_accelerator_type(tpu.accelerator_type)) is not None:
+        check_training(where, settings)
     if shutil.which("gcloud") is None:
         raise WrongInput("tpu: gcloud is not installed here (or set `tpu` to null)")
     if not store.startswith("gs://"):
         raise WrongInput(f"tpu: a slice cannot read the store {store}: make it a gs:// URL")
-    if wandb is not None and wandb.mode == "online":
+    if settings.wandb is not None and settings.wandb.mode == "online":
         raise WrongInput("tpu: a slice does not get your W&B key: set train.wandb.mode offline")
     if not (ROOT / "deploy/tpu/worker.sh").is_file():
         raise WrongInput("tpu: run kiln from a checkout: its code is copied to the slice")

@@ -19,10 +19,9 @@ from artifacts.download_or_find_model import resolve_configs
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
-from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
+from runtimes.spmd.tpu_slices import TpuSlice, check_training, parse_slice
 from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
 
 #: Increment when the compiled step or the values read from the compiler change.
@@ -83,7 +82,24 @@ class SlicePlan(TrainingPlan):
 
     @property
     def fits(self) -> bool:
+        return self.step_fits and self.measuring_bytes <= self.where.chip.hbm_bytes
+
+    @property
+    def step_fits(self) -> bool:
         return _fits(self.step, self.where)
+
+    @property
+    def measuring_bytes(self) -> int:
+        """Least bytes per chip of held-out loss and samples during training; 0 without them.
+
+        Runtime jax gathers the whole model for them, beside the state. Activations are not counted.
+        """
+        settings = self.recipe.train
+        measures = settings.holdout_loss.every_n_steps or settings.sample_every_n_steps
+        if self.recipe.runtime != "jax" or not measures:
+            return 0
+        itemsize = 4 if settings.compute_dtype == "float32" else 2
+        return self.step.arguments + self.step.parameters * itemsize
 
     @property
     def chips(self) -> int:
@@ -132,7 +148,7 @@ def plan_slice_training(
         vae = vae_path(model, resolve_configs(recipe.model.vae))
     measure = partial(_load_or_compile, recipe, model, vae, say)
     found = SlicePlan(recipe, where, size, measure(size), describe_encoders(model, vae))
-    if found.fits and not search:
+    if found.step_fits and not search:
         return found
     return replace(found, largest=_largest(measure, size))
 
@@ -140,11 +156,7 @@ def plan_slice_training(
 def _size(recipe: Recipe, where: TpuSlice) -> Size:
     """The recipe's batch, divided equally among the hosts of a slice."""
     settings = recipe.train
-    if settings.global_batch_size % where.hosts:
-        raise WrongInput(
-            f"train.global_batch_size {settings.global_batch_size} is not divisible by the "
-            f"{where.hosts} hosts of {where.name}: make it a multiple"
-        )
+    check_training(where, settings)
     share = settings.global_batch_size // where.hosts
     return Size(min(settings.micro_batch_size or share, share), share, where)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import chips
 import pytest
 import torch
 
@@ -63,6 +64,14 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
         (
             {"train.prediction_type": "sample", "publish.gate": ["holdout_loss < base"]},
             "publish.gate: 'holdout_loss < base' compares incomparable losses, since the scheduler",
+        ),
+        (
+            {"evaluate.scheduler": "pndm"},
+            "scheduler pndm cannot draw a model with zero terminal SNR: choose one of ddim,",
+        ),
+        (
+            {"train.prediction_type": "sample", "evaluate.scheduler": "euler_ancestral"},
+            "scheduler euler_ancestral cannot draw a model with prediction_type sample",
         ),
         (
             {**PAINTS, "publish.gate": ["holdout_loss < base"]},
@@ -180,6 +189,17 @@ def test_more_processes_than_devices_are_refused(
     prepare(load_recipe("digits", {**small, "train.processes": 2}))
     with pytest.raises(WrongInput, match="need one CUDA device each, this machine has 2"):
         prepare(load_recipe("digits", {**small, "train.processes": 4}))
+
+
+def test_shards_that_the_devices_cannot_share_are_refused(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chips.importorskip("jax")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    jax = {**small, "runtime": "jax", "train.device": "cpu", "train.processes": 2}
+    prepare(load_recipe("digits", {**jax, "train.fsdp": 4}), until="train")
+    with pytest.raises(WrongInput, match=r"train\.fsdp 3 does not divide 4 devices"):
+        prepare(load_recipe("digits", {**jax, "train.fsdp": 3}), until="train")
 
 
 @pytest.mark.parametrize("name", ["laion-jax", "sd2-v5p"])

@@ -37,8 +37,11 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+SUMMARY = {"samples": 1, "holdout": 0, "bad": {}}  # of an encode stage without faults
+
+
 def result(store: Store, stage: str, outcome: str = "built") -> StageResult:
-    artifact = store.draft(KeyParts(stage, 1, {}, {})).commit({}, {})
+    artifact = store.draft(KeyParts(stage, 1, {}, {})).commit(SUMMARY, {})
     return StageResult(stage, artifact.key, artifact.uri, artifact.digest, outcome, 0.0)
 
 

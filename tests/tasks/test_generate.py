@@ -110,7 +110,7 @@ def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> No
         ({"ddim_eta": 0.5, "scheduler": "euler"}, "ddim_eta is for scheduler ddim"),
         ({"height": 36}, "height: 36 is not a multiple"),
         ({"device": "tpu"}, "device: tpu is not on this machine"),
-        ({"runtime": "jax", "scheduler": "pndm"}, "^scheduler: runtime jax cannot draw with PNDM"),
+        ({"runtime": "jax", "scheduler": "ddpm"}, "^scheduler: runtime jax cannot draw with DDPM"),
     ],
 )
 def test_unsupported_settings_are_one_line_errors(
@@ -119,3 +119,12 @@ def test_unsupported_settings_are_one_line_errors(
     with pytest.raises((RecipeError, WrongInput), match=words) as caught:
         draw(**settings)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_scheduler_that_lacks_the_noise_of_the_model_is_refused(
+    draw: Callable[..., Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"_class_name": "DDIMScheduler", "rescale_betas_zero_snr": True}
+    monkeypatch.setattr(generate, "read_scheduler_config", lambda folder: own)
+    with pytest.raises(WrongInput, match="lms cannot draw a model with zero terminal SNR"):
+        draw(scheduler="lms")

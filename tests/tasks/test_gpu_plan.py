@@ -105,6 +105,21 @@ def test_the_peak_is_the_sum_of_its_parts(plan: Callable[..., GpuPlan]) -> None:
     assert gib(found.peaks.sampling) == 1 + 4 / 4  # evaluate.batch_size 4
 
 
+def test_sampling_is_planned_at_the_size_that_is_drawn(
+    plan: Callable[..., GpuPlan], tiny_sd: Path, tmp_path: Path, steps: Steps
+) -> None:
+    def drawn() -> list[Any]:
+        sampling = [one for one in steps.asked if one["sampling_dtype"] is not None]
+        return [one["drawn_size"] for one in sampling if one["resolution"] == 32]
+
+    plan(80, sample_every_n_steps=10)
+    assert {tuple(size) for size in drawn()} == {(32, 32)}, "the model's own size"
+    recipe = make_recipe(tiny_sd, tmp_path)
+    larger = recipe.evaluate.model_copy(update={"height": 256})
+    plan_for(recipe.model_copy(update={"evaluate": larger}), Gpu("a GPU", GIB), tiny_sd, None)
+    assert tuple(drawn()[-1]) == (256, 32)
+
+
 def test_micro_batches_keep_gradients(plan: Callable[..., GpuPlan]) -> None:
     parts = plan(80, micro_batch_size=2, ema_decay=0.9).peaks.training
     assert gib(parts["gradients"]) == gib(parts["ema"]) == 1

@@ -30,6 +30,7 @@ def test_a_setting_that_changes_the_memory_has_no_stored_plan() -> None:
         {"train.micro_batch_size": 1},
         {"encode.resolution": 512},
         {"evaluate.batch_size": 1},
+        {"evaluate.height": 512},
         {"train.lora.rank": 64},
         {"model.path": "some/other"},
     ):

@@ -14,7 +14,9 @@ from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.holdout_divergence_profile_wandb import Wandb
 from configs.settings.tpu import Tpu
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
+from runtimes.spmd.tpu_slices import parse_accelerator_type
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
 
@@ -181,19 +183,49 @@ def test_unsupported_software_is_refused_before_gcloud(
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("accelerator_type", "settings", "words"),
+    [
+        ("v5p-64", {"global_batch_size": 10}, "10 is not divisible by the 8 hosts of v5p-64"),
+        ("v5p-64", {"fsdp": 5}, "train.fsdp 5 does not divide 32 devices"),
+        ("v5p-9", {}, "topology v5p-9: no such slice .known: v5p-8, "),
+        ("v5litepod-12", {}, "topology v5litepod-12: no such slice"),
+        ("v5litepod-16", {"fsdp": 3}, "train.fsdp 3 does not divide 16 devices"),
+        ("v5p-384", {"global_batch_size": 64}, "the 48 hosts of v5p-384"),
+    ],
+)
+def test_a_batch_or_shards_that_the_slice_cannot_share_are_refused_before_it_is_paid(
+    accelerator_type: str, settings: dict[str, Any], words: str
+) -> None:
+    tpu = Tpu(**{**SLICE, "accelerator_type": accelerator_type})
+    with pytest.raises(WrongInput, match=words):
+        launch.check(tpu, "gs://bucket/store", Train(**{"global_batch_size": 96, **settings}))
+
+
+@pytest.mark.parametrize(("name", "chips"), [("v5p-384", 192), ("v5p-2048", 1024), ("v2-8", None)])
+def test_accelerator_types_without_a_plan_are_known_by_their_size(
+    name: str, chips: int | None
+) -> None:
+    found = parse_accelerator_type(name)
+    assert (found and (found.chips, found.hosts)) == (chips and (chips, chips // 4))
+
+
 def test_a_store_that_a_slice_cannot_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gcloud").write_text("")
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    settings, wandb = Train(global_batch_size=8), Wandb(project="p")
     with pytest.raises(WrongInput, match="make it a gs:// URL"):
-        launch.check(Tpu(**SLICE), "store", None)
+        launch.check(Tpu(**SLICE), "store", settings)
     with pytest.raises(WrongInput, match="mode offline"):
-        launch.check(Tpu(**SLICE), "gs://bucket/store", Wandb(project="p"))
-    launch.check(Tpu(**SLICE), "gs://bucket/store", None)
+        launch.check(
+            Tpu(**SLICE), "gs://bucket/store", settings.model_copy(update={"wandb": wandb})
+        )
+    launch.check(Tpu(**SLICE), "gs://bucket/store", settings)
     (tmp_path / "gcloud").unlink()
     with pytest.raises(WrongInput, match="gcloud is not installed"):
-        launch.check(Tpu(**SLICE), "gs://bucket/store", None)
+        launch.check(Tpu(**SLICE), "gs://bucket/store", settings)
     with pytest.raises(RecipeError, match="tpu requires runtime xla"):
         load_recipe("digits", {f"tpu.{name}": value for name, value in SLICE.items()})

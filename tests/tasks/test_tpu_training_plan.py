@@ -157,6 +157,26 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     assert " 0.00 of" not in said and " 0 TFLOP" not in said and ": -" not in said
 
 
+def test_measurements_that_gather_the_whole_model_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """12 B parameters in bfloat16 are 22.4 GiB; a step gathers one block at a time."""
+    step = replace(PLAN, total=3 * GIB, parameters=12 * 10**9)
+
+    def plan(**train: Any) -> tpu_training_plan.SlicePlan:
+        recipe = make_recipe(tmp_path, global_batch_size=16, mixed_precision="bf16", **train)
+        return tpu_training_plan.SlicePlan(recipe, SLICE, _size(recipe, SLICE), step, INFO)
+
+    assert plan().fits and not plan(sample_every_n_steps=10).fits
+    found = plan(holdout_loss={"every_n_steps": 10})
+    monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
+    with pytest.raises(DoesNotFit, match=r"gather the model .* 24\.4 GiB of the 15\.75 GiB"):
+        show_plan(found.recipe, "v5e-8", search=False, as_json=False)
+    assert "fits, 12.8 GiB spare\n          held-out loss and samples: 24.35 GiB" in (
+        capsys.readouterr().out
+    )
+
+
 def test_inputs_other_than_text_are_planned(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     train = recipe.train.model_copy(update={"inpainting": True, "aesthetic_score": True})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from artifacts.clock import Clock
 from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.contract import StepBatch, WrongInput
+from runtimes.data import shard_cache
 from runtimes.data.holdout_batches import Holdout
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
@@ -315,6 +317,42 @@ def test_held_out_samples_come_with_fixed_noise(latents_url: str) -> None:
     assert sorted(drawn(4)) == list(range(5)), "five were held out"
     assert all(len(set(rows)) == 3 for rows in drawn(4).values())
     assert drawn(4) == drawn(7)
+
+
+@pytest.mark.parametrize("text_encoders", [False, True])
+def test_held_out_samples_are_downloaded_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write_latents: WriteLatents,
+    text_encoders: bool,
+) -> None:
+    """A validation reads few samples of many shards, which would evict those of the training."""
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    url = write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6, "holdout/8x8": 2}] * 12)
+    latents, downloaded = open_latents(url), list[str]()
+    fetch = shard_cache._download
+
+    def counted(*given: Any) -> None:
+        downloaded.append(given[2].url)
+        fetch(*given)
+
+    monkeypatch.setattr(shard_cache, "_download", counted)
+
+    def holdout(**given: int) -> Holdout:
+        limit = 2 * max(ref.size for ref in latents.shards)
+        family = FAMILIES["sdxl"]
+        more = {"text_encoders": text_encoders, "cache_bytes": limit, **given}
+        reader = BatchReader(latents, family, objective(), **more)  # type: ignore[arg-type]
+        return Holdout(reader, samples=24, draws=3, batch_size=5)
+
+    again = [batch for _, batch in holdout().batches()]
+    for kept, downloads in ((2**20, [12]), (3000, range(13, 25))):  # all rows; few rows
+        downloaded.clear()
+        measured = holdout(keep_bytes=kept)
+        for _ in range(2):
+            for one, (_, other) in zip(again, measured.batches(), strict=True):
+                assert_same(one, other)
+        assert len(downloaded) in downloads
 
 
 PEAK = """

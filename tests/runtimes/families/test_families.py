@@ -2,9 +2,11 @@
 
 import json
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -100,6 +102,17 @@ def test_a_dropped_caption_is_zeros_and_trains_nothing(
         assert not found[keyword].any()
     found["prompt_embeds"].sum().backward()
     assert not any(p.grad.any() for p in encoders[0].parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", [name for name, f in FAMILIES.items() if f.frozen_text])
+def test_the_card_states_the_caption_length_unless_the_plain_call_has_it(name: str) -> None:
+    """Captions are as long as those of the evaluation."""
+    family = FAMILIES[name]
+    encoder, pipeline = family.frozen_text, getattr(diffusers, family.pipelines[0])
+    usual = signature(pipeline.__call__).parameters["max_sequence_length"].default
+    assert encoder and usual == (encoder.call_tokens or encoder.tokens)
+    longest = signature(pipeline.encode_prompt).parameters["max_sequence_length"].default
+    assert encoder.tokens == longest
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,6 +6,8 @@ script takes the posterior's mean as latents; here it takes the job's draw.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from flow_families import (
 )
 from jobs import MakeJob
 
+from runtimes.pipeline_folder.describe_encoders import unusual_text_length
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
 
@@ -89,6 +92,17 @@ def test_twenty_steps_have_the_figures_of_diffusers_script(
     if case == "lora":
         script.add_adapters(4, 8.0, TARGETS)
     assert_figures(job, script)
+
+
+def test_the_plain_call_cuts_captions_that_the_training_reads(
+    tiny_qwen_image: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_qwen_image, tmp_path / "model"))
+    config = model / "tokenizer/tokenizer_config.json"
+    found = json.loads(config.read_text(encoding="utf-8"))
+    for longest, shown in ((131072, 1024), (512, None)):
+        config.write_text(json.dumps(found | {"model_max_length": longest}), encoding="utf-8")
+        assert unusual_text_length(model) == shown
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(

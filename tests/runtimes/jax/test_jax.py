@@ -18,6 +18,7 @@ from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 
 jax = chips.importorskip("jax")
+from runtimes.jax import runtime as jax_runtime  # noqa: E402
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.parameters_and_optimizer_state import frozen_arrays  # noqa: E402
@@ -105,3 +106,20 @@ def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
     assert {n: (a.shape, a.dtype) for n, a in planned.items()} == {
         n: (a.shape, a.dtype) for n, a in arrays.items()
     }
+
+
+def test_a_validation_gathers_the_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, seen = jax_runtime.TheRuntime.__new__(jax_runtime.TheRuntime), list[Any]()
+    gathered = iter(range(9))
+    runtime._settings, runtime._rows, runtime._mesh, runtime._errors = Train(), 1, None, None
+    runtime._state, runtime._frozen, runtime._names = {"weights": {}}, {}, {"w": "unet.w"}
+    runtime._working = lambda weights: {"w": next(gathered)}
+    monkeypatch.setattr(
+        jax_runtime, "held_out_errors", lambda call, arrays, *_: seen.append(arrays)
+    )
+    for _ in range(2):
+        with runtime.evaluating():
+            runtime.errors(None)
+            runtime.errors(None)
+    assert [arrays["unet.w"] for arrays in seen] == [0, 0, 1, 1]
+    assert runtime._evaluated is None, "the memory is free for training"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from jobs import SAMPLER
 
+from runtimes.contract import WrongInput
 from runtimes.process.job import Drawing
 from runtimes.sample.load_network import load_network
 
@@ -36,6 +37,16 @@ def test_one_program_draws_as_one_for_each_step(tiny_sd: Path) -> None:
         assert np.abs(others - drawn[0]).max() <= 1  # of 255 levels
     turned = sampler.draw(PROMPTS[::-1], SAMPLER, first=0).astype(int)
     assert np.abs(turned - drawn[0]).max() >= 5, "by other prompts"
+
+
+def test_pictures_that_are_not_finite_are_an_error(tiny_sd: Path) -> None:
+    mesh = Mesh(1, jax.devices()[:1])
+    network = load_network(Drawing(""), tiny_sd, torch.float32, torch.device("cpu"))
+    torch.nn.init.constant_(network.denoiser.conv_out.bias, torch.nan)
+    sampler, arrays = Sampler(tiny_sd, mesh, "float32"), frozen_arrays(network, mesh, torch.float32)
+    sampler.use(network, lambda: arrays)
+    with pytest.raises(WrongInput, match="pictures are not finite"):
+        sampler.draw(PROMPTS[:1], SAMPLER, first=0)
 
 
 def test_a_vae_that_overflows_in_half_precision_stays_in_float32(tiny_sdxl: Path) -> None:

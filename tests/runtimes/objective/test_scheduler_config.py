@@ -16,6 +16,8 @@ from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.scheduler_config import (
     PREDICTS_SAMPLE,
     RESCALES_BETAS,
+    SCHEDULERS,
+    drawing_config,
     read_schedule,
     scheduler_config,
     trained_scheduler_config,
@@ -108,6 +110,30 @@ def test_schedulers_do_what_we_count_on(name: str) -> None:
             said = target_of(schedule, picture.numpy(), noise.numpy(), level)
             latents = scheduler.step(torch.from_numpy(said), t, latents).prev_sample
         torch.testing.assert_close(latents, picture, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS.keys() - {"flow_euler"}))
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"zero_terminal_snr": True, "prediction_type": "v_prediction"}, {"lms", "pndm"}),
+        ({"prediction_type": "sample"}, {"euler_ancestral", "pndm"}),
+        ({"prediction_type": "v_prediction"}, set()),
+    ],
+)
+def test_a_chosen_scheduler_draws_with_the_noise_of_the_training_or_is_refused(
+    name: str, settings: dict, refused: set[str]
+) -> None:
+    config = scheduler_config(config_of("EulerDiscreteScheduler"), Train(**settings))
+    if name in refused:
+        with pytest.raises(WrongInput, match=f"scheduler {name} cannot draw a model with .* ddim,"):
+            drawing_config(config, name)
+        return
+    scheduler, picture = make_scheduler(drawing_config(config, name)), torch.zeros(1, 1, 4, 4)
+    assert_close(NoiseSchedule.from_config(config).alphas_cumprod, scheduler.alphas_cumprod)
+    scheduler.set_timesteps(10)
+    t = scheduler.timesteps[0]
+    scheduler.step(scheduler.scale_model_input(picture, t), t, picture)
 
 
 @pytest.mark.parametrize(

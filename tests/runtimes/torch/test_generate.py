@@ -177,6 +177,19 @@ def test_a_missing_part_is_named(job: GenerateJob, tmp_path: Path, missing: str)
         generate(replace(job, model=str(copied), latents=None))
 
 
+def test_pictures_that_are_not_finite_are_an_error_and_no_file(
+    job: GenerateJob, tmp_path: Path
+) -> None:
+    """As bytes they would be black, and comparable."""
+    unet = UNet2DConditionModel.from_pretrained(job.model, subfolder="unet")
+    torch.nn.init.constant_(unet.conv_out.bias, torch.nan)
+    unet.save_pretrained(tmp_path / "nan")
+    drawing = Drawing(str(tmp_path / "out"), {"unet": str(tmp_path / "nan")})
+    with pytest.raises(WrongInput, match="pictures are not finite"):
+        generate(replace(job, drawings=(drawing,), latents=None, prompts=PROMPTS * 2))
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_stable_diffusion_draws_too(tiny_sd: Path, tmp_path: Path) -> None:
     job = GenerateJob(
         "torch", str(tiny_sd), (Drawing(str(tmp_path / "sd")),), PROMPTS * 2, SAMPLER, device="cpu"

@@ -122,7 +122,7 @@ def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -
     settings = Train(mixed_precision=precision, gradient_checkpointing="blocks")
     network = Network.without_weights(tiny_sdxl, settings)
     extras = ExtraInputs.from_config(network.denoiser.config)
-    batch = sample_batch(tiny_sdxl, None, 64, network.family, extras, text=False)
+    batch = sample_batch(tiny_sdxl, None, (64, 64), network.family, extras, text=False)
     request = GpuStepRequest(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
     counted = FlopCounter(network).of(batch)
     assert counted is not None
@@ -150,6 +150,17 @@ def test_sampling_needs_all_weights_of_the_pipeline_and_no_gradients(tiny_sdxl: 
     one, two = found.peak(1), found.peak(2)
     assert one["activations"] == one["gradients"] == 0
     assert one["temporaries"] < two["temporaries"] <= 2 * one["temporaries"]
+
+
+def test_sampling_needs_the_memory_of_the_size_that_is_drawn(tiny_sdxl: Path) -> None:
+    def temporaries(size: tuple[int, int] | None, resolution: int = 64) -> int:
+        train = Train().model_dump(mode="json")
+        given = {"sampling_dtype": "bfloat16", "drawn_size": size}
+        found = step_memory(GpuStepRequest(str(tiny_sdxl), train, resolution, **given))  # type: ignore[arg-type]
+        return found.peak(1)["temporaries"]
+
+    assert temporaries((64, 64), resolution=32) == temporaries(None)
+    assert temporaries((128, 64)) == temporaries((64, 128)) > 1.9 * temporaries((64, 64))
 
 
 def test_samples_use_the_trained_text_encoders(tiny_sdxl: Path) -> None:

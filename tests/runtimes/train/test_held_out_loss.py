@@ -64,7 +64,17 @@ def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
     settings = {"holdout_loss": {"every_n_steps": 1}, "global_batch_size": 2}
     job = make_job(latents=few, **settings)
     with pytest.raises(WrongInput, match="the latents have no held-out samples"):
-        make_holdout(job, read_train_settings(job))
+        make_holdout(job, read_train_settings(job), open_latents(few))
     job = replace(job, holdout=latents_url)
-    with make_holdout(job, read_train_settings(job)) or pytest.fail("none") as holdout:
+    given = (job, read_train_settings(job), open_latents(few))
+    with make_holdout(*given) or pytest.fail("none") as holdout:
         assert sorted({n for numbers, _ in holdout.batches() for n in numbers}) == [*range(5)]
+
+
+def test_the_manifest_of_the_latents_is_not_read_again(
+    make_job: MakeJob, latents_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of 400,000 shards has 507 MiB in memory."""
+    job = make_job(latents=latents_url, holdout_loss={"every_n_steps": 1})
+    monkeypatch.setattr("runtimes.train.training_loop.open_job_latents", pytest.fail)
+    assert make_holdout(job, read_train_settings(job), open_latents(latents_url)) is not None

@@ -9,7 +9,7 @@ import pytest
 from jobs import MakeJob
 from numpy.typing import NDArray
 
-from runtimes.contract import WeightsLost
+from runtimes.contract import ImagesNotFinite, WeightsLost
 from runtimes.process.events import Events, SilentEvents
 from runtimes.process.job import TrainJob
 from runtimes.train import samples
@@ -52,6 +52,15 @@ def test_pictures_that_cannot_be_drawn(make_job: MakeJob) -> None:
     assert alone == ["no sample pictures at step 3: RuntimeError: out of memory"]
     with pytest.raises(RuntimeError, match="out of memory"):
         draw(make_job(), Draws(False, together=True))
+
+
+def test_pictures_that_are_not_finite_end_no_training(make_job: MakeJob) -> None:
+    """Nor on ranks that draw together: each has drawn to the end."""
+    runtime = Draws(False, together=True)
+    runtime.error = ImagesNotFinite("not finite")
+    assert draw(make_job(), runtime) == [
+        "no sample pictures at step 3: ImagesNotFinite: not finite"
+    ]
 
 
 def test_other_ranks_draw_only_if_all_must(make_job: MakeJob) -> None:
