@@ -1,8 +1,11 @@
 """Bootstrap intervals: of one model's metric, and of the difference between two models.
 
 Resample b has the same pictures for every model and metric with n pictures, because its weights
-depend on (seed, n) alone. The difference of two resampled metrics is therefore a paired bootstrap
-(Efron & Tibshirani 1993, ch. 8 and 13).
+depend on seed, n and prompts alone. The difference of two resampled metrics is therefore a paired
+bootstrap (Efron & Tibshirani 1993, ch. 8 and 13).
+
+Pictures of one prompt resemble each other. A prompt with several pictures is therefore resampled
+with all of them (cluster bootstrap: Davison & Hinkley 1997, sec. 3.8).
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: A metric in metrics.json: {"value", "n", "ci": [low, high], "resamples", "interval"}.
+#: A metric in metrics.json: {"value", "n", "ci": [low, high], "resamples", "interval"}, and
+#: "prompts" and "counted" of an Estimate that has them.
 Metric = dict[str, Any]
+#: The number of each picture's prompt.
+Prompts = tuple[int, ...]
 Float64 = NDArray[np.float64]
 Interval = tuple[float, float]
 LEVEL = 0.95
@@ -39,12 +45,14 @@ class Estimate:
     is_share: bool = False  # a mean of True and False
     low: float = -np.inf  # the metric's range
     high: float = np.inf
+    prompts: int = 0  # resampled with all their pictures; 0: each picture by itself
+    counted: int = 0  # size of the set of a share whose members are not independent; 0: they are
 
     def interval(self, level: float = LEVEL) -> Interval:
         """The confidence interval of the value: Wilson's for a share, else by bootstrap."""
         if self.is_share:
             return _wilson(self, level)
-        low, high = _by_bootstrap(self.resampled, self.value, level)
+        low, high = _by_bootstrap(self.resampled, self.value, self.prompts, level)
         return max(low, self.low), min(high, self.high)
 
     def metric(self) -> Metric:
@@ -55,40 +63,84 @@ class Estimate:
             "ci": list(self.interval()),
             "resamples": len(self.resampled),
             "interval": "wilson" if self.is_share else "bootstrap",
+            **({"prompts": self.prompts} if self.prompts else {}),
+            **({"counted": self.counted} if self.counted else {}),
         }
 
 
 Estimates = Mapping[str, Estimate]
 
 
-def weights(seed: int, resamples: int, n: int, stream: int = PICTURES) -> Float64:
-    """Bootstrap weights f64 [resamples, n]: multinomial counts divided by n. Do not change them."""
-    return _weights(seed, resamples, n, stream)
+def weights(
+    seed: int, resamples: int, n: int, stream: int = PICTURES, prompts: Prompts | None = None
+) -> Float64:
+    """Bootstrap weights f64 [resamples, n] of n pictures, with sum 1. Do not change them."""
+    return _weights(seed, resamples, n, stream, prompts)
 
 
-@lru_cache(maxsize=8)
-def _weights(seed: int, resamples: int, n: int, stream: int) -> Float64:
-    rng = np.random.default_rng((seed, stream, n))
-    found = rng.multinomial(n, np.full(n, 1 / n), size=resamples) / n
-    found.setflags(write=False)
+def counts(
+    seed: int, resamples: int, n: int, stream: int = PICTURES, prompts: Prompts | None = None
+) -> NDArray[np.int64]:
+    """How often each of n pictures is in each resample [resamples, n].
+
+    All pictures of a prompt are in it equally often. `clusters` says when `prompts` count.
+    """
+    drawn = clusters(prompts) or n
+    rng = np.random.default_rng((seed, stream, drawn))
+    found = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples)
+    if clusters(prompts):
+        _, prompt_of = np.unique(np.array(prompts), return_inverse=True)
+        found = found[:, prompt_of]
     return np.asarray(found)
 
 
-def mean(values: NDArray[Any], resamples: int, seed: int) -> Estimate:
+def clusters(prompts: Prompts | None) -> int:
+    """The number of prompts to resample; 0 if each picture is resampled by itself.
+
+    So it is if every prompt has one picture. Of one prompt alone, the spread between prompts is
+    unknown: an interval then speaks of this prompt.
+    """
+    if prompts is None:
+        return 0
+    distinct = len(set(prompts))
+    return distinct if 1 < distinct < len(prompts) else 0
+
+
+@lru_cache(maxsize=8)
+def _weights(seed: int, resamples: int, n: int, stream: int, prompts: Prompts | None) -> Float64:
+    found = counts(seed, resamples, n, stream, prompts)
+    shares = found / found.sum(axis=1, keepdims=True)
+    shares.setflags(write=False)
+    return np.asarray(shares)
+
+
+def mean(
+    values: NDArray[Any], resamples: int, seed: int, prompts: Prompts | None = None
+) -> Estimate:
     """The mean of values [N]. Raises ValueError if N is 0."""
     values = values.astype(np.float64)
     if len(values) == 0:
         raise ValueError("the mean needs at least one value")
-    resampled = weights(seed, resamples, len(values)) @ values
-    return Estimate(float(values.mean()), len(values), resampled)
+    resampled = weights(seed, resamples, len(values), prompts=prompts) @ values
+    return Estimate(float(values.mean()), len(values), resampled, prompts=clusters(prompts))
 
 
-def share(passed: NDArray[np.bool_], resamples: int, seed: int) -> Estimate:
+def share(
+    passed: NDArray[np.bool_], resamples: int, seed: int, prompts: Prompts | None = None
+) -> Estimate:
     """The share of True in bool [N]. Raises ValueError if N is 0."""
     if len(passed) == 0:
         raise ValueError("no pictures to judge")
-    resampled = weights(seed, resamples, len(passed)) @ passed
-    return Estimate(float(np.mean(passed)), len(passed), resampled, is_share=True)
+    resampled = weights(seed, resamples, len(passed), prompts=prompts) @ passed
+    drawn = clusters(prompts)
+    return Estimate(
+        float(np.mean(passed)),
+        len(passed),
+        resampled,
+        is_share=True,
+        prompts=drawn,
+        counted=len(passed) if drawn else 0,
+    )
 
 
 def difference(
@@ -107,13 +159,14 @@ def difference(
     Raises:
         ValueError: the estimates are not paired.
     """
-    if (tuned.n, len(tuned.resampled)) != (other.n, len(other.resampled)):
+    pictures = [(one.n, one.prompts, len(one.resampled)) for one in (tuned, other)]
+    if pictures[0] != pictures[1]:
         raise ValueError("the two metrics are of different pictures or resamples")
     value = tuned.value - factor * other.value - offset
     if tuned.is_share and other.is_share:
         return _newcombe(tuned, other, factor, value, level)
     resampled = tuned.resampled - factor * other.resampled - offset
-    return _by_bootstrap(resampled, value, level)
+    return _by_bootstrap(resampled, value, tuned.prompts, level)
 
 
 def differences(tuned: Estimates, other: Estimates) -> dict[str, Metric]:
@@ -161,31 +214,64 @@ def from_npz(
                 arrays[f"{model}/{name}"].astype(np.float64),
                 models[model]["interval"] == "wilson",
                 *ranges.get(name, (-np.inf, np.inf)),
+                prompts=models[model].get("prompts", 0),
+                counted=models[model].get("counted", 0),
             )
             for name, models in metrics.items()
             if model in models
         }
 
 
-def _by_bootstrap(resampled: Float64, value: float, level: float) -> Interval:
+def _by_bootstrap(resampled: Float64, value: float, prompts: int, level: float) -> Interval:
     """Percentile interval, without the bootstrap estimate of bias (Efron & Tibshirani, ch. 10).
 
     Resamples with replacement have less spread than the sample, which increases a distance.
     Without the correction the whole interval may lie above the value. Percentiles of few resamples
-    are too narrow; the interval is then value +- z standard errors (ch. 12).
+    are too narrow; the interval is then value +- z standard errors (ch. 12). So are percentiles of
+    few prompts; the interval is then value +- t standard errors.
     """
     tail = (1.0 - level) / 2.0
-    if len(resampled) * tail < LEAST_BEYOND - 1e-9:
-        half = NormalDist().inv_cdf(1.0 - tail) * float(resampled.std(ddof=1))
+    if prompts or len(resampled) * tail < LEAST_BEYOND - 1e-9:
+        half = _quantile(level, prompts) * math.sqrt(_variance(resampled, prompts))
         return value - half, value + half
     centred = resampled - (resampled.mean() - value)
     low, high = np.percentile(centred, [100.0 * tail, 100.0 * (1.0 - tail)])
     return float(low), float(high)
 
 
+def _quantile(level: float, prompts: int) -> float:
+    """Half the width of an interval in standard errors: Student's t if prompts are resampled."""
+    if not prompts:
+        return NormalDist().inv_cdf((1.0 + level) / 2.0)
+    from scipy.special import stdtrit  # half a second to import
+
+    return float(stdtrit(prompts - 1, (1.0 + level) / 2.0))
+
+
+def _variance(resampled: Float64, prompts: int) -> float:
+    """The squared standard error. Resamples of G prompts have (G - 1) / G of it."""
+    found = float(resampled.var(ddof=1)) if len(resampled) > 1 else 0.0
+    return found * prompts / (prompts - 1) if prompts else found
+
+
+def _trials(estimate: Estimate, level: float) -> float:
+    """The number of independent pictures that tell as much of a share.
+
+    Korn & Graubard 1998: a share's variance by the resamples, and Student's t, reduce the number.
+    At 0 and 1 the resamples may have no variance; t alone then reduces it.
+    """
+    if not estimate.counted:
+        return estimate.n
+    trials, p = float(estimate.counted), estimate.value
+    variance = _variance(estimate.resampled, estimate.prompts)
+    if 0.0 < p < 1.0 and variance > 0.0:
+        trials = min(trials, p * (1.0 - p) / variance)
+    return trials * (_quantile(level, 0) / _quantile(level, estimate.prompts)) ** 2
+
+
 def _wilson(estimate: Estimate, level: float) -> Interval:
     """Wilson's score interval (1927), valid at 0 and 1 too."""
-    z, n, p = NormalDist().inv_cdf((1.0 + level) / 2.0), estimate.n, estimate.value
+    z, n, p = _quantile(level, 0), _trials(estimate, level), estimate.value
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     return max(centre - half, 0.0), min(centre + half, 1.0)

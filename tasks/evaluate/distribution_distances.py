@@ -1,19 +1,31 @@
 """Metrics of a set of pictures against a reference set: CMMD, KID, Fréchet, precision, recall.
 
 Each function has the features [N, D] of the pictures and [M, D] of the references. Its bootstrap
-draws weights of both sets; one matrix product computes all resamples of a kernel metric.
+draws weights of both sets; one matrix product computes all resamples of a kernel metric. `prompts`
+has the number of each picture's prompt; by default, each picture has a prompt of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.evaluate.bootstrap import PICTURES, REFERENCES, Estimate, Float64, Interval, weights
+from tasks.evaluate.bootstrap import (
+    PICTURES,
+    REFERENCES,
+    Estimate,
+    Float64,
+    Interval,
+    Prompts,
+    clusters,
+    counts,
+    weights,
+)
 from tasks.evaluate.clip_score import normalise
 
 CMMD_SIGMA = 10.0
@@ -25,7 +37,13 @@ FRECHET_BUDGET = 3e9
 MIN_RESAMPLES = 40
 
 
-def cmmd(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+def cmmd(
+    images: NDArray[Any],
+    reference: NDArray[Any],
+    resamples: int,
+    seed: int,
+    prompts: Prompts | None = None,
+) -> Estimate:
     """CLIP maximum mean discrepancy.
 
     Jayasumana et al. 2024 (arXiv 2401.09603): 1000 times the squared MMD with a Gaussian kernel of
@@ -40,11 +58,17 @@ def cmmd(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: in
         yy = ((wy @ k_yy) * wy).sum(axis=1)
         return CMMD_SCALE * (xx + yy - 2.0 * ((wx @ k_xy) * wy).sum(axis=1))
 
-    found = _estimate(distance, len(x), len(y), resamples, seed)
-    return Estimate(max(found.value, 0.0), found.n, found.resampled, low=0.0)
+    found = _estimate(distance, len(x), len(y), resamples, seed, prompts)
+    return replace(found, value=max(found.value, 0.0), low=0.0)
 
 
-def kid(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+def kid(
+    images: NDArray[Any],
+    reference: NDArray[Any],
+    resamples: int,
+    seed: int,
+    prompts: Prompts | None = None,
+) -> Estimate:
     """Kernel inception distance: the unbiased squared MMD with the kernel (x.y / D + 1)³.
 
     Bińkowski et al. 2018 (arXiv 1801.01401), over all pictures instead of random subsets. It may
@@ -63,10 +87,16 @@ def kid(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int
         cross = ((wx @ k_xy) * wy).sum(axis=1)
         return _off_diagonal(k_xx, wx) + _off_diagonal(k_yy, wy) - 2.0 * cross
 
-    return _estimate(distance, len(x), len(y), resamples, seed)
+    return _estimate(distance, len(x), len(y), resamples, seed, prompts)
 
 
-def frechet(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+def frechet(
+    images: NDArray[Any],
+    reference: NDArray[Any],
+    resamples: int,
+    seed: int,
+    prompts: Prompts | None = None,
+) -> Estimate:
     """Fréchet distance between Gaussian fits.
 
     Heusel et al. 2017 (arXiv 1706.08500), on unnormalised features (Kynkäänniemi et al. 2023, arXiv
@@ -80,11 +110,11 @@ def frechet(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed:
     value = frechet_distance(x, y)
     size = min(len(x), len(y), x.shape[1])
     resamples = int(min(resamples, max(MIN_RESAMPLES, FRECHET_BUDGET / max(size, 64) ** 3)))
-    rows_x = _rows(weights(seed, resamples, len(x), PICTURES))
-    rows_y = _rows(weights(seed, resamples, len(y), REFERENCES))
+    rows_x = _rows(counts(seed, resamples, len(x), PICTURES, prompts))
+    rows_y = _rows(counts(seed, resamples, len(y), REFERENCES))
     pairs = zip(rows_x, rows_y, strict=True)
     resampled = np.array([frechet_distance(x[a], y[b]) for a, b in pairs])
-    return Estimate(value, len(x), resampled, low=0.0)
+    return Estimate(value, len(x), resampled, low=0.0, prompts=clusters(prompts))
 
 
 def frechet_distance(x: Float64, y: Float64) -> float:
@@ -105,7 +135,13 @@ def frechet_distance(x: Float64, y: Float64) -> float:
     return max(float(shift + (a**2).sum() + (b**2).sum() - 2.0 * root), 0.0)
 
 
-def precision(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+def precision(
+    images: NDArray[Any],
+    reference: NDArray[Any],
+    resamples: int,
+    seed: int,
+    prompts: Prompts | None = None,
+) -> Estimate:
     """Share of the pictures within the references' manifold: are they realistic.
 
     Kynkäänniemi et al. 2019 (arXiv 1904.06991): the manifold is the union of balls, one around each
@@ -116,23 +152,40 @@ def precision(images: NDArray[Any], reference: NDArray[Any], resamples: int, see
     def value(wx: Float64, wy: Float64) -> Float64:
         return np.asarray(((wy > 0) @ inside.T.astype(np.float64) > 0.5) * wx).sum(axis=1)
 
-    found = _estimate(value, len(images), len(reference), resamples, seed)
-    return Estimate(found.value, found.n, found.resampled, low=0.0, high=1.0)
+    found = _estimate(value, len(images), len(reference), resamples, seed, prompts)
+    return replace(found, is_share=True, counted=len(images))
 
 
-def recall(images: NDArray[Any], reference: NDArray[Any], resamples: int, seed: int) -> Estimate:
+def recall(
+    images: NDArray[Any],
+    reference: NDArray[Any],
+    resamples: int,
+    seed: int,
+    prompts: Prompts | None = None,
+) -> Estimate:
     """Share of the references within the pictures' manifold: are they as diverse. See precision."""
     inside = _within(reference, images)
 
     def value(wx: Float64, wy: Float64) -> Float64:
         return np.asarray(((wx > 0) @ inside.T.astype(np.float64) > 0.5) * wy).sum(axis=1)
 
-    found = _estimate(value, len(images), len(reference), resamples, seed)
-    return Estimate(found.value, found.n, found.resampled, low=0.0, high=1.0)
+    found = _estimate(value, len(images), len(reference), resamples, seed, prompts)
+    return replace(found, is_share=True, counted=len(reference))
 
 
-#: A metric: (image features, reference features, resamples, seed) -> estimate.
-Distance = Callable[[NDArray[Any], NDArray[Any], int, int], Estimate]
+class Distance(Protocol):
+    """A metric of image features [N, D] and reference features [M, D]."""
+
+    def __call__(
+        self,
+        images: NDArray[Any],
+        reference: NDArray[Any],
+        resamples: int,
+        seed: int,
+        prompts: Prompts | None = None,
+    ) -> Estimate: ...
+
+
 #: By features of evaluate.image_encoder. CMMD has those of evaluate.clip, by its definition.
 DISTANCES: dict[str, Distance] = {
     "fd": frechet,
@@ -142,21 +195,24 @@ DISTANCES: dict[str, Distance] = {
 }
 #: By features of evaluate.inception: what torch-fidelity and most papers call FID and KID.
 INCEPTION_DISTANCES: dict[str, Distance] = {"fd_inception": frechet, "kid_inception": kid}
-#: The range of a metric by its name; kid and kid_inception may have any value. An evaluation stores
-#: resampled values alone, and a publication computes the intervals again.
-RANGES: dict[str, Interval] = {
-    **dict.fromkeys(("cmmd", "fd", "fd_inception"), (0.0, math.inf)),
-    **dict.fromkeys(("precision", "recall"), (0.0, 1.0)),
-}
+#: The range of a distance by its name; kid and kid_inception may have any value. An evaluation
+#: stores resampled values alone, and a publication computes the intervals again.
+RANGES: dict[str, Interval] = dict.fromkeys(("cmmd", "fd", "fd_inception"), (0.0, math.inf))
 
 
 def _estimate(
-    value: Callable[[Float64, Float64], Float64], n: int, m: int, resamples: int, seed: int
+    value: Callable[[Float64, Float64], Float64],
+    n: int,
+    m: int,
+    resamples: int,
+    seed: int,
+    prompts: Prompts | None,
 ) -> Estimate:
     """The estimate of a function of weights [B, N] and [B, M]."""
     all_equal = value(np.full((1, n), 1 / n), np.full((1, m), 1 / m))
-    wx, wy = weights(seed, resamples, n, PICTURES), weights(seed, resamples, m, REFERENCES)
-    return Estimate(float(all_equal[0]), n, value(wx, wy))
+    wx = weights(seed, resamples, n, PICTURES, prompts)
+    wy = weights(seed, resamples, m, REFERENCES)
+    return Estimate(float(all_equal[0]), n, value(wx, wy), prompts=clusters(prompts))
 
 
 def _within(points: NDArray[Any], manifold: NDArray[Any]) -> NDArray[np.bool_]:
@@ -175,10 +231,9 @@ def _off_diagonal(kernel: Float64, w: Float64) -> Float64:
     return np.divide(total, pairs, out=np.zeros_like(total), where=pairs > 1e-12)
 
 
-def _rows(w: Float64) -> list[NDArray[np.intp]]:
-    """Row numbers [N] of each resample with weights [B, N]."""
-    counts = np.rint(w * w.shape[1]).astype(int)
-    return [np.repeat(np.arange(w.shape[1]), count) for count in counts]
+def _rows(drawn: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+    """Row numbers of each resample with counts [B, N]."""
+    return [np.repeat(np.arange(drawn.shape[1]), count) for count in drawn]
 
 
 def _compact(a: Float64) -> Float64:

@@ -34,7 +34,7 @@ from tasks.trained_weights import BASE, TrainedWeights
 
 STAGE = "evaluate"
 #: Increment when the content of the pictures or the definition of a metric changes.
-VERSION = 3
+VERSION = 4
 LOSSES = "losses.json"
 #: The parts of a pipeline folder that affect its pictures.
 DRAWING_PARTS = (

@@ -1,8 +1,14 @@
-"""Models that turn pictures into feature vectors: CLIP, any `transformers` vision model, pixels."""
+"""Models that turn pictures into feature vectors: CLIP, any `transformers` vision model, pixels.
+
+Image encoders of distances and memorisation see whole pictures, resized to the model's input, as
+FD-DINOv2's authors do. CLIPScore, CMMD and preference models see what CLIP's image processor keeps,
+a square from the middle, as their authors do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -44,16 +50,40 @@ def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
 
 
 def check_image_encoder(folder: Path) -> None:
-    """Raise WrongInput unless a folder has a vision model's files; no weights are loaded."""
-    _model_type(folder, "evaluate.image_encoder", "vision model")
-    parts = {"weights": WEIGHTS, "an image processor": PROCESSOR}
-    _check_parts(folder, "evaluate.image_encoder", parts)
+    """Raise WrongInput unless a folder has a model of pictures; no weights are loaded."""
+    setting = "evaluate.image_encoder"
+    if _model_type(folder, setting, "vision model") == "clip":
+        check_clip(folder, setting)
+        return
+    _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
+    _check_call(folder, setting)
+
+
+def _check_call(folder: Path, setting: str) -> None:
+    """Raise WrongInput if a model without weights does not accept a picture alone."""
+    import torch
+    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        processor = AutoImageProcessor.from_pretrained(folder, **local)
+        config = AutoConfig.from_pretrained(folder, **local)
+        with torch.device("meta"):  # shapes alone
+            model = AutoModel.from_config(config, trust_remote_code=False)
+        blank = np.zeros((64, 64, 3), np.uint8)
+        _pooled(model.eval(), _whole_pictures(processor, [blank]).to("meta"))
+    except NotImplementedError:
+        pass  # an operation that needs values
+    except Exception as error:  # each architecture has its own
+        raise WrongInput(
+            f"{setting}: {folder} has no features of a picture alone: {one_line(error)}"
+        ) from None
 
 
 def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
     """The CLIP model or vision model of a folder. Raises WrongInput if it fails to load."""
     if read_config(folder / "config.json").get("model_type") == "clip":
-        return Clip(folder, device, "evaluate.image_encoder")
+        return WholePictures(Clip(folder, device, "evaluate.image_encoder"))
     return VisionModel(folder, device)
 
 
@@ -91,17 +121,24 @@ class Clip:
         self._width = int(model.config.projection_dim)
         self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
 
-    def images(self, pictures: Iterable[Picture]) -> Float32:
-        """Projected image features, f32 [N, D], not normalised. Picture sizes may differ."""
-        rows = list(self._image_batches(pictures))
+    def images(self, pictures: Iterable[Picture], *, whole: bool = False) -> Float32:
+        """Projected image features, f32 [N, D], not normalised. Picture sizes may differ.
+
+        Args:
+            whole: see whole pictures, instead of what the image processor keeps.
+        """
+        rows = list(self._image_batches(pictures, whole))
         return np.concatenate(rows) if rows else np.zeros((0, self._width), np.float32)
 
-    def _image_batches(self, pictures: Iterable[Picture]) -> Iterator[Float32]:
+    def _image_batches(self, pictures: Iterable[Picture], whole: bool) -> Iterator[Float32]:
         import torch
 
         for batch in batches(pictures, BATCH):
             with torch.inference_mode():
-                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
+                if whole:
+                    pixels = _whole_pictures(self._processor, batch)
+                else:
+                    pixels = self._processor(images=batch, return_tensors="pt").pixel_values
                 output = self._model.get_image_features(pixel_values=pixels.to(self._device))
             yield output.pooler_output.cpu().numpy()
 
@@ -129,11 +166,23 @@ class Clip:
         return np.stack([features[prompt] for prompt in prompts])
 
 
+@dataclass(frozen=True)
+class WholePictures:
+    """A CLIP model as an image encoder: the projected features of whole pictures."""
+
+    clip: Clip
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, D], not normalised. Picture sizes may differ."""
+        return self.clip.images(pictures, whole=True)
+
+
 class VisionModel:
     """Any vision model of `transformers`, such as Dinov2Model, in float32 and inference mode.
 
     Its features are the `pooler_output`; DINOv2's is the normalised class token, as FD-DINOv2 uses
     it (Stein et al. 2023, arXiv 2306.04675). A model without one has the mean of its last states.
+    A model of pictures and texts, such as SiglipModel, has its image features.
 
     Args:
         folder: local `transformers` folder with model and image processor.
@@ -164,12 +213,8 @@ class VisionModel:
         rows: list[Float32] = []
         with torch.inference_mode():
             for batch in batches(pictures, BATCH):
-                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
-                output = self._model(pixel_values=pixels.to(self._device))
-                pooled = getattr(output, "pooler_output", None)
-                if pooled is None:
-                    pooled = output.last_hidden_state.mean(dim=1)
-                rows.append(pooled.flatten(1).cpu().numpy())
+                pixels = _whole_pictures(self._processor, batch)
+                rows.append(_pooled(self._model, pixels.to(self._device)).cpu().numpy())
         return np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
 
 
@@ -189,6 +234,25 @@ class Pixels:
         stacked = np.stack(small) if small else np.zeros((0, *size, 3), np.float32)
         centred = stacked - stacked.mean(axis=(1, 2), keepdims=True)
         return centred.reshape(len(stacked), -1)
+
+
+def _whole_pictures(processor: Any, pictures: Sequence[Picture]) -> Any:
+    """Pixels [B, 3, H, W] of whole pictures, resized to what an image processor would crop."""
+    options: dict[str, Any] = {}
+    if getattr(processor, "do_center_crop", False):
+        side = processor.crop_size
+        size = {"height": side["height"], "width": side["width"]}
+        options = {"size": size, "do_center_crop": False}
+    return processor(images=list(pictures), return_tensors="pt", **options).pixel_values
+
+
+def _pooled(model: Any, pixels: Any) -> Any:
+    """Features [B, D] of pixels [B, 3, H, W]."""
+    output = getattr(model, "get_image_features", model)(pixel_values=pixels)
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is None:
+        pooled = output.last_hidden_state.mean(dim=1)
+    return pooled.flatten(1)
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

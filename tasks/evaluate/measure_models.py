@@ -12,7 +12,7 @@ from artifacts.store import Shard, Store
 from configs.settings.evaluate import Memorization
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import bootstrap, memorization
-from tasks.evaluate.bootstrap import Estimate
+from tasks.evaluate.bootstrap import Estimate, Prompts
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES, cmmd
 from tasks.evaluate.draw_pictures import read_losses, read_pictures
@@ -22,6 +22,7 @@ from tasks.evaluate.feature_encoders import (
     Float32,
     ImageEncoder,
     Pixels,
+    WholePictures,
     batches,
     open_image_encoder,
 )
@@ -29,7 +30,14 @@ from tasks.evaluate.holdout_loss import holdout_losses
 from tasks.evaluate.inception import Inception
 from tasks.evaluate.judges import Judge, Scores, judge_pictures, open_judges
 from tasks.evaluate.memorization import NearestTraining, nearest
-from tasks.evaluate.metric_names import CLIP_SCORE, CMMD, all_prompts, compared_sets, slices_by_set
+from tasks.evaluate.metric_names import (
+    CLIP_SCORE,
+    CMMD,
+    all_prompts,
+    compared_sets,
+    prompt_numbers,
+    slices_by_set,
+)
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference_features import (
     FeatureExtractor,
@@ -40,7 +48,7 @@ from tasks.evaluate.reference_features import (
 from tasks.evaluate.reference_pictures import LIMIT, reference_pictures
 
 BATCH = 256  # pictures in memory
-#: Names of the encoders of pictures. IMAGE may be the same model as CLIP.
+#: Names of the encoders of pictures. IMAGE may be the same model as CLIP, of whole pictures.
 CLIP, IMAGE, PIXELS, INCEPTION = "clip", "image", "pixels", "inception"
 References = Mapping[str, ReferenceFeatures]  # by encoder
 
@@ -73,10 +81,11 @@ class MetricSuite:
         """The metrics of a recipe. Raises WrongInput if a model fails to load."""
         recipe, settings, sets = given.recipe, given.recipe.evaluate, prompt_sets(given.recipe)
         clip = Clip(given.clip, settings.device)
-        encoders: dict[str, ImageEncoder] = {CLIP: clip, IMAGE: clip, PIXELS: Pixels()}
+        image: ImageEncoder = WholePictures(clip)
         if given.image_encoder is not None:
-            encoders[IMAGE] = open_image_encoder(given.image_encoder, settings.device)
-        searching = dict(encoders)  # of memorisation
+            image = open_image_encoder(given.image_encoder, settings.device)
+        searching: dict[str, ImageEncoder] = {IMAGE: image, PIXELS: Pixels()}  # of memorisation
+        encoders = {CLIP: clip, **searching}
         if given.inception is not None:
             encoders[INCEPTION] = Inception(given.inception, settings.device)
         return cls(
@@ -98,6 +107,11 @@ class MetricSuite:
         found = [one.shard for one in [*self.held_out.values(), *self.training.values()]]
         return list({shard.key: shard for shard in found}.values())
 
+    @property
+    def prompts(self) -> Prompts:
+        """The number of every picture's prompt."""
+        return prompt_numbers(self.sets)
+
     def measure(self, store: Store, drawn: Shard) -> Measured:
         """The metrics of the pictures in a shard of `draw`."""
         features, scores = self._look(store, drawn)
@@ -105,7 +119,7 @@ class MetricSuite:
         found |= holdout_losses(read_losses(store, drawn), self.resamples, self.seed)
         closest = self._nearest(features)
         if closest is not None:
-            found |= closest.metrics(self.memorization, self.resamples, self.seed)
+            found |= closest.metrics(self.memorization, self.resamples, self.seed, self.prompts)
         return Measured(found | self._judged(scores), closest)
 
     def _look(self, store: Store, drawn: Shard) -> tuple[dict[str, Float32], dict[str, Scores]]:
@@ -130,13 +144,13 @@ class MetricSuite:
         return self._whole_and_by_set(CLIP_SCORE, clip_scores(features, self.text_features))
 
     def _whole_and_by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
-        whole = {name: bootstrap.mean(scores, self.resamples, self.seed)}
+        whole = {name: bootstrap.mean(scores, self.resamples, self.seed, self.prompts)}
         return whole | self._by_set(name, scores)
 
     def _by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
         summary = bootstrap.share if scores.dtype == bool else bootstrap.mean
         return {
-            f"{name}/{which}": summary(scores[part], self.resamples, self.seed)
+            f"{name}/{which}": summary(scores[part], self.resamples, self.seed, self.prompts[part])
             for which, part in slices_by_set(self.sets).items()
         }
 
@@ -145,15 +159,16 @@ class MetricSuite:
         chosen = np.array([n for name in self.compared for n in _numbers(parts[name])], int)
         if min(len(self.held_out[CLIP].features), len(chosen)) < 2:
             return {}
+        drawing = (self.resamples, self.seed, tuple(self.prompts[n] for n in chosen))
         by_clip, by_image = features[CLIP][chosen], features[IMAGE][chosen]
         reference = self.held_out[IMAGE].features
-        found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, self.resamples, self.seed)}
+        found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, *drawing)}
         for name, distance in DISTANCES.items():
-            found[name] = distance(by_image, reference, self.resamples, self.seed)
+            found[name] = distance(by_image, reference, *drawing)
         if INCEPTION in features:
             drawn, reference = features[INCEPTION][chosen], self.held_out[INCEPTION].features
             for name, distance in INCEPTION_DISTANCES.items():
-                found[name] = distance(drawn, reference, self.resamples, self.seed)
+                found[name] = distance(drawn, reference, *drawing)
         return found
 
     def _nearest(self, features: Mapping[str, Float32]) -> NearestTraining | None:
@@ -214,7 +229,7 @@ def _references(
     digests = given.measuring_models()
     identities = {
         CLIP: digests["clip"],
-        IMAGE: digests.get("image_encoder", digests["clip"]),
+        IMAGE: f"whole pictures {digests.get('image_encoder', digests['clip'])}",
         PIXELS: Pixels.digest,
     }
     if INCEPTION in models:

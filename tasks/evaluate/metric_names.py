@@ -56,6 +56,13 @@ def all_prompts(sets: PromptSets) -> list[str]:
     return [prompt for prompts in sets.values() for prompt in prompts]
 
 
+def prompt_numbers(sets: PromptSets) -> tuple[int, ...]:
+    """The number of every picture's prompt, in the sets' order; equal texts are one prompt."""
+    prompts = all_prompts(sets)
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    return tuple(numbers[prompt] for prompt in prompts)
+
+
 def slices_by_set(sets: PromptSets) -> dict[str, slice]:
     """Prompt set name -> the slice of its pictures in `all_prompts`."""
     found, start = {}, 0

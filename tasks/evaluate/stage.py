@@ -267,10 +267,12 @@ def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
     metrics, compared = summary["metrics"], summary["differences"]
     if champion is not None:
         own = champion.summary["metrics"]
-        metrics = {n: m | {"champion": own[n]["tuned"]} for n, m in metrics.items() if n in own}
-        tuned, theirs = (read_estimates(one)["tuned"] for one in (artifact, champion))
-        found = differences(tuned, theirs)
-        compared = {n: m | {"champion": found[n]} for n, m in compared.items() if n in found}
+        theirs = {n: {"champion": own[n]["tuned"]} for n in own if "tuned" in own[n]}
+        metrics = {n: m | theirs.get(n, {}) for n, m in metrics.items()}
+        found = differences(*(read_estimates(one)["tuned"] for one in (artifact, champion)))
+        compared = {
+            n: m | ({"champion": found[n]} if n in found else {}) for n, m in compared.items()
+        }
     panels: list[Panel] = [
         compare_pictures(artifact, champion),
         Chart("Metrics", intervals_chart(metrics)),

@@ -82,6 +82,73 @@ def test_the_interval_of_two_shares_covers_the_truth_and_has_a_width_at_one() ->
     assert low < -0.01 and high > 0.01
 
 
+PROMPTS, PICTURES = 4, 8  # as in recipes of large models
+PROMPT_OF = tuple(np.repeat(np.arange(PROMPTS), PICTURES).tolist())
+
+
+def test_the_difference_of_means_over_several_pictures_per_prompt_covers_the_truth() -> None:
+    """Each prompt gains or loses by itself: equal models are called better no more than at 2.5%."""
+    rng = np.random.default_rng(5)
+    covered = better = 0
+    for number in range(DRAWS):
+        hard, gain = rng.normal(0, 2, PROMPTS), rng.normal(0, 1, PROMPTS)
+        tuned, base = (
+            mean(one[list(PROMPT_OF)] + rng.normal(size=32), 300, number % SEEDS, PROMPT_OF)
+            for one in (hard + gain, hard)
+        )
+        low, high = difference(tuned, base)
+        covered, better = covered + (low <= 0.0 <= high), better + (low > 0.0)
+    low, high = binomial_bounds(0.95)
+    assert low < covered / DRAWS < high
+    assert better / DRAWS < binomial_bounds(0.025)[1]
+
+
+@pytest.mark.parametrize(("prompts", "pictures"), [(4, 8), (20, 5)])
+def test_a_share_over_several_pictures_per_prompt_covers_the_truth(
+    prompts: int, pictures: int
+) -> None:
+    rng = np.random.default_rng(6)
+    prompt_of = np.repeat(np.arange(prompts), pictures)
+    covered = both = 0
+    for number in range(DRAWS):
+        tuned, base = (
+            share(
+                rng.random(len(prompt_of)) < rng.beta(6, 2, prompts)[prompt_of],
+                200,
+                number % SEEDS,
+                tuple(prompt_of.tolist()),
+            )
+            for _ in range(2)
+        )
+        low, high = tuned.interval()
+        covered += low <= 0.75 <= high
+        low, high = difference(tuned, base)
+        both += low <= 0.0 <= high
+    low, high = binomial_bounds(0.95)
+    assert low < covered / DRAWS  # Student's t of few prompts is cautious
+    assert low < both / DRAWS
+
+
+def test_one_picture_per_prompt_or_one_prompt_is_resampled_by_picture() -> None:
+    values = np.random.default_rng(0).normal(size=9)
+    counts = np.random.default_rng((3, 0, 9)).multinomial(9, np.full(9, 1 / 9), size=50)
+    for prompts in (None, tuple(range(9)), (0,) * 9):
+        found = mean(values, 50, 3, prompts)
+        np.testing.assert_array_equal(found.resampled, (counts / 9) @ values)
+        assert "prompts" not in found.metric()
+        judged = share(values > 0, 50, 3, prompts)
+        assert judged.metric() == share(values > 0, 50, 3).metric()
+
+
+def test_all_passes_of_few_prompts_have_a_wider_interval_than_those_of_many() -> None:
+    passed = np.ones(32, bool)
+    few, many, apart = (
+        share(passed, 50, 0, prompts).interval()[0]
+        for prompts in (PROMPT_OF, tuple(n // 2 for n in range(32)), None)
+    )
+    assert 0.5 < few < many < apart < 1.0
+
+
 POINTS = np.array([[2.0, 0, 0], [0, 2, 0], [0, 0, 2], [1, 1, 0], [0, 1, 1], [1, 0, 1.5]])
 #: Probabilities of the points for the references, the tuned model and the base.
 REFERENCE, TUNED, BASE = (
@@ -143,6 +210,8 @@ def test_resampled_values_survive_the_file() -> None:
         "tuned": {"clip_score/new": mean(np.arange(9.0) ** 2, 30, 0)},
     }
     models["tuned"]["digit/new"] = share(np.array([True, False, True]), 30, 0)
+    models["tuned"]["clip_score/old"] = mean(np.arange(32.0), 30, 0, PROMPT_OF)
+    models["tuned"]["digit/old"] = share(np.arange(32) < 29, 30, 0, PROMPT_OF)
     metrics: dict[str, dict[str, bootstrap.Metric]] = {}
     for model, estimates in models.items():
         for name, one in estimates.items():

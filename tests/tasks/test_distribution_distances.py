@@ -10,7 +10,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from tasks.evaluate import distribution_distances as distances
-from tasks.evaluate.bootstrap import from_npz, to_npz
+from tasks.evaluate.bootstrap import difference, from_npz, to_npz
 from tasks.evaluate.clip_score import normalise
 from tasks.evaluate.feature_encoders import Clip
 
@@ -159,6 +159,42 @@ def test_a_stored_distance_has_the_range_of_its_metric(name: str) -> None:
     models, metrics = {"tuned": {name: found}}, {name: {"tuned": found.metric()}}
     read = from_npz(to_npz(models), metrics, "tuned", distances.RANGES)[name]
     assert (read.low, read.high) == (found.low, found.high)
+    assert (read.is_share, read.counted) == (found.is_share, found.counted)
+
+
+@pytest.mark.parametrize("n", [12, 64])
+def test_perfect_precision_and_no_recall_have_an_interval_with_a_width(n: int) -> None:
+    """Within the range, whatever the resamples: no rule may pass by a lack of pictures."""
+    references = _features(40, 4, 1)
+    near = np.resize(references, (n, 4)) * 0.1
+    precise, other = (distances.precision(near * k, references, 100, 0) for k in (1.0, 1.1))
+    lost = distances.recall(near + 50, references, 100, 0)
+    assert (precise.value, other.value, lost.value) == (1.0, 1.0, 0.0)
+    assert precise.interval() == pytest.approx((n / (n + 1.96**2), 1.0), abs=1e-4)  # Wilson's
+    assert lost.interval() == pytest.approx((0.0, 1.96**2 / (40 + 1.96**2)), abs=1e-4)
+    low, high = difference(precise, other)
+    assert low < -0.01 and high > 0.01
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_interval_of_precision_holds_its_value_in_its_range(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pictures, references = rng.normal(size=(12, 4)) * 0.5, rng.normal(size=(40, 4))
+    found = distances.precision(pictures, references, 100, 0)
+    low, high = found.interval()
+    assert 0.0 <= low <= found.value <= high <= 1.0 and low < high
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_resample_has_all_pictures_of_a_prompt(name: str) -> None:
+    """With equal pictures per prompt, those of one prompt each tell as much."""
+    references, prompts = _features(40, 8, 2, 0.4), tuple(range(6)) * 3
+    pictures = np.tile(_features(6, 8, 1), (3, 1))
+    found = NAMED[name](pictures, references, 60, 0, prompts)
+    assert found.prompts == 6
+    if name in ("cmmd", "precision"):  # they do not change with copies of all pictures
+        once = NAMED[name](pictures[:6], references, 60, 0)
+        np.testing.assert_allclose(found.resampled, once.resampled, atol=1e-9)
 
 
 def test_a_resample_of_one_picture_has_a_finite_kernel_distance() -> None:

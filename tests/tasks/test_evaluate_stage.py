@@ -237,12 +237,19 @@ def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
 
 def test_an_untrained_model_has_the_metrics_of_its_base(world: World) -> None:
     artifact = world.evaluate(world.trained(1.0))
-    for models in _metrics(artifact).values():
+    metrics = _metrics(artifact)
+    for models in metrics.values():
         assert models["base"] == models["tuned"]
+    widths = {}
     for name, others in artifact.summary["differences"].items():
         low, high = others["base"]["ci"]
         assert others["base"]["value"] == 0 and low <= 0 <= high
-        assert (low < high) == name.startswith("memorized")  # a share has a width without change
+        widths[name] = high - low
+    shares = {name for name, models in metrics.items() if models["tuned"]["interval"] == "wilson"}
+    assert shares == {"precision", "recall", "memorized", "memorized_pixels"}
+    assert all(widths[name] == 0 for name in widths.keys() - shares)
+    perfect = {name for name in shares if metrics[name]["tuned"]["value"] in (0, 1)}
+    assert perfect and all(widths[name] > 0 for name in perfect)  # a width without change
 
 
 def test_differences_are_paired_by_picture(world: World) -> None:
@@ -412,7 +419,19 @@ def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(wor
 
 
 def test_a_model_whose_loss_is_not_finite_is_one_line(world: World) -> None:
+    def overflowing(job: Job, on_event: Callable[[dict[str, Any]], None]) -> None:
+        world.run(job, on_event)
+        path = Path(world.jobs[-1].drawings[1].out, "losses.json")
+        losses = json.loads(path.read_text())["losses"]
+        losses[0][0] = math.inf
+        path.write_text(json.dumps({"losses": losses}))
+
     with pytest.raises(WrongInput, match=r"holdout_loss\S* of the tuned model is (inf|nan)"):
+        world.evaluate(world.trained(0.5), run=overflowing)
+
+
+def test_pictures_that_are_not_finite_are_no_evaluation(world: World) -> None:
+    with pytest.raises(WrongInput, match="pictures are not finite"):
         world.evaluate(world.trained(1e30))
 
 

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import (
+    BertConfig,
     BitImageProcessor,
     CLIPImageProcessor,
     CLIPModel,
@@ -18,6 +19,9 @@ from transformers import (
     CLIPTokenizer,
     Dinov2Config,
     Dinov2Model,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
 )
 
 from configs.settings.evaluate import PreferenceModel
@@ -124,11 +128,13 @@ def tiny_dino(tmp_path: Path) -> Path:
 def test_dinov2_features_are_the_normalised_class_token(
     tiny_dino: Path, pictures: list[np.ndarray]
 ) -> None:
+    """Of whole pictures, resized as by Stein et al. (layer6ai-labs/dgm-eval, models/dinov2.py)."""
     check_image_encoder(tiny_dino)
     found = open_image_encoder(tiny_dino, "cpu").images(pictures)
     model = Dinov2Model.from_pretrained(tiny_dino).eval()
     processor = BitImageProcessor.from_pretrained(tiny_dino)
-    pixels = processor([Image.fromarray(p) for p in pictures], return_tensors="pt").pixel_values
+    small = [Image.fromarray(p).resize((28, 28), Image.Resampling.BICUBIC) for p in pictures]
+    pixels = processor(small, return_tensors="pt").pixel_values
     with torch.no_grad():
         states = model(pixel_values=pixels).last_hidden_state
     np.testing.assert_allclose(found, states[:, 0].numpy(), atol=1e-5)
@@ -140,7 +146,70 @@ def test_a_clip_folder_is_an_image_encoder_by_its_projected_features(
     tiny_clip: Path, pictures: list[np.ndarray]
 ) -> None:
     found = open_image_encoder(tiny_clip, "cpu").images(pictures)
-    np.testing.assert_array_equal(found, Clip(tiny_clip, "cpu").images(pictures))
+    clip = Clip(tiny_clip, "cpu")
+    np.testing.assert_allclose(found[::3], clip.images(pictures[::3]), atol=1e-5)  # square ones
+    assert np.abs(found[1:3] - clip.images(pictures[1:3])).max() > 0.01, "whole"
+
+
+@pytest.mark.parametrize("kind", ["tiny_clip", "tiny_dino"])
+def test_an_image_encoder_sees_the_borders_of_a_picture(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    picture = np.random.default_rng(0).integers(0, 256, (76, 52, 3), np.uint8)
+    other = picture.copy()
+    other[:8], other[-8:] = 255, 0
+    middle, border = open_image_encoder(folder, "cpu").images([picture, other])
+    assert np.abs(middle - border).max() > 0.05 * np.abs(middle).max()
+    if kind == "tiny_clip":  # as torchmetrics, and as CMMD's authors (cmmd/io_util.py)
+        same = Clip(folder, "cpu").images([picture, other])
+        np.testing.assert_allclose(same[0], same[1], atol=1e-3 * np.abs(same).max())
+
+
+@pytest.fixture
+def tiny_siglip(tmp_path: Path) -> Path:
+    """A SiglipModel folder with image processor: 32 x 32 pictures, 16 features."""
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = SiglipConfig(
+        text_config=small, vision_config=small | {"image_size": 32, "patch_size": 16}
+    )
+    SiglipModel(config).save_pretrained(tmp_path / "siglip")
+    size = {"height": 32, "width": 32}
+    SiglipImageProcessor(size=size).save_pretrained(tmp_path / "siglip")
+    return tmp_path / "siglip"
+
+
+def test_a_model_of_pictures_and_texts_is_an_image_encoder(
+    tiny_siglip: Path, pictures: list[np.ndarray]
+) -> None:
+    check_image_encoder(tiny_siglip)
+    found = open_image_encoder(tiny_siglip, "cpu").images(pictures)
+    assert found.shape == (4, 16) and np.isfinite(found).all()
+
+
+def test_a_model_that_needs_more_than_a_picture_is_reported_before_any_work(
+    tiny_siglip: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_siglip, tmp_path / "text"))
+    BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
+    with pytest.raises(WrongInput, match=r"image_encoder: .* no features of a picture alone"):
+        check_image_encoder(folder)
+
+
+def test_an_image_encoder_that_is_a_clip_needs_its_tokenizer(
+    tiny_clip: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    check_image_encoder(folder)
+    for name in ("tokenizer.json", "vocab.json"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(WrongInput, match=r"evaluate\.image_encoder: .*tokenizer"):
+        check_image_encoder(folder)
 
 
 def test_pixels_do_not_depend_on_brightness_and_contrast(pictures: list[np.ndarray]) -> None:

@@ -111,6 +111,20 @@ def test_the_metric_of_a_set_uses_its_pictures_and_encoder(
     assert found["fd"].value == pytest.approx(frechet(by_image[:2], held_out["image"], 20, 0).value)
 
 
+def test_every_metric_of_drawn_pictures_resamples_prompts_with_all_their_pictures(
+    store: Store, suite: MetricSuite, tmp_path: Path
+) -> None:
+    """Equal texts of two sets are one prompt."""
+    sets = {"new": ("a cat", "a cat", "a dog", "a dog"), "old": ("a cat",)}
+    judges = {"bright": lambda images, _: images.mean(axis=(1, 2, 3)) > 127}
+    repeated = replace(suite, sets=sets, judges=judges, compared=("new", "old"))
+    shard = drawn(store, "k", noise(*range(5)), tmp_path / "out")
+    found = repeated.measure(store, shard).metrics
+    single = {"clip_score/old", "bright/old"}
+    assert {n: one.prompts for n, one in found.items()} == {n: 2 * (n not in single) for n in found}
+    assert {"clip_score", "cmmd", "fd", "recall", "bright/new", "memorized"} < found.keys()
+
+
 def test_the_distances_of_inception_use_its_features(
     store: Store, suite: MetricSuite, tmp_path: Path
 ) -> None:
