@@ -25,10 +25,12 @@ HTTP_MARKS = ("ETag", "Last-Modified")
 IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 
 #: Files that diffusers and transformers read: configs, the safetensors of a pipeline's parts, and
-#: those of a standalone model at the top level. Single-file checkpoints of pipelines are excluded.
+#: those of a standalone model or of adapters at the top level; and the recipe that a published
+#: model comes with. Single-file checkpoints of pipelines are excluded.
 #: The hub matches with fnmatch, where * also matches /.
 HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
 HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
+HUB_FILES += ["pytorch_lora_weights.safetensors", "recipe.yaml"]
 #: Texts that a derived model must come with; of the top level. Most have no suffix.
 LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES += LICENSE_FILES

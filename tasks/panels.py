@@ -168,9 +168,9 @@ def escape_markdown(text: Any) -> str:
 
 
 def human(value: Any) -> str:
-    """A value for people: four significant digits, thousands separated."""
+    """A value for people: four significant digits, whole above 9,999, thousands separated."""
     if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+        return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:,.4g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)

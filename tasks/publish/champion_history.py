@@ -24,7 +24,7 @@ log = logging.getLogger("kiln")
 ALIAS = "champion"
 HISTORY, COPY = "history.json", "history.copy.json"
 ROLLED_BACK = "rolled back"
-Moves = list[dict[str, Any]]  # {version, why, at, token}, oldest first
+Moves = list[dict[str, Any]]  # {version, why, at, token} and facts, oldest first
 
 
 class RegistryError(ValueError):
@@ -62,8 +62,11 @@ class Champions:
         paths = {HISTORY: self._history, COPY: self._copy}
         return [n for n, path in paths.items() if _decode(read(self._fs, path), path) is None]
 
-    def move(self, choose: Callable[[Moves], str], why: str) -> str:
+    def move(self, choose: Callable[[Moves], str], why: str, **facts: str) -> str:
         """Make `choose(moves)` the champion, whoever else changes it at the same time.
+
+        Args:
+            facts: stored with the change.
 
         Returns the version; what `choose` raises prevents the change.
 
@@ -81,7 +84,7 @@ class Champions:
             if version == last(moves):
                 break
             at = datetime.now(UTC).isoformat(timespec="seconds")
-            moves.append({"version": version, "why": why, "at": at, "token": token})
+            moves.append({"version": version, "why": why, "at": at, "token": token, **facts})
             try:
                 self._write_both(seen, moves)
             except Exception:  # of any type; the change may be made, and its answer lost

@@ -21,6 +21,7 @@ from tasks.publish.promotion_gate import Verdict, as_rows
 from tasks.trained_weights import TrainedWeights
 
 GRID = "before_after.png"
+TAG = "kilnworks"  # by which a push knows its own repositories
 UNKNOWN_LICENSE = "other"
 LICENSE_FIELDS = ("license", "license_name", "license_link")
 
@@ -125,7 +126,7 @@ def write_card(
         datasets=_datasets(recipe),
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=["kilnworks", "diffusers", "text-to-image", *["lora"][: weights.adapters]],
+        tags=[TAG, "diffusers", "text-to-image", *["lora"][: weights.adapters]],
         thumbnail=GRID,
         widget=[{"text": text, "output": {"url": GRID}} for text in _first_prompts(recipe)],
         model_name=recipe.publish.name,

@@ -145,7 +145,7 @@ class Registry:
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
             return version
 
-        self._champions.move(chosen, why)
+        self._champions.move(chosen, why, key=found.manifest["key"])
         return found
 
     def version(self, name: str) -> Version:
@@ -240,8 +240,17 @@ class Registry:
             self._champions.follow()
 
     def was_champion(self, version: str) -> bool:
-        """Whether a version is or was the champion."""
-        return any(move["version"] == version for move in self.history())
+        """Whether a version is or was the champion, or was it as a version that `keep` deleted.
+
+        A copy of the present champion was not: it replaces one with damaged files.
+        """
+        moves = self.history()
+        if any(move["version"] == version for move in moves):
+            return True
+        manifest = self._manifest(version)
+        key = manifest.get("key") if isinstance(manifest, dict) else None
+        champions = {move["version"] for move in moves if key and move.get("key") == key}
+        return bool(champions) and last(moves) not in champions
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""

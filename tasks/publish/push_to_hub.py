@@ -5,14 +5,20 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from artifacts.checksummed_files import first_fault
 from artifacts.download_or_find_model import resolve_model
+from tasks.publish.model_card import TAG
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.sign_model import SIGNATURE
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, ModelInfo
+
 TOKEN_BLOCK = "hub-token"
+CARD = "README.md"
+MADE_BY_HUB = {".gitattributes"}  # with each repository
 log = logging.getLogger("kiln")
 
 
@@ -29,7 +35,8 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     Returns the URL of the repository's newest commit.
 
     Raises:
-        PushFailed: the hub refused, or could not be reached.
+        PushFailed: the hub refused, or could not be reached; or the repository has files, and no
+            model card of Kilnworks.
     """
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
@@ -43,13 +50,16 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     api = HfApi(token=_token(), library_name="kilnworks")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        if private and not api.model_info(repo).private:
+        found = api.model_info(repo)
+        if private and not found.private:
             raise PushFailed(f"the repository {repo} is public: make it private, or use --public")
+        _check_own(api, found)
         done = api.upload_folder(
             repo_id=repo,
             folder_path=resolve_model(version.uri),
             allow_patterns=[glob.escape(path) for path in paths],
             delete_patterns="*",
+            parent_commit=found.sha,  # of the files that were checked
             commit_message=f"{registry.name} {version.name}, {version.manifest['digest'][:12]}",
         )
     except (OSError, HTTPError, ValueError, RuntimeError) as error:
@@ -58,6 +68,22 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         raise PushFailed(f"the hub refused {repo}: {reason.strip()}") from error
     return str(done.commit_url)
+
+
+def _check_own(api: HfApi, found: ModelInfo) -> None:
+    """Raise PushFailed if a push would delete files that Kilnworks did not write."""
+    from huggingface_hub import ModelCard
+
+    names = sorted({file.rfilename for file in found.siblings or []} - MADE_BY_HUB)
+    if CARD in names:
+        path = api.hf_hub_download(found.id, CARD, revision=found.sha)
+        if TAG in (ModelCard.load(path, ignore_metadata_errors=True).data.tags or []):
+            return
+    if names:
+        raise PushFailed(
+            f"the repository {found.id} has files that Kilnworks did not write, such as "
+            f"{names[0]}, and a push would delete them: name another repository, or empty this one"
+        )
 
 
 def command(registry: Registry, version: Version, repo: str, *, private: bool) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 
 import yaml
 
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact
 from configs.load_and_extend_recipe import dump
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
+from tasks.publish.lineage import remeasured_champion
 from tasks.publish.model_registry import Version
 
 NAME = "report.html"
@@ -49,12 +50,17 @@ def page(
 
 
 def champion_evaluation(
-    store: Store, champion: Version | None, evaluated: Artifact
+    champion: Version | None, evaluated: Artifact, published: Artifact
 ) -> Artifact | None:
-    """The evaluation that the champion was published with, if the store has it and it compares."""
+    """The champion's evaluation, if the store has it and it compares.
+
+    If the gate measured it again it is that one, else the one that it was published with.
+    """
+    if (again := remeasured_champion(published)) is not None:
+        return again
     parents = champion.manifest["run"].get("parents", {}) if champion else {}
     parent = parents.get("evaluation")
-    found = store.load(parent["stage"], parent["key"]) if parent else None
+    found = published.store.load(parent["stage"], parent["key"]) if parent else None
     if found is None or found.summary.get("fingerprint") != evaluated.summary.get("fingerprint"):
         return None
     return None if found.key == evaluated.key else found

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,32 +25,45 @@ SECONDS = 1800  # an SDXL pipeline on the CPU of a small machine
 SAMPLE_SIZE = 128  # latents' side where the denoiser's config has none, as of packed latents
 LARGEST_SIDE = 256  # of the picture, pixels
 STEPS = 2
+INDEX = "model_index.json"
 ADAPTERS = "pytorch_lora_weights.safetensors"
+#: Free memory that a picture in float32 needs, as a multiple of the weights.
+HEADROOM = 1.5
+#: Files with the free memory of the machine and the limit of its container, and their units.
+HOST_MEMORY = (
+    ("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
+    ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
+)
+#: A traceback's line of any error that memory causes; loaders wrap it in errors of their own.
+OUT_OF_MEMORY = re.compile(
+    r"^(?=\w).*(?:out of memory|MemoryError|allocate (?:memory|\d)|bad_alloc|map segment"
+    r"|start new thread).*",
+    re.MULTILINE | re.IGNORECASE,
+)
 
 
 class SmokeTestFailed(ValueError):
     """The folder is not fit for publication; the message has the reason."""
 
 
-def check(folder: Path, base: Path, recipe: Recipe) -> None:
+def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
     """Raise SmokeTestFailed unless a folder loads and draws a finite picture.
 
     Args:
         folder: the published files: a pipeline, or adapters of `base`.
         base: local pipeline folder.
+        vae: folder of the VAE that replaces the base's own.
 
     Raises:
         TransientError: the process was killed, or ran out of memory or time, on a busy machine.
     """
     from tasks.build_or_reuse import TransientError  # the script has no project to import from
 
-    device = recipe.evaluate.device
-    job = {"folder": str(folder), "base": str(base), "device": device}
-    scores = [recipe.evaluate.negative_aesthetic_score, recipe.evaluate.aesthetic_score]
+    job = json.dumps(describe(folder, base, vae, recipe))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
     try:
         result = subprocess.run(
-            [sys.executable, "-I", __file__, json.dumps({**job, "aesthetic_scores": scores})],
+            [sys.executable, "-I", __file__, job],
             env=environment,
             capture_output=True,
             text=True,
@@ -61,8 +77,8 @@ def check(folder: Path, base: Path, recipe: Recipe) -> None:
         raise TransientError(f"smoke test: killed by {name}: run again")
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-        if "out of memory" in lines[-1]:
-            raise TransientError(f"smoke test: {lines[-1]}: run again")
+        if (lack := OUT_OF_MEMORY.search(result.stderr)) is not None:
+            raise TransientError(f"smoke test: {lack[0]}: run again")
         raise SmokeTestFailed(lines[-1])
 
 
@@ -77,22 +93,61 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
         raise SmokeTestFailed(f"{size:,} bytes exceed publish.max_bytes ({max_bytes:,})")
 
 
+def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
+    """The job of `draw`; arguments as for `check`."""
+    from runtimes.pipeline_folder.weight_files import weight_variant
+    from tasks.publish.assemble_pipeline import pipeline_weight_files
+
+    pipeline = folder if (folder / INDEX).is_file() else base
+    parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
+    variants = {weight_variant(part) for part in parts} - {None}
+    weights = [path for part in parts for path in pipeline_weight_files(part)]
+    given = recipe.evaluate
+    return {
+        "folder": str(folder),
+        "base": str(base),
+        "variant": next(iter(variants), None),
+        "vae": None if vae is None else str(vae),
+        "vae_variant": None if vae is None else weight_variant(vae),
+        "float32_bytes": 4 * sum(map(_elements, weights)),
+        "dtype": given.dtype,
+        "device": given.device,
+        "aesthetic_scores": [given.negative_aesthetic_score, given.aesthetic_score],
+    }
+
+
+def _elements(weights: Path) -> int:
+    """Number of elements in a weight file, by its header."""
+    from safetensors import safe_open
+
+    with safe_open(weights, framework="np") as stream:
+        return sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())  # noqa: SIM118
+
+
 def draw(job: dict[str, Any]) -> None:
-    """Load the job's folder without further arguments, draw a picture and check it."""
+    """Load the job's folder, draw a picture and check it.
+
+    A pipeline that fits as float32 is loaded without further arguments. A larger one is loaded in
+    the dtype of the evaluation, which has drawn with it.
+    """
     import numpy as np
     import torch
     from diffusers import DiffusionPipeline
     from PIL import Image
 
     folder = Path(job["folder"])
-    adapters = not (folder / "model_index.json").is_file()
-    if adapters:  # a base may store its text encoders in half precision, and not load bare
-        pipe = DiffusionPipeline.from_pretrained(job["base"], dtype=torch.float32)
+    device = "cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu"
+    fits = HEADROOM * job["float32_bytes"] <= _free_bytes(device)
+    dtype = torch.float32 if fits else getattr(torch, job["dtype"])
+    if (folder / INDEX).is_file():
+        pipe = DiffusionPipeline.from_pretrained(folder, **({} if fits else {"dtype": dtype}))
+    else:  # a base may store its text encoders in half precision, and not load bare
+        given = {"dtype": dtype, "variant": job["variant"]}
+        given |= {} if job["vae"] is None else {"vae": _load_vae(job, dtype)}
+        pipe = DiffusionPipeline.from_pretrained(job["base"], **given)
         pipe.load_lora_weights(folder, weight_name=ADAPTERS)
-    else:
-        pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
-    pipe = pipe.to("cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu")
+    pipe = pipe.to(device)
     denoiser = getattr(pipe, "unet", None) or pipe.transformer
     size = getattr(denoiser.config, "sample_size", None)
     size = size or getattr(pipe, "default_sample_size", SAMPLE_SIZE)
@@ -111,6 +166,28 @@ def draw(job: dict[str, Any]) -> None:
         raise ValueError("the picture is not finite")
     if np.ptp(pictures) == 0:
         raise ValueError("the picture has one colour only")
+
+
+def _free_bytes(device: str) -> float:
+    """Free memory of the host and, if it draws, of the GPU: weights are loaded by way of both."""
+    import torch
+
+    found = [math.inf]
+    for path, form, unit in HOST_MEMORY:
+        with suppress(OSError):
+            found += [unit * int(size) for size in re.findall(form, Path(path).read_text())]
+    if device == "cuda":
+        found.append(torch.cuda.mem_get_info()[0])
+    return min(found)
+
+
+def _load_vae(job: dict[str, Any], dtype: Any) -> Any:
+    """The recipe's VAE, of the class that the base's index names."""
+    import diffusers
+
+    index = json.loads(Path(job["base"], INDEX).read_text(encoding="utf-8"))
+    vae_class = getattr(diffusers, index["vae"][1])
+    return vae_class.from_pretrained(job["vae"], dtype=dtype, variant=job["vae_variant"])
 
 
 if __name__ == "__main__":

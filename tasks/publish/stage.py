@@ -70,8 +70,13 @@ class Rejected(Exception):
 
 
 def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]:
-    """The settings that affect the published folder. A forced one is reused by force only."""
+    """The settings that affect the published folder. A forced one is reused by force only.
+
+    Adapters alone need their base: their recipe.yaml says where it is.
+    """
     settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
+    if recipe.train.method == "lora" and not recipe.publish.merge:
+        settings["base"] = recipe.model.model_dump(mode="json")
     return settings | ({} if force is None else {"force": force})
 
 
@@ -195,7 +200,7 @@ def build(
         (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
         (out / "before_after.png").write_bytes(evaluated.read("before_after.png"))
         (out / "gate.json").write_text(json.dumps([vars(v) for v in verdicts], indent=1))
-        if (failure := _smoke_test(recipe, out, base)) is not None:
+        if (failure := _smoke_test(recipe, out, base, vae)) is not None:
             raise reject([*verdicts, failure])
         progress(2, 3, "copying")
         for path in sorted(p for p in out.rglob("*") if p.is_file()):
@@ -240,7 +245,7 @@ def register(
         path = f"{published.path}/{report.NAME}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
             with _warning(f"{report.NAME} is missing"):
-                shown = report.champion_evaluation(store, registry.champion(), evaluated)
+                shown = report.champion_evaluation(registry.champion(), evaluated, published)
                 if shown is not None:
                     evaluate = partial(shows[evaluated.stage], champion=shown)
                     shows = {**shows, evaluated.stage: evaluate}
@@ -359,12 +364,14 @@ def _check_license(recipe: Recipe, base: Path) -> None:
         log.warning("publish: the licence is unknown: set publish.license")
 
 
-def _smoke_test(recipe: Recipe, out: Path, base: Path) -> promotion_gate.Verdict | None:
+def _smoke_test(
+    recipe: Recipe, out: Path, base: Path, vae: Path | None
+) -> promotion_gate.Verdict | None:
     """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
     try:
         smoke_test.check_files(out, recipe.publish.max_bytes)
         if recipe.publish.smoke_test:
-            smoke_test.check(out, base, recipe)
+            smoke_test.check(out, base, vae, recipe)
     except smoke_test.SmokeTestFailed as failure:
         return promotion_gate.Verdict("smoke test", False, None, None, str(failure))
     return None

@@ -15,6 +15,7 @@ from tasks.encode import latent_keys as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
 from tasks.retrain.champion import Champion
+from tasks.retrain.select_new_and_replayed import SELECTION
 from tasks.retrain.source_changes import Changes
 
 STAGE = "retrain"
@@ -25,7 +26,7 @@ FILE = "decision.json"
 def key_parts(
     recipe: Recipe, changes: Changes, champion: Champion | None, models: Mapping[str, str]
 ) -> KeyParts:
-    """The key: source, champion, and all settings and models that affect the verdict.
+    """The key: source, champion, and all settings, models and versions that affect the verdict.
 
     Args:
         models: name -> sha256 of the base, the VAE and the models that measure pictures.
@@ -34,6 +35,9 @@ def key_parts(
     stages |= {"evaluate": evaluate, "publish": publish}
     settings = {name: module.settings_for_key(recipe) for name, module in stages.items()}
     settings["retrain"] = recipe.retrain.model_dump(mode="json")
+    # A release that trains, measures or judges otherwise may decide otherwise.
+    versions = {name: module.VERSION for name, module in stages.items()}
+    settings["versions"] = versions | {"retrain": SELECTION}
     inputs = {"source": changes.source, "champion": "" if champion is None else champion.digest}
     inputs |= models
     return KeyParts(STAGE, VERSION, settings, inputs)

@@ -388,6 +388,10 @@ def test_a_full_disk_is_no_missing_model(
             {"config.json", "diffusion_pytorch_model.safetensors", "sdxl_vae.safetensors"},
             {"config.json", "diffusion_pytorch_model.safetensors"},
         ),
+        (
+            {"pytorch_lora_weights.safetensors", "mine_kohya.safetensors", "recipe.yaml"},
+            {"pytorch_lora_weights.safetensors", "recipe.yaml"},
+        ),
     ],
 )
 def test_only_what_would_be_loaded_is_taken_from_the_hub(there: set[str], wanted: set[str]) -> None:

@@ -131,6 +131,20 @@ def test_old_versions_are_deleted_but_no_champion_that_a_rollback_restores(
     assert found.keep(9) == []
 
 
+def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.rollback()
+    found.promote(found.publish(model(store, 3)).name)
+    assert found.keep(1) == ["v2"]
+    again = found.publish(model(store, 2)).name
+    assert again == "v4" and found.was_champion(again) and found.candidate() is None
+    assert not found.was_champion(found.publish(model(store, 4)).name)
+
+
 def test_a_version_promoted_while_it_is_deleted_stays(
     registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tasks.panels import (
     PicturePanel,
     Strip,
     Table,
+    human,
     render_html,
     to_markdown,
 )
@@ -106,6 +107,22 @@ def test_pictures_of_one_panel_share_a_limit() -> None:
 def test_bars_are_shares_of_the_largest_number() -> None:
     html = to_html([Table("t", [{"n": 4}, {"n": 1}], bars="n")])
     assert re.findall(r"--share: ([\d.]+)%", html) == ["100.0", "25.0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.123456, "0.1235"), (9999.4, "9,999"), (9999.6, "10,000"), (12345.6, "12,346")),
+        *(
+            (-12345.6, "-12,346"),
+            (999999.0, "999,999"),
+            (1234567.0, "1,234,567"),
+            (12345, "12,345"),
+        ),
+    ],
+)
+def test_numbers_for_people_have_no_exponent(value: float, text: str) -> None:
+    assert human(value) == text
 
 
 def test_an_empty_table_is_none() -> None:

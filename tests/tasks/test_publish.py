@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 
 from artifacts.artifact_key import KeyParts
@@ -84,7 +84,7 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
         return PublishedMetrics(metrics(url))
 
     lineage = {"images": "abc"}
-    given = (recipe, trained, evaluated, lineage, base, None, champion)
+    given = (recipe, trained, evaluated, lineage, base, more.get("vae"), champion)
     summary = build(*given, draft, lambda *a: None, force=more.get("force"))
     assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
@@ -96,7 +96,7 @@ def promote(recipe: Recipe, artifact: Artifact) -> None:
 
 
 def digits(tmp_path: Path, *rules: str, **publish: Any) -> Recipe:
-    given = {f"publish.{name}": value for name, value in publish.items()}
+    given = {n if "." in n else f"publish.{n}": value for n, value in publish.items()}
     quick = {"publish.smoke_test": False, "publish.gate": list(rules)}
     return load_recipe("digits", {"store": str(tmp_path / "store"), **quick, **given})
 
@@ -229,6 +229,16 @@ def test_a_forced_model_names_the_reason_in_card_and_history(
     assert passes.summary["forced"] is None and reason not in passes.read("README.md").decode()
 
 
+def test_adapters_of_a_base_that_was_moved_are_published_again(tmp_path: Path) -> None:
+    def settings(place: str, *, merge: bool = False, vae: str | None = None) -> dict[str, Any]:
+        given = {"model.path": str(tmp_path / place), "model.vae": vae, "publish.merge": merge}
+        return settings_for_key(load_recipe("digits-lora", given))
+
+    assert settings("a") == settings("a") != settings("b")
+    assert settings("a", vae=str(tmp_path / "vae")) != settings("a")
+    assert settings("a", merge=True) == settings("b", merge=True), "it has its base's weights"
+
+
 def test_the_smoke_test_draws_by_plain_diffusers(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
@@ -242,19 +252,60 @@ def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_
     with torch.no_grad():
         unet.conv_out.weight.fill_(float("nan"))
     unet.save_pretrained(folder / "unet")
-    job = {"folder": str(folder), "base": str(tiny_sdxl), "device": "cpu"}
+    job = smoke_test.describe(folder, tiny_sdxl, None, digits(tmp_path))
     with pytest.raises(ValueError, match="the picture is not finite"):
         smoke_test.draw(job)
 
 
 @pytest.mark.parametrize("name", ["tiny-flux", "tiny-flux-schnell", "tiny-sd3", "tiny-sd"])
-def test_every_family_passes_the_smoke_test(
-    name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("free", "drawn_in"), [(10**9, "float32"), (10**5, "bfloat16")])
+def test_every_family_passes_the_smoke_test_in_a_dtype_that_fits(
+    name: str,
+    free: int,
+    drawn_in: str,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A FLUX transformer's config has no sample_size."""
     monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
-    folder = str(tiny_model(name))
-    smoke_test.draw({"folder": folder, "base": folder, "device": "cpu"})
+    monkeypatch.setattr(smoke_test, "_free_bytes", lambda device: free)
+    folder = tiny_model(name)
+    recipe = digits(tmp_path, **{"evaluate.dtype": "bfloat16"})
+    dtypes = set()
+    load = DiffusionPipeline.from_pretrained
+
+    def spy(*given: Any, **more: Any) -> Any:
+        pipe = load(*given, **more)
+        dtypes.update(part.dtype for part in (pipe.vae, pipe.text_encoder))
+        return pipe
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", spy)
+    smoke_test.draw(smoke_test.describe(folder, folder, None, recipe))
+    assert dtypes == {getattr(torch, drawn_in)}
+
+
+def test_free_memory_is_the_least_of_machine_container_and_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / name for name in ("meminfo", "memory.max", "none")]
+    files[0].write_text("MemTotal:  9000 kB\nMemAvailable:  2000 kB\n")
+    places = [(str(p), *how[1:]) for p, how in zip(files, smoke_test.HOST_MEMORY, strict=False)]
+    monkeypatch.setattr(smoke_test, "HOST_MEMORY", [*places, (str(files[2]), "", 1)])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 800))
+    for limit, free in (("max\n", 2000 * 1024), ("1000\n", 1000)):
+        files[1].write_text(limit)
+        assert smoke_test._free_bytes("cpu") == free and smoke_test._free_bytes("cuda") == 700
+
+
+def test_the_smoke_test_uses_the_recipes_vae(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(smoke_test, "check", lambda *given: asked.append(given))
+    recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
+    publish(tmp_path, tiny_sdxl, tuned, recipe, vae=vae)
+    assert [given[1:] for given in asked] == [(tiny_sdxl, vae, recipe)]
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(
@@ -274,9 +325,17 @@ def test_a_folder_that_fails_the_smoke_test_is_rejected(
     [
         ("import os; os.kill(os.getpid(), 9)", "smoke test: killed by SIGKILL: run again"),
         ("raise RuntimeError('CUDA out of memory. Tried')", "CUDA out of memory.*: run again"),
+        ("raise MemoryError", "smoke test: MemoryError: run again"),
+        ("raise OSError(12, 'Cannot allocate memory')", "Cannot allocate memory: run again"),
+        ("raise ImportError('a.so: failed to map segment')", "a.so: failed to map.*: run again"),
+        (
+            "try: raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory: you tried')\n"
+            "except RuntimeError: raise OSError('Unable to load weights')",
+            "DefaultCPUAllocator.*: run again",
+        ),
         ("import time; time.sleep(60)", "smoke test: no picture after 1 s: run again"),
     ],
-    ids=["killed", "memory", "time"],
+    ids=["killed", "memory", "MemoryError", "errno", "import", "wrapped", "time"],
 )
 def test_a_smoke_test_that_could_not_end_is_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
@@ -286,7 +345,7 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
     (tmp_path / "script.py").write_text(script)
     with pytest.raises(TransientError, match=said):
-        smoke_test.check(tmp_path, tmp_path, digits(tmp_path))
+        smoke_test.check(tmp_path, tmp_path, None, digits(tmp_path))
 
 
 def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:

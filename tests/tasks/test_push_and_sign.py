@@ -16,7 +16,10 @@ from store_servers import UrlOf
 from tiny_adapters import make_lora
 
 from artifacts.artifact_key import KeyParts
+from configs.settings.generate import Generate
 from flows.cli import main
+from tasks.evaluate.load_published_model import load_published_model
+from tasks.generate import find_model
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import PushFailed, push
@@ -30,6 +33,7 @@ from tasks.publish.sign_model import (
 )
 from tasks.publish.write_adapters import write_adapters
 
+CARD = b"---\ntags:\n- kilnworks\n---\n# digits\n"
 REPO, ADAPTERS, TOKEN = "someone/digits", "someone/adapters", "hf_tests"
 PULL_AND_DRAW = """
 import sys
@@ -88,7 +92,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def small(registry: Registry, weights: bytes = b"weights", number: int = 1) -> Version:
-    files = {"README.md": b"# digits\n", "unet/model.safetensors": weights}
+    files = {"README.md": CARD, "unet/model.safetensors": weights}
     return publish(registry, files | {"vae/model.safetensors": b"vae"}, number)
 
 
@@ -165,6 +169,42 @@ def test_a_push_is_private_and_uploads_what_changed_only(
     assert (
         found.files["unet/model.safetensors"] == b"other weights" and "old.bin" not in found.files
     )
+
+
+@pytest.mark.parametrize("card", [b"# Mine", b"---\ntags: [other]\n---\n", None])
+def test_a_push_deletes_no_files_of_others(
+    hub: HubServer, registry: Registry, card: bytes | None
+) -> None:
+    files = {"notes/a.txt": b"a"} | ({} if card is None else {"README.md": card})
+    hub.repositories[REPO] = Repository(dict(files), private=True)
+    with pytest.raises(PushFailed, match="has files that Kilnworks did not write, such as "):
+        push(registry, small(registry), REPO)
+    assert hub.repositories[REPO].files == files
+
+
+def test_a_push_to_a_new_repository_of_the_hub_is_accepted(
+    hub: HubServer, registry: Registry
+) -> None:
+    hub.repositories[REPO] = Repository({".gitattributes": b""}, private=True)
+    push(registry, small(registry), REPO)
+    assert "README.md" in hub.repositories[REPO].files
+
+
+def test_adapters_and_trained_text_encoders_of_the_hub_are_those_that_were_pushed(
+    hub: HubServer, registry: Registry, tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    recipe = f"model: {{path: {tiny_sdxl}}}\ntrain: {{train_text_encoder: true}}\n".encode()
+    card = {"README.md": CARD, "recipe.yaml": recipe}
+    assemble(tiny_sdxl, {}, tmp_path / "whole", dtype="float16")
+    lora = make_lora(tmp_path / "lora.safetensors")
+    write_adapters(lora, tiny_sdxl, tmp_path / "lora", name="x", dtype="float16", scheduler=None)
+    for number, name in enumerate(("whole", "lora")):
+        version = publish(registry, contents(tmp_path / name) | card, number)
+        push(registry, version, f"someone/{name}")
+        pushed = find_model(Generate(model=f"someone/{name}", prompts=("a",)))
+        local = load_published_model(Path(version.uri))
+        assert pushed.digest == local.digest
+        assert (pushed.weights.lora is None) == (name == "whole")
 
 
 def test_an_interrupted_push_continues(hub: HubServer, registry: Registry) -> None:

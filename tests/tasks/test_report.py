@@ -217,10 +217,21 @@ def test_only_a_comparable_champion_is_shown(tmp_path: Path, fingerprint: str) -
     ours.manifest["summary"]["fingerprint"] = fingerprint
     run = {"parents": {"evaluation": {"stage": "evaluate", "key": theirs.key}}}
     champion = Version("v1", "", {"run": run})
-    found = report.champion_evaluation(store, champion, ours)
+    model = commit(store, "publish", {"model": "b"})
+    found = report.champion_evaluation(champion, ours, model)
     assert (found is not None and found.key == theirs.key) == (fingerprint == "f")
-    assert report.champion_evaluation(store, champion, theirs) is None, "the model itself"
-    assert report.champion_evaluation(store, None, ours) is None
+    assert report.champion_evaluation(champion, theirs, model) is None, "the model itself"
+    assert report.champion_evaluation(None, ours, model) is None
+
+
+def test_the_measurement_of_the_gate_is_shown_of_a_champion(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    theirs, ours, again = (commit(store, "evaluate", {"model": name}) for name in "abc")
+    run = {"parents": {"evaluation": {"stage": "evaluate", "key": theirs.key}}}
+    remeasured = {CHAMPION_EVALUATION: {"stage": again.stage, "key": again.key}}
+    model = commit(store, "publish", {"model": "b"}, parents=remeasured)
+    found = report.champion_evaluation(Version("v1", "", {"run": run}), ours, model)
+    assert found is not None and found.key == again.key
 
 
 @pytest.mark.slow

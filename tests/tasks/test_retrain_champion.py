@@ -188,6 +188,16 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
     assert decision.why_unchanged(recipe, store, CHANGES, champion, judged_otherwise) is None
 
 
+@pytest.mark.parametrize("stage", ["download", "encode", "train", "evaluate", "publish"])
+def test_a_decision_is_made_again_with_another_version_of_a_stage(
+    run: Run, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    before = decision.key_parts(run.recipe, CHANGES, None, MODELS)
+    assert decision.key_parts(run.recipe, CHANGES, None, MODELS) == before
+    monkeypatch.setattr(getattr(decision, stage), "VERSION", 99)
+    assert decision.key_parts(run.recipe, CHANGES, None, MODELS).key != before.key
+
+
 def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
     publish_model(run, "first")
     champion = find_champion(run.recipe, run.store)

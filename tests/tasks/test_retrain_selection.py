@@ -1,12 +1,16 @@
 """The samples of a retraining: all new ones, and a share of the champion's."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from artifacts.artifact_key import KeyParts
-from artifacts.latent_shards import INFO, open_latents
+from artifacts.latent_shard_writer import write_latent_shard
+from artifacts.latent_shards import INFO, LatentSample, LatentShard, Texts, open_latents
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.holdout_divergence_profile_wandb import Profile
@@ -42,10 +46,16 @@ def latents(store: Store, numbers: Any, name: str) -> Artifact:
 
 
 def select(store: Store, share: float, champion: str = "c") -> tuple[Artifact, Recipe]:
-    recipe = load_recipe("digits", {"retrain.replay": share})
     old, every = latents(store, OLD, "old"), latents(store, [*OLD, *NEW], "every")
     assert select_new_and_replayed.new_samples(every, old) == 36
     assert select_new_and_replayed.new_samples(old, old) == 0
+    return select_from(store, every, old, share, champion)
+
+
+def select_from(
+    store: Store, every: Artifact, old: Artifact, share: float, champion: str = "c"
+) -> tuple[Artifact, Recipe]:
+    recipe = load_recipe("digits", {"retrain.replay": share})
     parts = select_new_and_replayed.key_parts(recipe, every, old, champion)
     with store.lock(STAGE, parts.key) as lock:
         draft = store.draft(parts, lock)
@@ -67,6 +77,94 @@ def test_the_replay_is_its_share_of_the_training_samples(
     assert len(shards(selection) & set(OLD)) * 9 == replayed
     assert (selection.summary["new"], selection.summary["replayed"]) == (36, replayed)
     assert selection.summary["groups"]["train/4x4"] == 36 + replayed
+
+
+def test_a_replay_beyond_the_old_samples_gives_a_warning(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kiln"):
+        select(store, 0.5)
+        assert not caplog.messages
+        select(store, 0.9)
+    assert caplog.messages == [
+        "retrain: replay 0.9: of 324 old samples, the champion's unchanged shards have 180"
+    ]
+
+
+SIZES = {"train/4x4": 30, "train/2x8": 10, "holdout/4x4": 5}  # of an old shard
+TOKEN_IDS = {"text_dtype": "float32"}
+
+
+def encoded_shard(store: Store, number: int, groups: dict[str, int], *, embeds: bool) -> Any:
+    """A shard of samples with mirrored copies; sample i has captions 1 + i, of i tokens, and 0."""
+    rng, named = np.random.default_rng(number), {}
+    for group, count in groups.items():
+        shape = (4, *map(int, group.partition("/")[2].split("x")))
+        for name in (group, group.replace("train/", "flipped/")):
+            named[name] = [
+                LatentSample(
+                    mean=rng.normal(size=shape).astype(np.float32),
+                    logvar=rng.normal(size=shape).astype(np.float32),
+                    id=bytes([number, index]) * 16,
+                    original_size=(index, 9),
+                    crop_top_left=(0, 0),
+                    target_size=(8, 8),
+                    flip=name.startswith("flipped/"),
+                    caption_rows=(1 + index, 0),
+                )
+                for index in range(count)
+            ]
+    captions = 1 + max(groups.values())
+    rows = [np.full((1 + row, 6), row, np.float32) for row in range(captions)]
+    ids = np.arange(captions).reshape(captions, 1, 1)
+    path = Path(store.root).parent / "shard.safetensors"
+    write_latent_shard(path, named, Texts(rows if embeds else None, None, ids, embeds))
+    key = f"{number:064}"
+    return store.commit_shard(STAGE, key, {".safetensors": str(path)}, {"groups": groups})
+
+
+def encoded(store: Store, shards: list[Any], info: dict[str, Any]) -> Artifact:
+    keys = "".join(shard.key[-4:] for shard in shards)
+    with store.lock(STAGE, keys) as lock:
+        draft = store.draft(KeyParts(STAGE, 1, {"shards": keys} | info, {}), lock)
+        for shard in shards:
+            draft.add_shard(shard)
+        draft.write(INFO, json.dumps({"family": "qwen_image"} | info).encode())
+        return draft.commit({}, {})
+
+
+@pytest.mark.parametrize("info", [{}, TOKEN_IDS], ids=["embeddings", "token ids"])
+@pytest.mark.parametrize(("share", "replayed"), [(0.5, 6), (0.001, 1), (0.9, 54)])
+def test_few_new_samples_have_their_share_of_a_large_shard(
+    store: Store, info: dict[str, Any], share: float, replayed: int
+) -> None:
+    embeds = not info
+    shards = [encoded_shard(store, number, SIZES, embeds=embeds) for number in range(3)]
+    new = encoded_shard(store, 3, {"train/4x4": 6}, embeds=embeds)
+    old, every = encoded(store, shards, info), encoded(store, [*shards, new], info)
+    selection, _ = select_from(store, every, old, share)
+    assert (selection.summary["new"], selection.summary["replayed"]) == (6, replayed)
+    known = {ref.sha256 for ref in open_latents(every.uri).shards}
+    [ref] = [one for one in open_latents(selection.uri).shards if one.sha256 not in known]
+    [source] = {LatentShard(ref.url).sample(group, 0).id[0] for group in ref.groups}
+    cut, whole = LatentShard(ref.url), LatentShard(every.url(f"../shards/{file(shards[source])}"))
+    assert ref.groups == {g: n for g, n in cut.groups.items() if g.startswith("train/")}
+    assert sum(ref.groups.values()) == replayed % 40
+    for group, count in cut.groups.items():
+        assert count == cut.groups[group.replace("flipped/", "train/")], "mirrored copies, too"
+        for index in range(count):
+            sample = cut.sample(group, index)
+            before = whole.sample(group, sample.id[1])
+            assert np.array_equal(sample.mean, before.mean) and sample.flip == before.flip
+            for row, row_before in zip(sample.caption_rows, before.caption_rows, strict=True):
+                assert cut.input_ids(row) == whole.input_ids(row_before)
+                if embeds:
+                    assert np.array_equal(cut.prompt_embeds(row), whole.prompt_embeds(row_before))
+
+
+def file(shard: Any) -> str:
+    [entry] = shard.files
+    return str(entry.path)
 
 
 def test_each_champion_has_a_replay_of_its_own(store: Store) -> None:

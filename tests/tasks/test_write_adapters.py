@@ -12,7 +12,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
@@ -101,7 +101,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
         "recipe.yaml",
     }
     version = registry_of(recipe).publish(artifact)
-    smoke_test.draw({"folder": version.uri, "base": str(tiny_sdxl), "device": "cpu"})
+    smoke_test.draw(smoke_test.describe(Path(version.uri), tiny_sdxl, None, recipe))
     pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipe.load_lora_weights(version.uri)
     layer = pipe.unet.conv_in
@@ -218,4 +218,20 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_text_encoders_in_half_preci
         file.write_text(json.dumps(config), encoding="utf-8")
     recipe = digits(tmp_path, tiny_sdxl)
     version = registry_of(recipe).publish(publish(tmp_path, recipe))
-    smoke_test.draw({"folder": version.uri, "base": str(half), "device": "cpu"})
+    smoke_test.draw(smoke_test.describe(Path(version.uri), half, None, recipe))
+
+
+def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_vae(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(tiny_sdxl, half)
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        (file,) = (half / part).glob("*.safetensors")
+        tensors = {name: tensor.half() for name, tensor in load_file(file).items()}
+        save_file(tensors, file.with_suffix(".fp16.safetensors"), {"format": "pt"})
+        file.unlink()
+    vae = (half / "vae").rename(tmp_path / "vae")
+    recipe = digits(tmp_path, tiny_sdxl)
+    version = registry_of(recipe).publish(publish(tmp_path, recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), half, vae, recipe))
