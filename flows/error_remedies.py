@@ -144,6 +144,7 @@ REMEDIES = {
     "SmokeTestFailed": "The gate rejects such a model. Look at the reason; it cannot be forced.",
     "EncodeFailed": "Add pictures, or change the named setting of `encode`.",
     "EncoderFailed": "Look at the log above the message. Run again.",
+    "ImagesNotFinite": "Draw in `bfloat16` or `float32`; NaN weights cannot draw in any dtype.",
     "EncoderLost": "Prefect retries. If it happens again, lower `encode.batch_size`.",
     "Diverged": "Lower `train.learning_rate` or set `train.divergence` "
     "([training.md](training.md)).",

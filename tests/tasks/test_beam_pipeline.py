@@ -1,7 +1,9 @@
 """Shards on the threads of the default runner: balanced, ended by the first error."""
 
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,10 +93,20 @@ class TakeOver(beam.DoFn):
     def process(self, element: int) -> Iterator[int]:
         with (self.folder / "done").open("a") as done:
             done.write("x")
-        if len((self.folder / "done").read_text()) == 3:
+        if len((self.folder / "done").read_text()) >= 3:
+            self.take_over_once()
+        yield element
+
+    def take_over_once(self) -> None:
+        """Take the lock over, or wait until another element has."""
+        taken = self.folder / "taken"
+        with suppress(FileExistsError), (self.folder / "taking").open("x"):
             fs, path = Store(str(self.folder)).fs, f"{self.folder}/stage/key/lock.json"
             assert swap(fs, path, read(fs, path), b'{"token": "of another"}')
-        yield element
+            taken.touch()
+        until = time.monotonic() + 60.0
+        while not taken.exists() and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
