@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,19 +89,27 @@ class Server:
         return done.stdout
 
     def ask(self, path: str, body: dict[str, Any] | None = None, method: str | None = None) -> Any:
-        """The JSON answer to a request; None if it is empty."""
+        """The JSON answer to a request; None if it is empty.
+
+        A request is repeated for a busy server, so it must be safe to send twice.
+        """
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{self.api}{path}", data, headers, method=method)
-        for _ in range(50):
+        until = time.monotonic() + TIMEOUT
+        while True:
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     return json.loads(answer.read() or "null")
             except urllib.error.HTTPError as error:
                 if error.code != 503:  # a locked database; Prefect's client also retries
                     raise
+                failure: Exception = error
+            except TimeoutError as error:  # a stalled machine
+                failure = error
+            if time.monotonic() > until:
+                raise AssertionError(f"{path}: {failure} for {TIMEOUT} s\n{self.logs()}")
             time.sleep(0.2)
-        raise AssertionError(f"{path}: the server responds with 503")
 
     def update(self, path: str, body: dict[str, Any]) -> None:
         self.ask(path, body, "PATCH")
@@ -114,14 +123,20 @@ class Server:
             except OSError:
                 pass
             time.sleep(0.5)
-        logs = "\n".join(p.read_text()[-3000:] for p in self.folder.glob("*.log"))
-        raise AssertionError(f"{what}: timeout after {seconds} s\n{logs}")
+        raise AssertionError(f"{what}: timeout after {seconds} s\n{self.logs()}")
+
+    def logs(self) -> str:
+        return "\n".join(p.read_text()[-3000:] for p in self.folder.glob("*.log"))
 
     def run(self, deployment: str, overrides: dict[str, Any], **more: Any) -> str:
         """Schedule a run, as `prefect deployment run` does; the flow run's id."""
         number = self.ask(f"/deployments/name/{deployment}")["id"]
         parameters = {"overrides": overrides, **more}
-        body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}
+        body = {
+            "parameters": parameters,
+            "state": {"type": "SCHEDULED"},
+            "idempotency_key": str(uuid.uuid4()),
+        }
         return str(self.ask(f"/deployments/{number}/create_flow_run", body)["id"])
 
     def state(self, run: str) -> str:
