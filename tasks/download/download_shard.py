@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 import time
 from collections import Counter
@@ -112,7 +113,10 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     if present is not None and not _is_retried(present.meta, context):
         return present
     with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
-        return _download(spec, context, store, present, Path(scratch))
+        shard = _download(spec, context, store, present, Path(scratch))
+    # Each failed row leaves a cycle of error, traceback and frames, which Python finds late.
+    gc.collect()
+    return shard
 
 
 def _download(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Coroutine
@@ -58,6 +59,8 @@ def shared(max_connections: int) -> Shared:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     collect_garbage_rarely()  # the searches took half of the loop's time
+    gc.collect()
+    gc.freeze()  # the search after each shard skips what imports made
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="kiln-download", daemon=True).start()
     return loop
