@@ -29,7 +29,7 @@ export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped. REQUIRE adds names, such as chromium.
 test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu) $(REQUIRE)
 
-.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of processor time after set-up)"
@@ -41,7 +41,7 @@ help:
 	@echo "make chaos   500 faults on three kinds of store; nothing may be lost, wrong or hang"
 	@echo "make setup   create the environment (a minute, once)"
 	@echo "make setup-cuda  PyTorch for NVIDIA GPUs and bitsandbytes (TORCH_INDEX=ADDRESS: of another CUDA version)"
-	@echo "make setup-jax-tpu  libtpu for runtime jax on a TPU VM"
+	@echo "make setup-jax-tpu, setup-xla-tpu  runtime jax or xla on a TPU VM, with libtpu"
 	@echo "make setup-xla  create the environment of runtime xla, $(VENV)-xla (6 GB, a minute, once)"
 	@echo "make setup-plan  install the TPU compiler for kiln plan (requires no TPU)"
 	@echo "make setup-mindspore  create that of runtime mindspore, $(VENV)-mindspore (3 GB, half a minute, once)"
@@ -165,6 +165,14 @@ setup-jax-tpu: $(VENV)/jax-tpu.stamp
 $(VENV)/jax-tpu.stamp: requirements/jax-tpu.txt $(VENV)/stamp
 	@echo "$(VENV): libtpu for runtime jax"
 	@$(call install,$(VENV)) --no-deps --requirements $<
+	@touch $@
+
+# For runtime xla on a TPU VM: deploy/tpu/setup.sh.
+setup-xla-tpu: $(VENV)-xla/tpu.stamp
+
+$(VENV)-xla/tpu.stamp: requirements/xla-tpu.txt $(VENV)-xla/stamp
+	@echo "$(VENV)-xla: libtpu for runtime xla"
+	@$(call install,$(VENV)-xla) --no-deps --requirements $<
 	@touch $@
 
 # Environments of runtimes.

@@ -87,7 +87,7 @@ def _options(
             "--version",
             callback=_show_version,
             is_eager=True,
-            help="Print the version and, in a checkout, the git commit.",
+            help="Print the version, a digest of the code and, in a checkout, the git commit.",
         ),
     ] = False,
 ) -> None:

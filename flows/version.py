@@ -1,4 +1,4 @@
-"""The version of this checkout: that of pyproject.toml, and its git commit."""
+"""The version of this code: that of pyproject.toml, its git commit, and a digest of its files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import tomllib
 from pathlib import Path
 
 from tasks.build_or_reuse import git_commit
+from tasks.code_versions import CODE
 
 CHECKOUT = Path(__file__).parents[1]
 
 
 def version() -> str:
-    """The version, with the commit in brackets: `0.1.0 (1a2b3c...)`, or `(...-dirty)`."""
+    """The version, commit and digest: `0.1.0 (1a2b3c..., code 4d5e6f...)`.
+
+    An image has no commit; the digest tells its code from other code of the same version.
+    """
     file = CHECKOUT / "pyproject.toml"
     number = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"]
-    commit = git_commit()
-    return f"{number} ({commit})" if commit else str(number)
+    known = [commit] if (commit := git_commit()) else []
+    return f"{number} ({', '.join([*known, f'code {CODE}'])})"

@@ -12,7 +12,8 @@ if [ -f "$toolkit/../set_env.sh" ]; then
   set -u
 fi
 export PATH=$PWD/.venv-mindspore/bin:$PATH
+# In an image the checkout is root's, but not `outputs`.
 exec msrun --worker_num="$total" --local_worker_num="$local" --node_rank="$rank" \
   --master_addr="$first" --master_port="${MASTER_PORT:-8118}" --cluster_time_out=600 \
-  --log_dir="logs/$(basename "$job" .json)" --join=True \
+  --log_dir="outputs/logs/$(basename "$job" .json)" --join=True \
   python -P -m runtimes "$job"

@@ -1,8 +1,9 @@
-"""Create or update the automations of this folder on a Prefect server:  apply.py BLOCK [FILE ...]
+"""Create or update this folder's automations on a Prefect server:  apply.py [BLOCK] [FILE.yaml ...]
 
-BLOCK is a notification block, type/name such as slack-webhook/team. It is made once in the UI
-(Blocks, +) or by `prefect block`; the address it notifies is a secret of the server, not of a file.
-An automation of the same name is updated, so a second call changes nothing.
+Files with ${BLOCK} need BLOCK, a notification block: type/name such as slack-webhook/team. It is
+made once in the UI (Blocks, +) or by `prefect block`; the address it notifies is a secret of the
+server, not of a file. An automation of the same name is updated, so a second call changes nothing;
+a disabled one stays disabled.
 """
 
 from __future__ import annotations
@@ -20,22 +21,26 @@ HERE = Path(__file__).parent
 
 def main(words: list[str]) -> int:
     """Apply the files, or all of the folder; the exit code is 2 if there is no such block."""
-    if not words or not all(words[0].partition("/")):
-        print("usage: apply.py BLOCK-TYPE/NAME [FILE ...]", file=sys.stderr)
+    block = words[0] if words and not words[0].endswith(".yaml") else ""
+    kind, _, name = block.partition("/")
+    files = [Path(word) for word in words[bool(block) :]] or sorted(HERE.glob("*.yaml"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    if not (kind and name) and (block or any("${BLOCK}" in text for text in texts)):
+        print("usage: apply.py BLOCK-TYPE/NAME [FILE.yaml ...]", file=sys.stderr)
         return 2
-    kind, _, name = words[0].partition("/")
-    files = [Path(word) for word in words[1:]] or sorted(HERE.glob("*.yaml"))
     with get_client(sync_client=True) as client:
         try:
-            block = client.read_block_document_by_name(name, kind)
+            found = str(client.read_block_document_by_name(name, kind).id) if block else ""
         except ObjectNotFound:
-            print(f"no block {words[0]} on {client.api_url}: create it first", file=sys.stderr)
+            print(f"no block {block} on {client.api_url}: create it first", file=sys.stderr)
             return 2
-        for file in files:
-            text = file.read_text(encoding="utf-8").replace("${BLOCK}", str(block.id))
-            automation = AutomationCore.model_validate(yaml.safe_load(text))
+        for text in texts:
+            automation = AutomationCore.model_validate(
+                yaml.safe_load(text.replace("${BLOCK}", found))
+            )
             same = client.read_automations_by_name(automation.name)
             if same:
+                automation.enabled = same[0].enabled
                 client.update_automation(same[0].id, automation)
             else:
                 client.create_automation(automation)

@@ -98,7 +98,7 @@ def _token() -> str | None:
     """The token of HF_TOKEN, else of Prefect's block in a flow, else None: that of the login."""
     from prefect.context import FlowRunContext
 
-    if "HF_TOKEN" in os.environ or FlowRunContext.get() is None:
+    if os.environ.get("HF_TOKEN") or FlowRunContext.get() is None:
         return None
     from prefect.blocks.system import Secret
 

@@ -35,7 +35,7 @@ from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Com
 
 #: The parts of a checkout that the workers need.
 PACKED = (
-    *("Makefile", "pyproject.toml", "requirements", "deploy"),
+    *("Makefile", "pyproject.toml", "requirements", "deploy/tpu"),  # deploy/server/.env is secret
     *("artifacts", "configs", "runtimes"),
 )
 ROOT = Path(__file__).parents[2]

@@ -4,13 +4,20 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 from uuid import UUID
 
 import pytest
@@ -107,6 +114,7 @@ def test_ascend_launcher_starts_msrun_of_the_environment(
     write_program(checkout / ".venv-mindspore/bin/msrun", PRINT_ARGUMENTS)
     script = checkout / "deploy/ascend/launch.sh"
     words = run(script, "job.json", "16", "8", "10.0.0.1", "1", programs=checkout / "none")
+    logs = "--log_dir=outputs/logs/job"  # in a folder that an image's user owns
     assert words[2:] == [
         "--worker_num=16",
         "--local_worker_num=8",
@@ -114,10 +122,11 @@ def test_ascend_launcher_starts_msrun_of_the_environment(
         "--master_addr=10.0.0.1",
         "--master_port=8118",
         "--cluster_time_out=600",
-        "--log_dir=logs/job",
+        logs,
         "--join=True",
         *("python", "-P", "-m", "runtimes", str(checkout.parent / "job.json")),
     ]
+    assert f"/kiln/{logs.partition('=')[2].partition('/')[0]}" in owned("ascend/Dockerfile")
 
 
 def torchrun_pod(folder: Path, rank: str) -> subprocess.Popen[bytes]:
@@ -152,28 +161,96 @@ def test_a_pod_of_torchrun_ends_after_the_checkpoint_of_a_stop(tmp_path: Path) -
     assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_tpu_setup_creates_the_environment_once(checkout: Path, exists: bool) -> None:
-    environment = checkout / ".venv-xla"
-    write_program(environment / "bin/python", '#!/bin/sh\necho python "$@"\n')
-    write_program(checkout / "bin/make", '#!/bin/sh\necho make "$@"\n')
-    write_program(checkout / "bin/python3.11", "#!/bin/sh\n")  # has ensurepip
-    if exists:
-        (environment / "tpu").touch()
-    commands = run(checkout / "deploy/tpu/setup.sh", programs=checkout / "bin")
-    expected = [
-        "make setup-xla PYTHON=python3.11",
-        "python -m pip install --quiet -r requirements/xla-tpu.txt",
-    ]
-    assert commands == ([] if exists else expected)
-    assert (environment / "tpu").is_file()
+#: Stands in for Prefect, whose worker ends itself by SIGINT on SIGTERM: a shell must not ignore it.
+#: Its end is that of the training's standard input.
+PREFECT = f"""#!{sys.executable}
+import signal, subprocess, sys
+heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7 if heard else "SIGINT is ignored"))
+train = ["python", "-P", "-m", "runtimes", "job.json"]
+subprocess.Popen(train, stdin=subprocess.PIPE, start_new_session=True).wait()
+"""
+#: Stands in for a training: at the end of its input it writes a checkpoint; a signal would end it.
+TRAINING = "#!/bin/bash\ntouch started\ncat >/dev/null\nsleep 2\ntouch saved\n"
+WAIT = "deploy/wait_for_checkpoints.sh"
 
 
-def test_tpu_setup_of_jax_installs_its_own_libtpu(checkout: Path) -> None:
+def test_a_stopped_worker_ends_after_the_checkpoint_of_its_training(tmp_path: Path) -> None:
+    write_program(tmp_path / "bin/prefect", PREFECT)
+    write_program(tmp_path / "bin/python", TRAINING)
+    env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    command = ["bash", ROOT / WAIT, "prefect", "worker", "start"]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # as a container starts
+    worker = subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=heard)
+    while not (tmp_path / "started").exists():
+        assert worker.poll() is None
+        time.sleep(0.05)
+    worker.terminate()
+    assert worker.wait() == 7
+    assert (tmp_path / "saved").exists()
+
+
+def test_every_worker_and_every_pod_waits_for_checkpoints() -> None:
+    compose = yaml.safe_load((DEPLOY / "server/compose.yaml").read_text(encoding="utf-8"))
+    services = [one.get("entrypoint", []) for one in compose["services"].values()]
+    assert [one[0] for one in services if "prefect" in one] == [WAIT]
+    unit = (DEPLOY / "systemd/kiln-worker@.service").read_text(encoding="utf-8")
+    (start,) = re.findall(r"^ExecStart=(\S+)", unit, re.MULTILINE)
+    assert start == f"/srv/kiln/kiln/{WAIT}" and "\nKillMode=mixed\n" in unit
+    for path in (DEPLOY / "kubernetes").glob("*_job_template.json"):
+        manifest = json.loads(path.read_text(encoding="utf-8"))["job_configuration"]["job_manifest"]
+        (pod,) = manifest["spec"]["template"]["spec"]["containers"]
+        assert pod["command"] == [f"/kiln/{WAIT}"], path.name
+
+
+def docker_runs() -> list[list[str]]:
+    """Words of each `docker run` in the pages."""
+    pages = [ROOT / "README.md", *DEPLOY.glob("**/*.md"), *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages).replace("\\\n", " ")
+    return [line.split() for line in re.findall(r"docker run ([^`\n]+)", text)]
+
+
+def test_a_container_of_the_pages_keeps_its_caches_and_has_time_for_a_checkpoint() -> None:
+    runs = [words for words in docker_runs() if "doctor" not in words]
+    assert runs
+    grace = load_recipe("digits").train.grace_seconds
+    for words in runs:
+        assert "kiln-cache:/cache" in words, words
+        assert float(words[words.index("--stop-timeout") + 1]) > grace, words
+        if "--detach" in words:
+            assert words[words.index("--restart") + 1] == "unless-stopped", words
+            assert WAIT in words, words
+        else:
+            assert "kiln:/kiln/store" in words, words
+
+
+@pytest.mark.parametrize("words", [["xla"], ["jax"], []])
+def test_tpu_setup_leaves_to_make_what_is_old(checkout: Path, words: list[str]) -> None:
+    (checkout / ".venv-xla").mkdir()
+    (checkout / ".venv-xla/tpu").touch()  # an earlier release's
     write_program(checkout / "bin/make", '#!/bin/sh\necho make "$@"\n')
     write_program(checkout / "bin/python3.11", "#!/bin/sh\n")  # has ensurepip
-    commands = run(checkout / "deploy/tpu/setup.sh", "jax", programs=checkout / "bin")
-    assert commands == ["make setup-jax-tpu PYTHON=python3.11"]
+    commands = run(checkout / "deploy/tpu/setup.sh", *words, programs=checkout / "bin")
+    (runtime,) = words or ["xla"]
+    assert commands == [f"make setup-{runtime}-tpu PYTHON=python3.11"]
+
+
+@pytest.mark.parametrize(("changed", "code"), [(None, 0), ("xla", 1), ("xla-tpu", 1), ("torch", 0)])
+def test_make_renews_the_environment_of_a_tpu_if_its_lists_change(
+    tmp_path: Path, changed: str | None, code: int
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "requirements"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    stamps = [".venv-uv/stamp", ".venv-xla/list.stamp", ".venv-xla/stamp", ".venv-xla/tpu.stamp"]
+    for stamp in stamps:
+        (tmp_path / stamp).parent.mkdir(exist_ok=True)
+        (tmp_path / stamp).touch()
+    new = [] if changed is None else [f"--what-if=requirements/{changed}.txt"]
+    query = ["make", "--question", *new, stamps[-1]]
+    assert subprocess.run(query, cwd=tmp_path, capture_output=True).returncode == code
+
+
+def test_libtpu_of_runtime_jax_is_that_of_the_plans() -> None:
     (libtpu,) = (ROOT / "requirements/jax-tpu.txt").read_text(encoding="utf-8").split()
     assert libtpu == (ROOT / "requirements/plan.txt").read_text(encoding="utf-8").strip()
 
@@ -234,16 +311,21 @@ def test_image_is_pinned_does_not_run_as_root_and_has_a_health_check(name: str) 
     assert all(re.search(r"\d+\.\d+", version) for version in versions)
 
 
+def owned(name: str) -> set[str]:
+    """Folders of an image that belong to its user."""
+    (setup,) = (rest for keyword, rest in instructions(name) if "install --directory" in rest)
+    return set(setup.rpartition("install --directory --owner=kiln ")[2].split())
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_user_of_an_image_owns_its_caches_and_the_default_folders_of_runs(name: str) -> None:
     found = instructions(name)
     (folder,) = (rest for keyword, rest in found if keyword == "WORKDIR")
-    (setup,) = (rest for keyword, rest in found if keyword == "RUN" and "install --d" in rest)
     (settings,) = (rest for keyword, rest in found if keyword == "ENV")
     environment = dict(word.split("=", 1) for word in settings.split())
     out = inspect.signature(generate.fn).parameters["out"].default
     used = {f"{folder}/{load_recipe('digits').store}", f"{folder}/{out}", environment["KILN_CACHE"]}
-    assert used == set(setup.rpartition("install --directory --owner=kiln ")[2].split())
+    assert used == owned(name)
     assert Path(environment["HF_HOME"]).parent == Path(environment["KILN_CACHE"])
 
 
@@ -272,12 +354,23 @@ def test_image_that_evaluates_has_torch_fidelity_where_it_is_looked_for(name: st
     assert folder == sys.prefix + ENVIRONMENT
 
 
+def test_image_for_nvidia_gpus_has_the_optimizer_that_plans_advise() -> None:
+    """`adamw_8bit` is of bitsandbytes, in cuda.txt; an image has no `make setup-cuda`."""
+    runs = [rest for keyword, rest in instructions("cuda/Dockerfile") if keyword == "RUN"]
+    assert re.search(r"pip install [^&]*--no-deps [^&]*requirements/cuda\.txt", "\n".join(runs))
+
+
 def test_worker_image_has_the_harness_of_the_pinned_beam() -> None:
     (beam,) = re.findall(
         r"apache/beam_python3\.11_sdk:(\S+) AS", str(instructions("workers/Dockerfile"))
     )
     pinned = (ROOT / "requirements/base.txt").read_text(encoding="utf-8").splitlines()
     assert f"apache-beam=={beam}" in pinned
+
+
+def test_beam_harness_makes_no_environment_where_only_root_may_write() -> None:
+    settings = dict(instructions("workers/Dockerfile"))["ENV"].split()
+    assert "RUN_PYTHON_SDK_IN_DEFAULT_ENVIRONMENT=1" in settings
 
 
 def test_health_check_fails_only_if_a_worker_does_not_answer() -> None:
@@ -335,14 +428,38 @@ def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
         assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
 
 
-def test_dockerignore_excludes_environments() -> None:
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    assert any(pattern in ignored for pattern in (".venv*", ".venv*/", "**/.venv*"))
+def in_build_context(path: str) -> bool:
+    """Whether Docker copies a file of the checkout: the last matching pattern decides."""
+    copied = True
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        pattern = re.escape(line.removeprefix("!"))
+        pattern = pattern.replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
+        if re.fullmatch(f"{pattern}(/.*)?", path):
+            copied = line.startswith("!")
+    return copied
 
 
-def test_credentials_in_a_file_of_variables_are_in_no_image_and_no_commit() -> None:
-    for file in (".dockerignore", ".gitignore"):
-        assert "**/.env*" in (ROOT / file).read_text(encoding="utf-8").split()
+def test_images_have_the_code_and_nothing_that_a_host_made() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = [f"{package.rstrip('*')}/a/b.py" for package in packages]
+    needed += ["Makefile", "pyproject.toml", "README.md", "requirements/base.txt"]
+    assert all(in_build_context(path) for path in [*needed, "deploy/server/set_up.sh"])
+    made = [".git/config", ".venv-xla/bin/python", "flows/__pycache__/a.pyc", "store/a", "build/a"]
+    made += ["outputs/a.png", "pictures/a.png", "mine.yaml"]
+    assert not [path for path in [*made, "tests/a.py", "docs/a.md"] if in_build_context(path)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [".env", "deploy/server/.env", "worker.env", "deploy/worker.env", "prefect.dump", "mine.pem"],
+)
+def test_a_file_with_secrets_is_in_no_image_and_no_commit(path: str, tmp_path: Path) -> None:
+    """Commands of the pages create these files."""
+    assert not in_build_context(path)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    subprocess.run(["git", "check-ignore", "--quiet", path], cwd=tmp_path, check=True)
 
 
 def test_every_deployment_has_a_pool_that_the_pages_create() -> None:
@@ -353,6 +470,82 @@ def test_every_deployment_has_a_pool_that_the_pages_create() -> None:
         assert set(pools.split()) == used, file
     anyone = {e["name"]: e["work_pool"]["name"] for e in listed if e["name"] in used}
     assert anyone == {pool: pool for pool in used}
+
+
+def test_a_run_on_kubernetes_has_a_store_beyond_its_pod_and_a_process_per_gpu() -> None:
+    page = (DEPLOY / "kubernetes/README.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if "--job-variable gpus=" in line]
+    for line in lines:
+        overrides = json.loads(re.findall(r"overrides='(.*?)'", line)[0])
+        assert "://" in overrides["store"]
+        assert [str(overrides["train.processes"])] == re.findall(r"gpus=(\d+)", line)
+    assert lines and "AWS_SECRET_ACCESS_KEY" in page
+
+
+@pytest.mark.parametrize("enabled", [True, False, None])
+def test_an_automation_without_notification_needs_no_block_and_stays_as_it_is(
+    enabled: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    get_client = MagicMock()
+    monkeypatch.setattr("prefect.client.orchestration.get_client", get_client)
+    client = get_client.return_value.__enter__.return_value
+    same = [] if enabled is None else [SimpleNamespace(id="known", enabled=enabled)]
+    client.read_automations_by_name.return_value = same
+    main = runpy.run_path(str(DEPLOY / "automations/apply.py"))["main"]
+    assert main([str(DEPLOY / "automations/run-without-heartbeat.yaml")]) == 0
+    if enabled is None:
+        (made,) = client.create_automation.call_args.args
+    else:
+        (name, made) = client.update_automation.call_args.args
+        assert (name, made.enabled) == ("known", enabled)
+    assert made.name == "kiln: run without heartbeat"
+    assert main([str(DEPLOY / "automations/run-late.yaml")]) == 2
+    assert main(["a-block-without-name"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.fixture
+def set_up(tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs set_up.sh; the commands of prefect and python that it gives. No pool exists yet."""
+    write_program(
+        tmp_path / "prefect",
+        '#!/bin/sh\ncase "$*" in *inspect*) exit 1; esac\necho prefect "$@"\n',
+    )
+    write_program(tmp_path / "python", '#!/bin/sh\necho python "$@"\n')
+    return partial(run, DEPLOY / "server/set_up.sh", programs=tmp_path)
+
+
+def test_set_up_makes_bucket_pools_deployments_and_the_end_of_lost_runs(
+    set_up: Callable[..., list[str]],
+) -> None:
+    pools = ("cpu", "gpu", "tpu", "ascend", "gaudi")
+    assert set_up("s3://kiln") == [
+        "python - s3://kiln",
+        *(f"prefect --no-prompt work-pool create {pool} --type process" for pool in pools),
+        "prefect --no-prompt deploy --all --prefect-file deploy/prefect.yaml",
+        "python deploy/automations/apply.py deploy/automations/run-without-heartbeat.yaml",
+    ]
+
+
+def test_pools_of_a_cluster_start_jobs_where_there_is_a_template(
+    set_up: Callable[..., list[str]],
+) -> None:
+    made = [line.partition("create ")[2] for line in set_up("s3://kiln", "kubernetes")]
+    template = "--type kubernetes --base-job-template deploy/kubernetes/{0}_job_template.json"
+    kubernetes = [f"{pool} {template.format(pool)}" for pool in ("cpu", "gpu")]
+    process = [f"{pool} --type process" for pool in ("tpu", "ascend", "gaudi")]
+    assert [line for line in made if line] == [*kubernetes, *process]
+
+
+def test_the_backup_of_the_bucket_has_its_address_and_a_restore() -> None:
+    page = (DEPLOY / "server/README.md").read_text(encoding="utf-8")
+    backup, restore = (page.partition(f"\n## {part}\n")[2] for part in ("Backup", "Restore"))
+    (copy,) = re.findall(r"^aws s3 sync (s3://\S+) (/\S+)", backup.partition("\n## ")[0], re.M)
+    before = backup.partition("aws s3 sync")[0]
+    variables = ("AWS_ENDPOINT_URL=", "AWS_ACCESS_KEY_ID=", "AWS_SECRET_ACCESS_KEY=")
+    assert all(name in before for name in variables)
+    back = restore.partition(f"\naws s3 sync {copy[1]} {copy[0]}")[2].partition("\n## ")[0]
+    assert "kiln verify" in back and f"--store {copy[0]}/" in back
 
 
 def test_automations_react_to_events_that_flows_emit() -> None:
@@ -369,8 +562,26 @@ def test_automations_react_to_events_that_flows_emit() -> None:
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = (DEPLOY / "systemd/kiln-worker@.service").read_text(encoding="utf-8")
     unit = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit, flags=re.MULTILINE)
-    path = tmp_path / "kiln-worker@gpu.service"
+    path = tmp_path / "kiln-worker@ascend.service"
     path.write_text(re.sub("^User=.*", "User=root", unit, flags=re.MULTILINE))
-    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
-    about = [line for line in done.stderr.splitlines() if "kiln-worker" in line]
-    assert about == []
+    drop_in = tmp_path / f"{path.name}.d/cann.conf"
+    drop_in.parent.mkdir()
+    for more in ("", ascend_drop_in()):
+        drop_in.write_text(more)
+        done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
+        about = [line for line in done.stderr.splitlines() if "kiln-worker" in line]
+        assert about == []
+
+
+def ascend_drop_in() -> str:
+    text = (DEPLOY / "ascend/README.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"^```\n(\[Service\]\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def test_a_worker_of_an_ascend_machine_has_the_environment_of_cann() -> None:
+    entry = dict(instructions("ascend/Dockerfile"))["ENTRYPOINT"]
+    (source,) = re.findall(r"source \S+ && exec ", entry)
+    _, reset, start = ascend_drop_in().splitlines()
+    words = f"{WAIT} .venv/bin/prefect worker start --pool ascend"
+    assert (reset, start) == ("ExecStart=", f"ExecStart=/bin/bash -c '{source}{words}'")

@@ -128,6 +128,16 @@ def test_manifest_is_of_kubernetes_and_does_not_run_as_root(name: str) -> None:
         check_manifest(broken)
 
 
+def test_set_up_of_a_cluster_has_credentials_and_makes_its_pools() -> None:
+    (job,) = jobs(KUBERNETES / "set_up.yaml")
+    check_manifest({**job, "metadata": {"name": "set-up"}})
+    runs = container(job)
+    assert runs["command"] == ["bash", "deploy/server/set_up.sh", "s3://BUCKET", "kubernetes"]
+    assert runs["envFrom"] == [{"secretRef": {"name": "kiln-credentials"}}]
+    server = load(KUBERNETES / "worker.values.yaml")["worker"]["selfHostedServerApiConfig"]
+    assert {"name": "PREFECT_API_URL", "value": server["apiUrl"]} in runs["env"]
+
+
 def container(job: dict[str, Any]) -> Any:
     (found,) = job["spec"]["template"]["spec"]["containers"]
     return found

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from flows import version
 from flows.cli import app
+from tasks.code_versions import CODE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -21,12 +22,12 @@ def shown() -> str:
 
 
 @pytest.mark.parametrize("commit", ["1a2b3c-dirty", None])
-def test_version_has_the_commit_of_a_checkout(
+def test_version_has_the_commit_of_a_checkout_and_the_digest_of_an_images_code(
     commit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version, "git_commit", lambda: commit)
-    behind = "" if commit is None else f" ({commit})"
-    assert shown() == f"kiln {PROJECT['version']}{behind}\n"
+    behind = "" if commit is None else f"{commit}, "
+    assert shown() == f"kiln {PROJECT['version']} ({behind}code {CODE})\n"
 
 
 def test_commit_is_that_of_git() -> None:

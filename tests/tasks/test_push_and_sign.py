@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tasks.evaluate.load_published_model import load_published_model
 from tasks.generate import find_model
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.model_registry import Registry, Version
-from tasks.publish.push_to_hub import PushFailed, push
+from tasks.publish.push_to_hub import PushFailed, _token, push
 from tasks.publish.sign_model import (
     PASSWORD,
     SIGNATURE,
@@ -339,3 +340,17 @@ def test_the_commands_sign_push_and_verify(
     assert code == 1 and "vae/model.safetensors" in said
     code, said = kiln("history", "digits", "--store", store)
     assert code == 0 and "v1    promoted" in said
+
+
+@pytest.mark.parametrize(("variable", "token"), [(None, TOKEN), ("", TOKEN), ("hf_mine", None)])
+def test_a_flow_uses_the_secret_block_unless_hf_token_has_a_token(
+    variable: str | None, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compose sets HF_TOKEN to the empty text if it is not given."""
+    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: object())
+    block = SimpleNamespace(get=lambda: TOKEN)
+    monkeypatch.setattr("prefect.blocks.system.Secret.load", lambda name: block)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("HF_TOKEN", variable)
+    assert _token() == token

@@ -58,6 +58,17 @@ def test_the_packed_code_is_complete_and_deterministic() -> None:
     assert not [name for name in names if name.startswith(("tests", "flows", "tasks"))]
 
 
+def test_a_slice_gets_no_file_of_variables_from_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("deploy/tpu/setup.sh", "deploy/server/.env", "deploy/worker.env"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("S3_SECRET=secret")
+    monkeypatch.setattr(launch, "ROOT", tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(launch._pack())) as tar:
+        assert tar.getnames() == ["deploy/tpu/setup.sh"]
+
+
 def test_a_slice_gets_the_files_of_a_linked_folder(tmp_path: Path) -> None:
     shared, model = tmp_path / "shared", tmp_path / "model"
     for folder in (shared, model):

@@ -1,6 +1,7 @@
 """The planned peak memory of a step equals that of the real step, and needs no memory itself."""
 
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.settings.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
 from runtimes.torch.gpu_step_memory import main, step_memory
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
+from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 from runtimes.torch_models.planning_batch import sample_batch
@@ -39,6 +43,31 @@ def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
 ) -> None:
     found = compare(tiny_sdxl, 64, 16, **train)
     assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
+
+
+def test_weights_of_one_measurement_are_gone_before_the_next(
+    tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they would count in its peak."""
+    weights: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+
+    class Watched(TheRuntime):
+        def load(self, job: TrainJob) -> None:
+            alive.append([weight() is not None for weight in weights])
+            super().load(job)
+            weights.append(weakref.ref(next(self._network.denoiser.parameters())))
+
+    monkeypatch.setattr(planned_and_real_memory, "TheRuntime", Watched)
+    # The branch for CUDA, without its collection after the first step.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
+    train = Train(global_batch_size=2, device="cpu").model_dump(mode="json")
+    job = TrainJob("torch", str(tiny_sdxl), "", train, "", "")
+    for _ in range(2):
+        planned_and_real_memory.real_peak(job, 64)
+    assert alive == [[], [False]]
 
 
 @pytest.mark.slow
