@@ -175,7 +175,7 @@ def test_adapters_of_other_families_follow_the_reference(
     golden.check(runtime.name, f"{family} lora", "float32", history(job))
 
 
-@subjects()
+@subjects(soak="xla mindspore hpu-eager npu")
 def test_text_encoders_with_adapters_are_trained_as_torch_does(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:
@@ -204,7 +204,8 @@ def test_half_precision_stays_where_it_was(runtime: Subject, make_job: MakeJob) 
     golden.check(runtime.name, "sdxl full", dtype, history(job))
 
 
-@subjects(without="xla cuda", soak="torch jax mindspore hpu-eager npu")
+@pytest.mark.soak
+@subjects(without="xla cuda")
 def test_several_processes_follow_the_reference(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:

@@ -120,6 +120,7 @@ def assert_trained_by_xla(
     assert ours.keys() == theirs.keys()
 
 
+@pytest.mark.soak
 def test_a_list_of_urls_is_published_by_jax(
     tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:

@@ -117,7 +117,7 @@ def test_other_settings_of_the_download_keep_no_shard_and_add_no_row(
     assert (found.kept_shards, found.new_rows, found.rows_to_fetch) == (0, 0, 200)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2, 3))])
 def test_a_plan_after_random_changes_has_each_row_of_the_list_once(
     recipe: Recipe, champion: Champion, tmp_path: Path, seed: int
 ) -> None:

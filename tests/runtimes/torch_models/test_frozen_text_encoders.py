@@ -26,7 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["sd", "sdxl"])
+@pytest.fixture(params=[pytest.param("sd", marks=pytest.mark.soak), "sdxl"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A base whose text encoders have dropout, which frozen ones must not draw."""
     folder: Path = request.getfixturevalue(f"tiny_{request.param}")
