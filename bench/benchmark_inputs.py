@@ -93,6 +93,8 @@ def write_full_size(folder: Path, config: Path) -> Path:
     )
     from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+    from runtimes.torch.device import free_memory
+
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"  # initialization of SDXL is slow on CPU
     with torch.device(device):
@@ -125,6 +127,7 @@ def write_full_size(folder: Path, config: Path) -> Path:
             requires_safety_checker=False,
         )
     pipeline.to(device="cpu", dtype=torch.bfloat16).save_pretrained(folder)
+    free_memory()  # of this process, which lives while others are measured
     return folder
 
 
@@ -139,6 +142,8 @@ def write_published(folder: Path, hub_id: str, parts: Sequence[str]) -> Path:
     import diffusers
     import torch
     import transformers
+
+    from runtimes.torch.device import free_memory
 
     pipeline = write_published_configs(folder)[hub_id]
     index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
@@ -160,6 +165,7 @@ def write_published(folder: Path, hub_id: str, parts: Sequence[str]) -> Path:
         if library == "transformers":
             tokenizer = part.replace("text_encoder", "tokenizer")
             copytree(BASE / "tokenizer", pipeline / tokenizer, dirs_exist_ok=True)
+    free_memory()  # of this process, which lives while others are measured
     return pipeline
 
 

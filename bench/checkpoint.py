@@ -1,13 +1,15 @@
 """Rates of checkpoints: `python -m bench.checkpoint [FOLDER] [--gigabytes N] [--processes 1 2]`.
 
-A state of N GB is copied, written and read as in a run, without a model, by one process and by
-several. The system's page cache is emptied before a read. GB are 10^9 bytes.
+A state of about N GB is copied, written and read as in a run, without a model, by one process and
+by several. Together they need memory for twice the state. The system's page cache is emptied before
+a read. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +31,8 @@ from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 ROUNDS = 5
 GROUPS = ("weights", "exp_avg", "exp_avg_sq", "ema")
-SHAPE = (1280, 2560)  # 13 MB; a linear layer of SDXL
+SHAPE = (1280, 2560)  # a linear layer of SDXL
+ARRAY_BYTES = 4 * math.prod(SHAPE)  # 13 MB
 RANK = "bench.checkpoint rank"
 
 
@@ -40,17 +43,29 @@ class AllRanks:
         self.any_rank, self.broadcast = collectives.any, collectives.broadcast
 
 
-def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each phase and round, as one of the ranks; all ranks wait after each phase."""
+def measure(folder: str, gigabytes: float, rounds: int) -> tuple[int, dict[str, list[float]]]:
+    """Measure as one of the ranks; all ranks wait after each phase.
+
+    Returns:
+        Bytes of the state, and seconds of each phase and round.
+    """
     ranks = Ranks.here()
     if ranks.world > 1:
         join(ranks)
     collectives = HostCollectives(ranks.world)
     checkpoints = Checkpoints(folder, 1, writers=collectives.writers())
-    count = max(1, round(gigabytes * 1e9 / (4 * np.prod(SHAPE)) / len(GROUPS)))
+    count = max(1, round(gigabytes * 1e9 / ARRAY_BYTES / len(GROUPS)))
+    names = [f"unet.{n}.weight" for n in range(count)]
+    shapes: StateShapes = {group: dict.fromkeys(names, SHAPE) for group in GROUPS}
+    owners = checkpoints.owners(shapes)
     array = np.random.default_rng(ranks.rank).standard_normal(SHAPE, np.float32)
-    groups = {group: {f"unet.{n}.weight": array for n in range(count)} for group in GROUPS}
-    shapes: StateShapes = {group: dict.fromkeys(arrays, SHAPE) for group, arrays in groups.items()}
+    # An array of its own for each name: the processor's cache would hold a single one.
+    groups = {
+        group: {
+            name: array.copy() if owners[group][name] == ranks.rank else array for name in names
+        }
+        for group in GROUPS
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", "write", "verify", "read")}
 
     def end(phase: str, since: float) -> None:
@@ -59,7 +74,7 @@ def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]
 
     for step in range(1, rounds + 1):
         since = time.perf_counter()
-        state = owned_copies(groups, checkpoints.owners(shapes), ranks.rank, np.array)
+        state = owned_copies(groups, owners, ranks.rank, np.array)
         end("copy", since)
         since = time.perf_counter()
         checkpoints.save(step, state, [], {}, shapes=shapes)
@@ -79,7 +94,7 @@ def measure(folder: str, gigabytes: float, rounds: int) -> dict[str, list[float]
         end("read", since)
     if dist.is_initialized():  # gloo's threads would abort the interpreter's exit
         dist.destroy_process_group()
-    return seconds
+    return len(GROUPS) * count * ARRAY_BYTES, seconds
 
 
 def _empty_page_cache(folder: str) -> None:
@@ -110,12 +125,12 @@ def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
     outputs = [child.communicate()[0] for child in children]
     if any(child.returncode for child in children):
         return Row(f"{processes} processes", failed="a process failed")
-    seconds = json.loads(outputs[0].splitlines()[-1])
+    written, seconds = json.loads(outputs[0].splitlines()[-1])
     figures = {
-        f"{phase}_gb_per_second": spread([gigabytes / value for value in values])
+        f"{phase}_gb_per_second": spread([written / 1e9 / value for value in values])
         for phase, values in seconds.items()
     }
-    return Row(f"{processes} processes", figures={"gigabytes": gigabytes, **figures})
+    return Row(f"{processes} processes", figures={"gigabytes": written / 1e9, **figures})
 
 
 def main(arguments: Sequence[str]) -> int:

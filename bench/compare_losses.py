@@ -49,9 +49,14 @@ def compare(job: TrainJob, record: Path) -> dict[str, Any]:
         raise ValueError(f"{record}: no recorded steps")
     return {
         "steps": len(losses),
-        "max_relative_loss_difference": max(losses),
-        "max_relative_grad_norm_difference": max(norms),
+        "max_relative_loss_difference": largest(losses),
+        "max_relative_grad_norm_difference": largest(norms),
     }
+
+
+def largest(values: list[float]) -> float:
+    """The maximum, or NaN if one of them is NaN, which `max` can drop."""
+    return float(np.max(values))
 
 
 def _recorded(folder: Path) -> Iterator[Arrays]:

@@ -36,6 +36,7 @@ from bench import benchmark_inputs
 from bench.report import Row, log, machine, publish, spread, versions
 from bench.run_diffusers_scripts import SCRIPTS, PeerFailed, add_peer_options, find_peer
 from bench.stand_in_encoder import NAME, registered
+from bench.train import THREADS, WRONG_INPUT
 from bench.training_step_workloads import Context
 from runtimes.process.job import EncodeJob
 from tasks.encode.decode_and_crop import TransformSettings, transform
@@ -47,8 +48,6 @@ from tasks.encode.encoder_process import EncodingPlan
 #: Seconds, and CPU seconds of the process that encodes.
 Times = tuple[float, float]
 ROUNDS = 5
-WRONG_INPUT = 2  # exit code
-THREADS = "OMP_NUM_THREADS"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
 Models have the published sizes and random weights, in bf16. The other side is diffusers'
 `AutoencoderKL.encode` on the same VAE and pictures, as its training scripts call it: without
 deterministic algorithms, and with a sample of each posterior copied to the host. Blocks of batches
-alternate. `channels_last_images_per_second` is our side with the VAE's weights in NHWC layout.
+alternate, and each round starts with the other side. `channels_last_images_per_second` is our side
+with the VAE's weights in NHWC layout.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from bench import benchmark_inputs, report
 from bench.gpu import SD2, SDXL, Model
 from bench.report import Row, spread
+from bench.training_step_workloads import Context
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
@@ -61,6 +63,8 @@ def row(encoders: Encoders, folder: Path, device: str, batches: int, dtype: str)
         batches: batches of pictures in a round.
         dtype: compute dtype.
     """
+    import torch
+
     size, count = encoders.model.size, encoders.batch
     job = EncodeJob("torch", str(folder), batch_size=count, device=device, dtype=dtype)
     encoder: Any = open_encoder(job)
@@ -68,42 +72,36 @@ def row(encoders: Encoders, folder: Path, device: str, batches: int, dtype: str)
     pixels = random.uniform(-1, 1, (count, 3, size, size)).astype(np.float32)
     captions = [f"a picture of the number {n}" for n in range(TEXT_BATCH)]
 
-    def ours() -> None:
-        encoder.images(pixels)
-
-    def theirs() -> None:
-        _encode_as_diffusers_scripts(encoder, pixels)
-
-    rates: dict[str, list[float]] = {"ours": [], "theirs": [], "texts": []}
-    for number in range(1 + ROUNDS):
+    def ours(_: Path) -> tuple[float, float]:
         make_deterministic()
-        mine = count / _seconds(ours, batches)
-        captions_rate = TEXT_BATCH / _seconds(lambda: encoder.texts(captions), batches)
+        pictures = count / _seconds(lambda: encoder.images(pixels), batches)
+        return pictures, TEXT_BATCH / _seconds(lambda: encoder.texts(captions), batches)
+
+    def theirs(_: Path) -> float:
         make_deterministic(False)
-        their = count / _seconds(theirs, batches)
-        if number:  # the first round warms up
-            rates["ours"].append(mine)
-            rates["theirs"].append(their)
-            rates["texts"].append(captions_rate)
-    if device == "cuda":
-        import torch
+        torch.backends.cudnn.benchmark = False  # PyTorch's default, as in a script
+        return count / _seconds(lambda: _encode_as_diffusers_scripts(encoder, pixels), batches)
 
-        make_deterministic()
-        encoder.vae.to(memory_format=torch.channels_last)
-        ours()
-        rates["channels_last"] = [count / _seconds(ours, batches) for _ in range(ROUNDS)]
-    ratio = spread([a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)])
+    context = Context(folder.parent, None, ROUNDS, batches)
+    for side in (ours, theirs):
+        side(folder)  # to warm up
+    mine, their = context.alternate(ours, theirs)
+    pictures = [rate for rate, _ in mine]
+    ratio = spread([a / b for a, b in zip(pictures, their, strict=True)])
     name = f"encode_{encoders.model.name}"
     figures: dict[str, Any] = {
         "ratio": ratio,
-        "images_per_second": spread(rates["ours"]),
-        "peer_images_per_second": spread(rates["theirs"]),
-        "captions_per_second": spread(rates["texts"]),
+        "images_per_second": spread(pictures),
+        "peer_images_per_second": spread(their),
+        "captions_per_second": spread([rate for _, rate in mine]),
         "batch": count,
         "pixels": size,
     }
-    if "channels_last" in rates:
-        figures["channels_last_images_per_second"] = spread(rates["channels_last"])
+    if device == "cuda":
+        encoder.vae.to(memory_format=torch.channels_last)
+        ours(folder)
+        rates = [ours(folder)[0] for _ in range(ROUNDS)]
+        figures["channels_last_images_per_second"] = spread(rates)
     return Row(name, {f"{name}_vs_diffusers": ratio["median"]}, figures)
 
 

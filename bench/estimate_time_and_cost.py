@@ -15,9 +15,9 @@ PLANNED, FETCHED = 0.44e6, 0.047
 PLAN_ROW, LATENTS = 60, 0.58e6
 #: Bytes that `encode.flip` adds: moments of 8 x 128 x 128 bf16 numbers.
 MIRRORED = 8 * 128 * 128 * 2
-#: Measured: rate of one H100 that trains SDXL, in pictures per second (docs/benchmarks.md), and the
-#: share of linear scaling of four encoder processes.
-TRAINED, SCALING = 14.2, 0.96
+#: Measured: rate of one H100 that trains SDXL, in pictures per second (the newest one in
+#: docs/benchmarks.md), and the share of linear scaling of four encoder processes.
+TRAINED, SCALING = 13.0, 0.96
 #: Measured: pictures per second of one H200 that encodes SDXL at 1024 pixels in bf16: the VAE's 34
 #: per second and the text encoders' 525, one after the other (docs/benchmarks.md).
 ENCODED = 32

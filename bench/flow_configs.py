@@ -71,19 +71,21 @@ KLEIN: Files = {
         "max_image_seq_len": 4096,
     },
 }
+#: Of FLUX.1 and Z-Image.
+FLUX_VAE: dict[str, Any] = {
+    "_class_name": "AutoencoderKL",
+    "latent_channels": 16,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    **_VAE,
+}
 Z_IMAGE: Files = {
     "model_index.json": _index(
         "ZImagePipeline", "ZImageTransformer2DModel", "AutoencoderKL", "Qwen3Model"
     ),
-    "vae/config.json": {
-        "_class_name": "AutoencoderKL",
-        "latent_channels": 16,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-        **_VAE,
-    },
+    "vae/config.json": FLUX_VAE,
     "text_encoder/config.json": QWEN3_4B,
     "tokenizer/tokenizer_config.json": _QWEN_TOKENIZER,
     "transformer/config.json": {

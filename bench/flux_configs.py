@@ -10,21 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.flow_configs import FLUX_VAE
+
 #: The published sizes: the transformer's are diffusers' defaults; CLIP is ViT-L/14's text encoder,
-#: T5 is v1.1-XXL, the VAE has 16 channels.
-VAE = {
-    "_class_name": "AutoencoderKL",
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "layers_per_block": 2,
-    "latent_channels": 16,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-}
-CLIP = {
+#: T5 is v1.1-XXL.
+CLIP_L = {
     "model_type": "clip_text_model",
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -33,6 +23,7 @@ CLIP = {
     "max_position_embeddings": 77,
     "vocab_size": 49408,
     "projection_dim": 768,
+    "hidden_act": "quick_gelu",
 }
 T5 = {
     "model_type": "t5",
@@ -60,8 +51,8 @@ def write(folder: Path, *, schnell: bool = False) -> Path:
     """Write the configs; returns the folder."""
     configs: dict[str, dict[str, Any]] = {
         "model_index.json": INDEX,
-        "vae/config.json": VAE,
-        "text_encoder/config.json": CLIP,
+        "vae/config.json": FLUX_VAE,
+        "text_encoder/config.json": CLIP_L,
         "text_encoder_2/config.json": T5,
         "tokenizer/tokenizer_config.json": {"model_max_length": 77},
         "tokenizer_2/tokenizer_config.json": {"model_max_length": 512},

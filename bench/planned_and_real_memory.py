@@ -28,6 +28,7 @@ from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.job import TrainJob
+from runtimes.torch.device import free_memory
 from runtimes.torch.gpu_step_memory import step_memory
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest
 from runtimes.torch.runtime import TheRuntime
@@ -68,6 +69,7 @@ def compare(
 
 def real_peak(job: TrainJob, resolution: int) -> int:
     """Most bytes of live tensors during the second step of a job."""
+    free_memory()  # the runtime of the job before is a cycle
     others = {id(storage) for storage in _storages()}
     runtime = TheRuntime()
     runtime.load(job)

@@ -26,15 +26,7 @@ _VAE = {
     "norm_num_groups": 32,
     "act_fn": "silu",
 }
-#: CLIP ViT-L (SDXL's first), OpenCLIP ViT-H without its last layer (SD2), OpenCLIP ViT-bigG.
-_CLIP_L = _CLIP | {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "projection_dim": 768,
-    "hidden_act": "quick_gelu",
-}
+#: OpenCLIP ViT-H without its last layer (SD2), OpenCLIP ViT-bigG.
 _CLIP_H = _CLIP | {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -85,7 +77,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "unet/config.json": "sdxl",
         "vae/config.json": _VAE | {"sample_size": 1024, "scaling_factor": 0.13025},
-        "text_encoder/config.json": _CLIP_L,
+        "text_encoder/config.json": flux_configs.CLIP_L,
         "text_encoder_2/config.json": _CLIP_BIG_G,
         "scheduler/scheduler_config.json": _SCHEDULER,
     },

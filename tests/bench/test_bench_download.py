@@ -1,6 +1,9 @@
 """`python -m bench.download --quick`: both sides fetch every picture of one server."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,28 @@ def test_both_sides_download_all_pictures(capsys: pytest.CaptureFixture[str]) ->
     assert found["ratios"].keys() == {"rate_vs_img2dataset", "rate_large_vs_img2dataset"}
     assert found["failed"] == {}
     assert found["figures"]["small"]["ours_cpu_ms_per_picture"]["median"] > 0
+
+
+def test_both_sides_have_equal_connections_to_a_slow_server() -> None:
+    """The number of connections bounds the rate there."""
+    slow = [workload for workload in download.WORKLOADS.values() if workload.pace == "slow"]
+    assert [workload.connections for workload in slow] == [128, 512]
+    assert all(w.connections == w.threads * w.processes for w in slow)
+
+
+def test_a_later_round_that_lacks_pictures_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("seconds", "pictures_per_second", "cpu_ms_per_picture", "peak_mib", "whole_seconds")
+    counts: Iterator[int] = iter((6, 6, 6, 5))  # of theirs, ours, ours, theirs
+
+    def measured(*_: object) -> dict[str, float]:
+        return {**dict.fromkeys(names, 1.0), "pictures": next(counts)}
+
+    monkeypatch.setattr(download, "_measured", measured)
+    workload = replace(download.WORKLOADS["small"], pictures=6)
+    row = download._row("small", workload, "host", tmp_path, rounds=2)
+    assert row.failed == "img2dataset has 5 of 6 pictures"
 
 
 def test_slow_answers_come_after_half_a_second_to_two() -> None:

@@ -11,14 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import benchmark_inputs, encode, overhead, run_kilnworks, train
-from bench.compare_losses import compare as compare_losses
+from bench import (
+    benchmark_inputs,
+    compare_losses,
+    encode,
+    overhead,
+    run_kilnworks,
+    train,
+    train_rows,
+)
 from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
 from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime
 from bench.train_rows import ROWS, TINY
-from bench.training_step_workloads import Context, Workload, compare_steps
+from bench.training_step_workloads import Context, InputFiles, Workload, compare_steps
 from runtimes.families import detect_family
+from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 
 FULL, LORA = SCRIPTS["sdxl", "full"], SCRIPTS["sdxl", "lora"]
@@ -139,6 +147,56 @@ def test_rows_with_diffusers_scripts_are_skipped_without_them(name: str, tmp_pat
     assert not row.failed
 
 
+@pytest.fixture
+def without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    """One round of two steps, of a model and latents that do not exist."""
+    context = Context(tmp_path, None, rounds=1, steps=2)
+    monkeypatch.setattr(context, "files", lambda _: InputFiles(tmp_path, tmp_path, ""))
+    monkeypatch.setattr(run_kilnworks, "open_latents", lambda _: None)
+    return context
+
+
+def test_jax_row_compares_jax_with_eager_and_with_compiled_torch(
+    without_files: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {("torch", "auto"): 3.0, ("torch", "blocks"): 1.0, ("jax", "auto"): 2.0}
+
+    def timed(job: TrainJob) -> run_kilnworks.LoopTime:
+        found = seconds[job.runtime, job.train["compile"]]
+        return run_kilnworks.LoopTime(found, 0.0, 1.0, 1, None)
+
+    monkeypatch.setattr(run_kilnworks, "time_loop", timed)
+    monkeypatch.setattr(train_rows, "find_spec", lambda _: True)
+    monkeypatch.delenv(train.THREADS, raising=False)
+    row = without_files.row("jax", ROWS["jax"])
+    assert row.failed == ""
+    assert row.ratios == {"jax_over_torch": 1.5, "jax_over_torch_compile": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "complaint"),
+    [(1e-7, 1e-7, ""), (np.nan, 0.0, "nan"), (1e-4, 0.0, "0.0001"), (0.0, 1e-2, "0.01")],
+)
+def test_equal_losses_fail_if_losses_or_gradient_norms_differ_or_are_nan(
+    loss: float,
+    norm: float,
+    complaint: str,
+    without_files: Context,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peer = SimpleNamespace(run=lambda *_, **__: None)
+    monkeypatch.setattr(without_files, "peer_with", lambda _: peer)
+    found = {"max_relative_loss_difference": loss, "max_relative_grad_norm_difference": norm}
+    monkeypatch.setattr(run_kilnworks, "run_module", lambda *_: (0.0, found))
+    row = without_files.row("equal_losses", ROWS["equal_losses"])
+    assert complaint in row.failed
+    assert bool(row.failed) == bool(complaint)
+
+
+def test_a_loss_that_becomes_nan_is_not_dropped() -> None:
+    assert np.isnan(compare_losses.largest([1e-7, np.nan, 1e-7]))
+
+
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     examples = tmp_path_factory.mktemp("examples")
@@ -180,11 +238,12 @@ def test_recorded_steps_have_equal_losses_in_our_runtime(context: Context, tmp_p
     assert len(run.steps) == 4
     assert run.memory_bytes > 0
     job = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=None)
-    found = compare_losses(job, record)
+    found = compare_losses.compare(job, record)
     assert found["steps"] == 4
     assert found["max_relative_loss_difference"] < 1e-5
+    assert found["max_relative_grad_norm_difference"] < 1e-5
     weighted = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=0.5)
-    assert compare_losses(weighted, record)["max_relative_loss_difference"] > 1e-2
+    assert compare_losses.compare(weighted, record)["max_relative_loss_difference"] > 1e-2
 
 
 @pytest.mark.soak

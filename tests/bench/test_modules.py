@@ -1,10 +1,13 @@
 """Imports of all modules of bench/ and demo/, and each benchmark on a minimal workload."""
 
 import json
+import os
 import pkgutil
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,6 +100,75 @@ def test_a_flow_transformer_is_measured_as_a_unet_is(tmp_path: Path, tiny_flux: 
     assert row.figures["images_per_second"] > 0
 
 
+def test_loaders_take_turns_and_ratios_are_those_of_rounds(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's speed changes between rounds, so a ratio of two medians would be 2."""
+    clock, started = [0.0], []
+    seconds = {"ours": iter((1, 1, 2, 4)), "webdataset": iter((1, 1, 4, 4))}
+
+    def epochs(name: str) -> loader.Epoch:
+        def epoch() -> Iterator[loader.Batch]:
+            yield dict.fromkeys(loader.NAMES, np.zeros((2, 1), np.float32))
+            clock[0] += next(seconds[name])
+            started.append(name)
+
+        return epoch
+
+    monkeypatch.setattr(loader.time, "perf_counter", lambda: clock[0])
+    context.rounds = 3
+    row = loader.compare({name: epochs(name) for name in seconds}, 1, 2, context)
+    assert row.ratios == {"rate_vs_webdataset": 1.0}
+    turns = ["ours", "webdataset", "webdataset", "ours", "ours", "webdataset"]
+    assert started[2:] == turns  # after an epoch of each to warm up
+
+
+def test_grain_reads_with_a_thread_per_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import grain
+
+    given: list[int] = []
+    options = grain.ReadOptions
+
+    def noted(**chosen: int) -> grain.ReadOptions:
+        given.append(chosen["num_threads"])
+        return options(**chosen)
+
+    monkeypatch.setattr(grain, "ReadOptions", noted)
+    url = loader.write_shards(tmp_path, samples=4, side=8, shards=2)
+    (batch,) = loader.grain_batches(url, tmp_path, 4)()
+    assert batch["mean"].shape == (4, 4, 8, 8)
+    assert given == [os.cpu_count()]
+
+
+def test_encoders_take_turns_and_theirs_runs_as_in_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers' scripts turn on neither deterministic algorithms nor cuDNN's benchmark mode."""
+    calls: list[str] = []
+    modes: set[tuple[bool, bool]] = set()
+
+    def make_deterministic(enabled: bool = True) -> None:
+        torch.backends.cudnn.benchmark = not enabled
+        torch.backends.cudnn.deterministic = enabled
+
+    def theirs(*_: object) -> None:
+        calls.append("theirs")
+        modes.add((torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark))
+
+    encoder = SimpleNamespace(images=lambda _: calls.append("ours"), texts=lambda _: None)
+    for name in ("benchmark", "deterministic"):
+        monkeypatch.setattr(torch.backends.cudnn, name, False)
+    monkeypatch.setattr(encode_on_gpu, "make_deterministic", make_deterministic)
+    monkeypatch.setattr(encode_on_gpu, "open_encoder", lambda _: encoder)
+    monkeypatch.setattr(encode_on_gpu, "_encode_as_diffusers_scripts", theirs)
+    small = replace(encode_on_gpu.ENCODERS[0], model=replace(gpu.SD2, size=8), batch=1)
+    encode_on_gpu.row(small, tmp_path / "model", "cpu", 1, "float32")
+    assert calls[2:6] == ["ours", "theirs", "theirs", "ours"]  # after a batch to warm up
+    assert modes == {(False, False)}
+
+
 @pytest.mark.soak
 def test_encoders_of_true_size_are_compared(tmp_path: Path) -> None:
     """On a CPU with two small pictures."""
@@ -118,12 +190,42 @@ def test_every_gpu_variant_has_valid_settings(tmp_path: Path) -> None:
             Train(**{name: value for name, value in settings.items() if name != "runtime"})
 
 
+def test_variants_in_the_table_of_the_documents_exist_as_described() -> None:
+    """An eager or deterministic row has a variant with these settings."""
+    text = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text(encoding="utf-8")
+    table = text.partition("| variant | card |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    variants = {name: v for piece in gpu.PIECES.values() for name, v in piece.items()}
+    assert len(cells) >= 6
+    for cell in cells:
+        _, settings = variants[cell.split("`")[1]]
+        assert settings.get("deterministic", False) == ("deterministic" in cell), cell
+        assert (settings.get("compile") == "none") == ("eager" in cell), cell
+
+
+def test_an_unknown_variant_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["sd2", "--only", "sdxl_full"])
+    assert "sd2 has no variant sdxl_full; it has sd2_full, " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_checkpoint_bytes_are_those_of_the_files(tmp_path: Path) -> None:
+    """A state has whole arrays, so it is larger than the 0.02 GB that were asked for."""
+    written, seconds = checkpoint.measure(str(tmp_path), gigabytes=0.02, rounds=1)
+    files = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert written == pytest.approx(files, rel=1e-3)
+    assert written == 4 * checkpoint.ARRAY_BYTES
+    assert seconds.keys() == {"copy", "write", "verify", "read"}
+
+
 @pytest.mark.soak
 def test_checkpoint_rates_of_two_processes(tmp_path: Path) -> None:
     found = checkpoint.row(str(tmp_path), gigabytes=0.1, rounds=1, processes=2)
     phases = {"copy", "write", "verify", "read"}
     assert found.failed == ""
     assert found.figures.keys() == {"gigabytes", *(f"{phase}_gb_per_second" for phase in phases)}
+    assert found.figures["gigabytes"] == 8 * checkpoint.ARRAY_BYTES / 1e9
 
 
 @pytest.mark.soak

@@ -1,6 +1,8 @@
 """The committed base model loads as any SDXL folder does, and draws what it is asked for."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +10,8 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from digit_prompts import all_captions, judge, prompts
+from document_blocks import blocks_of
+from kiln_command import ROOT
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
@@ -51,6 +55,15 @@ def test_the_card_opens_with_front_matter() -> None:
     front, body = (BASE / "README.md").read_text().removeprefix("---\n").split("\n---\n")
     assert "license: apache-2.0" in front and "pipeline_tag: text-to-image" in front
     assert "python -m demo.make_base" in body and "kiln run digits-base" in body
+
+
+@pytest.mark.slow
+def test_the_code_of_the_card_draws_without_a_warning() -> None:
+    (code,) = (b.body for b in blocks_of("demo/base/README.md") if b.language == "python")
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stderr
+    assert "dtype" not in told
 
 
 def test_tokenizers_know_every_caption_word_by_word(pipe: StableDiffusionXLPipeline) -> None:
