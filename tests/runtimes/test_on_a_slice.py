@@ -68,6 +68,8 @@ elif verb == "ssh":
         threading.Thread(target=take_away, daemon=True).start()
     sys.exit(child.wait() and 255)
 '''
+#: By which make knows that an environment is set up.
+STAMPS = (".venv-uv/stamp", ".venv-xla/list.stamp", ".venv-xla/stamp", ".venv-xla/tpu.stamp")
 #: What a worker is told about itself.
 CURL = """#!/bin/sh
 case "$*" in
@@ -88,10 +90,13 @@ def write_program(path: Path, text: str) -> None:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cloud whose slices come with this environment in place of the runtime's own."""
     world = tmp_path / "world"
-    home = launch._home(launch._pack())
-    environment = world / "image" / home / ".venv-xla"
-    write_program(environment / "bin/python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (environment / "tpu").touch()  # set up
+    home = world / "image" / launch._home(launch._pack())
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    write_program(home / ".venv-xla/bin/python", python)
+    for stamp in STAMPS:
+        (home / stamp).parent.mkdir(exist_ok=True)
+        (home / stamp).touch()  # set up
+    write_program(world / "bin/python3.11", python)
     write_program(world / "gcloud/gcloud", GCLOUD.format(python=sys.executable, world=str(world)))
     write_program(world / "bin/curl", CURL)
     monkeypatch.setenv("PATH", f"{world / 'gcloud'}:{os.environ['PATH']}")
