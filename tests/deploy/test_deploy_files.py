@@ -33,6 +33,7 @@ from runtimes.spmd.join_hosts import free_port
 from tasks.evaluate.inception import ENVIRONMENT
 from tasks.retrain.watch_source import EVENT, source_resource
 
+PATIENCE = 60  # seconds, for a machine that does much else
 DEPLOY = ROOT / "deploy"
 SCRIPTS = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/*.sh"))
 DOCKERFILES = sorted(str(path.relative_to(DEPLOY)) for path in DEPLOY.glob("**/Dockerfile"))
@@ -149,15 +150,21 @@ def test_a_pod_of_torchrun_reports_wrong_input(tmp_path: Path, rank: str, code: 
     assert torchrun_pod(tmp_path, rank).wait() == code
 
 
+def stopped(program: subprocess.Popen[Any], folder: Path) -> int:
+    """The exit code of a program that gets SIGTERM once its training has started."""
+    until = time.monotonic() + PATIENCE
+    while not (folder / "started").exists():
+        assert program.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    program.terminate()
+    return program.wait(PATIENCE)
+
+
 @pytest.mark.slow
 def test_a_pod_of_torchrun_ends_after_the_checkpoint_of_a_stop(tmp_path: Path) -> None:
     save = "trap 'sleep 1; touch saved; exit 143' TERM"
     pod = torchrun_pod(tmp_path, f"{save}\ntouch started\nwhile :; do sleep 0.1; done")
-    while not (tmp_path / "started").exists():
-        assert pod.poll() is None
-        time.sleep(0.05)
-    pod.terminate()
-    assert pod.wait() == 1
+    assert stopped(pod, tmp_path) == 1
     assert (tmp_path / "saved").exists()
 
 
@@ -182,11 +189,7 @@ def test_a_stopped_worker_ends_after_the_checkpoint_of_its_training(tmp_path: Pa
     command = ["bash", ROOT / WAIT, "prefect", "worker", "start"]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # as a container starts
     worker = subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=heard)
-    while not (tmp_path / "started").exists():
-        assert worker.poll() is None
-        time.sleep(0.05)
-    worker.terminate()
-    assert worker.wait() == 7
+    assert stopped(worker, tmp_path) == 7
     assert (tmp_path / "saved").exists()
 
 
