@@ -27,14 +27,15 @@ endif
 LIBTPU := $(if $(filter jax,$(RUNTIMES)),$(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)))
 export KILN_RUNTIMES := $(RUNTIMES)
 # Tests of these fail if they cannot run; others are skipped. REQUIRE adds names, such as chromium.
-test soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu) $(REQUIRE)
+test extended soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if $(LIBTPU),libtpu) $(REQUIRE)
 
-.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test soak faults fuzz chaos lint format ui clean
+.PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test extended soak faults fuzz chaos lint format ui clean
 
 help:
 	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of processor time after set-up)"
 	@echo "make quick   unit tests, in under a minute"
 	@echo "make test    lint, types and tests (of some runtimes: RUNTIMES=\"torch jax\")"
+	@echo "make extended  tests of further runtimes, engines, stores and settings"
 	@echo "make soak    long tests: more kills, more model families, full-size models"
 	@echo "make faults  plant faults in a copy of the code; tests must catch each"
 	@echo "make fuzz    read 100,000 damaged inputs; each must be refused or read correctly"
@@ -53,19 +54,23 @@ demo: setup
 	$(BIN)/kiln run digits
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=25 --durations-min=5
+IN_PARALLEL := --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 quick: $(VENV)/dev.stamp
-	$(PYTEST) -m "not slow and not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -m "not slow and not extended and not soak" $(IN_PARALLEL)
 
 test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
-	$(PYTEST) -m "not soak" --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -m "not extended and not soak" $(IN_PARALLEL)
+
+extended: environments
+	$(PYTEST) -m "extended and not soak" $(IN_PARALLEL)
 
 # Without Chromium the tests of pages are skipped, or fail: make soak REQUIRE=chromium.
 soak: environments setup-oldest setup-browser setup-fidelity
 	@command -v chromium chromium-browser > /dev/null || \
 	  echo "soak: no Chromium: the tests of pages are skipped: apt-get install chromium"
-	$(PYTEST) -rs -m soak --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -rs -m soak $(IN_PARALLEL)
 
 # Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
 faults: environments

@@ -81,8 +81,17 @@ def cases(targets: Sequence[str], **given: Any) -> dict[str, dict[str, Any]]:
 
 
 def tiered(cases: Collection[str], in_soak: Collection[str]) -> list[Any]:
-    """Parameters of a test: names of cases; `make soak` alone runs those of `in_soak`."""
-    return [pytest.param(one, marks=[pytest.mark.soak] * (one in in_soak)) for one in cases]
+    """Parameters of a test: names of cases.
+
+    Only `full` is in `make test`, and `make soak` alone runs those of `in_soak`.
+    """
+    return [
+        pytest.param(
+            one,
+            marks=[pytest.mark.soak] * (one in in_soak) + [pytest.mark.extended] * (one != "full"),
+        )
+        for one in cases
+    ]
 
 
 def assert_latents_of_vae(encoder: Encoder, vae: Any, *, frames: bool = False) -> None:

@@ -206,6 +206,7 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     return Context(tmp_path_factory.mktemp("bench"), peer, rounds=1, steps=2)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_overhead_of_the_loop_is_timed(
     context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,21 +34,25 @@ Once = Callable[[str, Callable[[Path], None]], Path]
 Reference = tuple[list[Figures], Weights]
 
 
-def subjects(*, without: str = "", soak: str = "", only: str = "") -> pytest.MarkDecorator:
+def subjects(
+    *, without: str = "", extended: str = "", soak: str = "", only: str = ""
+) -> pytest.MarkDecorator:
     """Parametrize the fixture `runtime` by the variants of chips.VARIANTS.
 
     Args:
         without: names of variants that the test is not for.
-        soak: names of those that only `make soak` tests so; `only`: all others are.
+        extended: names of those that only `make extended` tests so.
+        soak: names of those that only `make soak` tests so.
+        only: the test is for these alone.
     """
     params = []
     for name in chips.VARIANTS:
         if name in without.split() or (only and name not in only.split()):
             continue
         marks = [pytest.mark.xdist_group(f"conformance-{name}")]
-        params.append(
-            pytest.param(name, marks=[*marks, pytest.mark.soak] if name in soak.split() else marks)
-        )
+        marks += [pytest.mark.extended] * (name in extended.split())
+        marks += [pytest.mark.soak] * (name in soak.split())
+        params.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("runtime", params, indirect=True)
 
 

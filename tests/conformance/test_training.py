@@ -118,7 +118,7 @@ def test_cuda_graphs_change_no_bits(
         np.testing.assert_equal(result(graphs)[name], arrays)
 
 
-@subjects(without="torch", soak="hpu-eager npu")
+@subjects(without="torch", extended="xla mindspore", soak="hpu-eager npu")
 def test_a_run_goes_to_another_runtime_and_back(
     runtime: Subject, make_job: MakeJob, once: Once, tmp_path: Path
 ) -> None:
@@ -175,7 +175,7 @@ def test_adapters_of_other_families_follow_the_reference(
     golden.check(runtime.name, f"{family} lora", "float32", history(job))
 
 
-@subjects(soak="xla mindspore hpu-eager npu")
+@subjects(extended="hpu-lazy", soak="xla mindspore hpu-eager npu")
 def test_text_encoders_with_adapters_are_trained_as_torch_does(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:

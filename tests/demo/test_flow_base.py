@@ -91,6 +91,7 @@ def test_its_recipes_draw_at_the_size_of_the_pictures(name: str) -> None:
     assert recipe.train.caption_dropout_rate > 0, "guidance needs the empty caption"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_it_draws_the_styles_it_knows(pipe: FluxPipeline) -> None:
     asked = prompts(BASE_STYLES, 40)
@@ -99,6 +100,7 @@ def test_it_draws_the_styles_it_knows(pipe: FluxPipeline) -> None:
     assert right["style"].mean() >= 0.9
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_it_does_not_draw_the_new_style_before_fine_tuning(pipe: FluxPipeline) -> None:
     asked = prompts((NEW_STYLE,), 40)

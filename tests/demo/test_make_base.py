@@ -40,6 +40,7 @@ def layout(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.extended
 def test_a_base_made_of_a_few_steps_is_laid_out_as_the_shipped_one(remade: Path) -> None:
     assert layout(remade) == layout(BASE)
 

@@ -145,7 +145,14 @@ def torchrun_pod(folder: Path, rank: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 7", 1)])
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    [
+        pytest.param("exit 0", 0, marks=pytest.mark.extended),
+        ("exit 2", 2),
+        pytest.param("exit 7", 1, marks=pytest.mark.extended),
+    ],
+)
 def test_a_pod_of_torchrun_reports_wrong_input(tmp_path: Path, rank: str, code: int) -> None:
     assert torchrun_pod(tmp_path, rank).wait() == code
 

@@ -11,6 +11,7 @@ import pytest
 from toy_recipes import toy
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["torch", pytest.param("jax", marks=pytest.mark.soak)])
 @pytest.mark.usefixtures("plugged_in")

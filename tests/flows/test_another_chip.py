@@ -44,6 +44,7 @@ def saved(store: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
 
+@pytest.mark.extended
 def test_a_run_killed_on_torch_resumes_on_jax_and_back(
     tmp_path: Path, recipe: Overrides, here: Here, run_here: RunHere, api: str
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_scheduled_run_appears(server: Server) -> None:
     assert {run["state"]["type"] for run in found} == {"SCHEDULED"}
 
 
+@pytest.mark.extended
 def test_a_changed_source_starts_a_retraining_after_the_one_that_runs(
     server: Server, first: dict[str, Any], small: dict[str, Any]
 ) -> None:

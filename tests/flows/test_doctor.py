@@ -118,6 +118,7 @@ def test_a_damaged_profile_is_a_problem(
     assert "prefect server failed: KeyError" in findings(capsys)["problems"][0]
 
 
+@pytest.mark.extended
 def test_the_server_of_a_profile_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -222,6 +222,7 @@ def test_a_rejected_model_is_not_published(
     assert all(word in shown for word in ("evaluation", "model", "latents", "source"))
 
 
+@pytest.mark.extended
 def test_a_run_until_a_stage_builds_up_to_it(
     small: Overrides, here: Here, run_here: RunHere, api: str
 ) -> None:

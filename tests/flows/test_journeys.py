@@ -83,6 +83,7 @@ def test_tars_of_webdataset_are_published(tmp_path: Path, api: str, tiny_model: 
     assert everything_encoded(report) == published.captions_given(pictures, SQUARE)
 
 
+@pytest.mark.extended
 def test_a_dataset_with_several_captions_a_picture_is_published(
     tmp_path: Path, api: str, tiny_model: TinyModel
 ) -> None:
@@ -177,6 +178,7 @@ def test_adapters_of_denoiser_and_text_encoders_are_published_alone(
     assert pipe.get_list_adapters().keys() == parts
 
 
+@pytest.mark.extended
 def test_adapters_are_published_merged_or_alone_and_draw_the_same(
     tmp_path: Path, api: str, small: Overrides
 ) -> None:

@@ -190,6 +190,7 @@ def listed(planted: Planted, www: str, names: list[str]) -> bytes:
     return "\n".join(rows).encode()
 
 
+@pytest.mark.extended
 def test_planted_secrets_are_nowhere(
     tmp_path: Path,
     server: Server,

@@ -48,6 +48,7 @@ def last_state(database: Path) -> str:
         return str(opened.execute(query).fetchone()[0])
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     published: Path, smallest: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_slice_that_is_there_is_used_and_may_be_kept(
     assert told(world).count("create") == 1 and "delete" not in told(world)
 
 
+@pytest.mark.extended
 def test_too_many_preemptions_are_an_error(world: Path, make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job("often", **SETTINGS)
     (world / "run").symlink_to(job.work)
@@ -176,6 +177,7 @@ launch.run_on_slice(
 """
 
 
+@pytest.mark.extended
 def test_a_run_that_is_interrupted_has_the_slice_checkpoint_and_deletes_it(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:

@@ -108,8 +108,17 @@ def test_a_wrong_model_is_wrong_input(tmp_path: Path) -> None:
     process.join()
 
 
-#: The one family of a runtime, or of a variant of one, that is encoded in `make test`.
+#: The one family of a runtime, or of a variant of one, that is not left to `make soak`.
 ONCE = {"jax": "sdxl", "xla": "sd", "mindspore": "sdxl", "hpu-lazy": "sd"}
+
+
+def _tier(runtime: str, family: str) -> list[pytest.MarkDecorator]:
+    """Encoding on jax is in `make test`."""
+    if ONCE.get(runtime) != family:
+        return [pytest.mark.soak]
+    return [] if runtime == "jax" else [pytest.mark.extended]
+
+
 OTHER_CAPTIONS = ["a blue cat", "two", "a fog"]
 
 
@@ -117,7 +126,7 @@ OTHER_CAPTIONS = ["a blue cat", "two", "a fog"]
 @pytest.mark.parametrize(
     ("runtime", "family"),
     [
-        pytest.param(name, family, marks=[] if ONCE.get(name) == family else pytest.mark.soak)
+        pytest.param(name, family, marks=_tier(name, family))
         for name in chips.VARIANTS
         for family in ("sd", "sdxl")
         if name != "torch"

@@ -224,6 +224,7 @@ def test_rebuilt_shards_have_equal_bytes(make: Callable[..., Artifact]) -> None:
     assert _shards(make(_pictures(shards=1), "three")).items() <= _shards(first).items()
 
 
+@pytest.mark.extended
 def test_bytes_do_not_depend_on_the_number_of_processes(make: Callable[..., Artifact]) -> None:
     one = make(_pictures(4), "one")
     two = make(_pictures(4), "two", processes=2)

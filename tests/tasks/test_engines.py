@@ -78,6 +78,7 @@ def undisturbed(
     return found
 
 
+@pytest.mark.extended
 def test_dask_workers_write_the_bytes_of_the_embedded_runner(
     tmp_path: Path,
     tiny_sdxl: Path,
@@ -93,6 +94,7 @@ def test_dask_workers_write_the_bytes_of_the_embedded_runner(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.extended
 def test_external_workers_write_the_bytes_of_the_embedded_runner(
     tmp_path: Path,
     tiny_sdxl: Path,

@@ -608,6 +608,7 @@ def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None
         evaluate.check(_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
 
 
+@pytest.mark.extended
 def test_the_runtimes_process_samples_equal_pictures(world: World) -> None:
     trained = world.trained(0.5)
     here = world.evaluate(trained)

@@ -208,6 +208,7 @@ def least_model(tiny_sd: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
     least_model: Path,

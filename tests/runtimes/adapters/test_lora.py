@@ -144,7 +144,9 @@ def test_dropout_drops_in_training_alone(make_job: MakeJob) -> None:
         np.testing.assert_allclose(dropping.errors(batch), plain.errors(batch), rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "dora"])
+@pytest.mark.parametrize(
+    "method", ["full", "lora", pytest.param("dora", marks=pytest.mark.extended)]
+)
 def test_accumulation_and_checkpointing_leave_gradients_alone(
     make_job: MakeJob, method: str
 ) -> None:

@@ -55,7 +55,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=[pytest.mark.extended] * (case not in ("attention", "texts, dora"))
+        )
+        for case in CASES
+    ],
+)
 def test_diffusers_loads_what_was_trained(make_job: MakeJob, case: str) -> None:
     job = make_job(**CASES[case])
     runtime, batch = trained(job)

@@ -368,6 +368,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, write_latents: WriteLatents) -> None:
     one = {"train/64x64": 60}  # 4 MB; all 40 of them are read once, and kept, they would show

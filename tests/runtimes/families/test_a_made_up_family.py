@@ -58,6 +58,7 @@ def test_captions_are_encoded_as_its_pipeline_does(patchwork: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(pooled), their_pooled)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "method", ["full", *(pytest.param(more, marks=pytest.mark.soak) for more in ("lora", "text"))]
 )

@@ -179,7 +179,7 @@ def test_pictures_are_those_of_diffusers(model: Path, tmp_path: Path) -> None:
     assert bool(np.abs(other - expected).max() > 1) == dev, "by other guidance"
 
 
-@pytest.mark.parametrize("negative", [None, "fog"])
+@pytest.mark.parametrize("negative", [pytest.param(None, marks=pytest.mark.extended), "fog"])
 def test_classifier_free_guidance_is_that_of_diffusers(
     model: Path, tmp_path: Path, negative: str | None
 ) -> None:
@@ -193,7 +193,7 @@ def test_classifier_free_guidance_is_that_of_diffusers(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("method", ["full", "text"])
+@pytest.mark.parametrize("method", ["full", pytest.param("text", marks=pytest.mark.extended)])
 def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
     flux_job: MakeJob, tiny_flux: Path, method: str
 ) -> None:

@@ -147,6 +147,7 @@ def test_pictures_are_those_of_diffusers(tiny_qwen_image: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.extended
 def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
     qwen_image_job: MakeJob, tiny_qwen_image: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_no_guidance_is_the_scale_zero(tiny_z_image: Path, tmp_path: Path) -> No
     assert_pictures(FAMILY, tiny_z_image, tmp_path, ours=asked, theirs=asked)
 
 
+@pytest.mark.extended
 def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
     z_image_job: MakeJob, tiny_z_image: Path
 ) -> None:
@@ -171,6 +172,7 @@ def test_adapters_load_in_diffusers_in_both_layouts(
     assert_adapters_load(FAMILY, job, tmp_path, kohya=not dora, count=count)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fsdp", ["all", pytest.param(1, marks=pytest.mark.soak)])
 def test_two_processes_train_as_one(z_image_job: MakeJob, tiny_z_image: Path, fsdp: Any) -> None:
     """FSDP gathers also the parameters that no block has, such as the tokens of padding."""

@@ -161,7 +161,10 @@ def test_hpu_graphs_are_recorded_once_a_shape(lazy: DriverProcess, make_job: Mak
     assert lazy.call("train", asdict(job))["recorded"] == 2
 
 
-@pytest.mark.parametrize(("mode", "guidance"), [("lazy", 1.0), ("lazy", 3.0), ("eager", 3.0)])
+@pytest.mark.parametrize(
+    ("mode", "guidance"),
+    [("lazy", 1.0), ("lazy", 3.0), pytest.param("eager", 3.0, marks=pytest.mark.extended)],
+)
 def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
     guidance: float, mode: str, host: DriverProcess, tiny_sd: Path
 ) -> None:
@@ -194,6 +197,7 @@ def test_unsupported_settings_of_the_modes_are_one_line_errors(
         check(Train(device="hpu", **settings))
 
 
+@pytest.mark.extended
 def test_torch_compile_is_given_habana_s_backend(
     eager: DriverProcess, make_job: MakeJob, one_size: str
 ) -> None:
@@ -230,6 +234,7 @@ print(json.dumps([unasked, str(chip.device), *map(os.environ.get, names)]))
 """
 
 
+@pytest.mark.extended
 def test_habana_frameworks_is_imported_when_asked_and_its_recipes_lie_in_the_store(
     tmp_path: Path,
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_true_model_is_planned_from_its_configs(
     assert state < step.argument_bytes() < state + GIB / 4
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_cost_of_a_step_has_every_iteration_of_its_loops(
     tiny_sdxl: Path, tmp_path: Path

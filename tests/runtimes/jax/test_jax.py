@@ -77,6 +77,7 @@ def test_micro_batches_that_devices_cannot_share_are_filled_up(
     assert max(found["bytes"].values()) <= 1.05 * found["whole"] / 2
 
 
+@pytest.mark.extended
 def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
     driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., Any]
 ) -> None:

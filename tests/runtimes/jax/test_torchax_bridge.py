@@ -136,6 +136,7 @@ class Blocks(torch.nn.Module):
         return inputs
 
 
+@pytest.mark.extended
 def test_selective_recomputation_computes_attention_again_but_no_product_with_weights() -> None:
     products: dict[str, int] = {}
     gradients: dict[str, Any] = {}

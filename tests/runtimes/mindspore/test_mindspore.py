@@ -73,6 +73,7 @@ def elsewhere(job: TrainJob, folder: Path, **settings: Any) -> TrainJob:
     return replace(job, train=changed, work=str(folder / "work"), out=str(folder / "out"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("level", "tolerance", "settings"),
     [
@@ -105,6 +106,7 @@ def test_a_graph_gives_what_operators_give_one_by_one(
     assert len(set(losses(job))) == 2
 
 
+@pytest.mark.extended
 def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
     driver: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_text_encoders_follow_torch(
     assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
 
 
+@pytest.mark.extended
 def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
     driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., tuple[str, str]]
 ) -> None:
@@ -192,6 +195,7 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
         assert facts["processes"] == 2
 
 
+@pytest.mark.extended
 def test_schedulers_draw_what_diffusers_draws(
     driver: DriverProcess, least_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

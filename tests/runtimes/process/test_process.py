@@ -31,6 +31,7 @@ StartJob = Callable[..., Any]  # of conftest.py: a Child
 KILLS = int(os.environ.get("KILN_TEST_KILLS", "3"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_killed_and_stopped_it_ends_with_the_same_bytes(
     make_job: MakeJob, start_job: StartJob, chance: random.Random
@@ -108,6 +109,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_stage_that_asks_and_then_dies_does_not_kill_the_save(
     make_job: MakeJob, start_job: StartJob

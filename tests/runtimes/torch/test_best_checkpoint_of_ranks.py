@@ -48,6 +48,7 @@ def best(job: TrainJob) -> int:
     return min(losses, key=lambda step: losses[step])
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fsdp", [pytest.param(1, id="data"), pytest.param("all", id="fsdp", marks=pytest.mark.soak)]

@@ -50,8 +50,8 @@ def two_steps(make_job: MakeJob, name: str, **settings: Any) -> tuple[list[float
     [
         pytest.param({"compile": "blocks"}, marks=pytest.mark.soak),
         {"compile": "blocks", "gradient_checkpointing": "blocks"},
-        {"compile": "blocks", "method": "lora"},
-        {"compile": "denoiser"},
+        pytest.param({"compile": "blocks", "method": "lora"}, marks=pytest.mark.extended),
+        pytest.param({"compile": "denoiser"}, marks=pytest.mark.extended),
     ],
 )
 def test_a_compiled_denoiser_has_the_losses_of_an_uncompiled_one(
@@ -117,6 +117,7 @@ def test_auto_compiles_blocks_on_cuda(make_job: MakeJob, device: str, compiled: 
     assert found == ({"BasicTransformerBlock", "ResnetBlock2D"} if compiled else set())
 
 
+@pytest.mark.extended
 def test_a_compiled_and_checkpointed_denoiser_trains_in_ddp(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 SDXL = ROOT / "bench/models/sdxl.json"
+#: Variants of the planned peak in `make test`.
+IN_TEST = ("full", "gradient checkpointing", "LoRA, bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,13 @@ def _deterministic_mode_is_restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.parametrize("train", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train, id=name, marks=[pytest.mark.extended] * (name not in IN_TEST))
+        for name, train in VARIANTS.items()
+    ],
+)
 def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
     tiny_sdxl: Path, train: dict[str, Any]
 ) -> None:
@@ -87,6 +95,7 @@ def test_so_it_is_for_each_family_with_trained_text_encoders(
     assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_frozen_text_encoders_of_the_step_are_planned_in_their_dtype(tiny_sdxl: Path) -> None:
     found = compare(tiny_sdxl, 64, 16, method="lora", text_dtype="float32")
@@ -151,7 +160,7 @@ def test_selective_recomputation_keeps_products_and_recomputes_the_rest(tiny_sdx
     assert kept[0] > 1.2 * kept[1] > 1.2 * kept[2]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.extended), "bf16"])
 def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -> None:
     settings = Train(mixed_precision=precision, gradient_checkpointing="blocks")
     network = Network.without_weights(tiny_sdxl, settings)
@@ -227,6 +236,7 @@ def test_the_module_answers_in_json_also_for_wrong_input(
     assert "model_index.json" in answer(tmp_path)["wrong_input"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_plan_of_sdxl_needs_no_memory_for_its_weights(tiny_sdxl: Path) -> None:
     """A real network would have 9 GB of float32 weights."""

@@ -34,6 +34,7 @@ def host(_emulated: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield process
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_each_process_has_an_npu_of_its_own(host: DriverProcess) -> None:
     found = host.call("of_each")

@@ -49,6 +49,7 @@ def test_a_convolution_costs_what_its_shape_says(make_job: MakeJob) -> None:
     assert FlopCounter(OneConvolution()).of(batch) == 2 * forward
 
 
+@pytest.mark.extended
 def test_recomputing_is_not_counted_and_adapters_cost_less(make_job: MakeJob) -> None:
     full = count(make_job())
     assert full == count(make_job(gradient_checkpointing="blocks"))

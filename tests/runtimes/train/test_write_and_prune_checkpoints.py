@@ -176,6 +176,7 @@ for url in sys.argv[1:]:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["xla", "mindspore"])
 def test_a_runtime_with_an_environment_of_its_own_keeps_checkpoints_in_buckets(

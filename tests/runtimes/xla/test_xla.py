@@ -59,6 +59,7 @@ def make_job(
     return partial(make_job, runtime="xla", latents=url, model=str(model))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "sizes", [ONE_SIZE, pytest.param(TWO_SIZES, marks=pytest.mark.soak)], ids=["one", "two"]
 )
@@ -107,6 +108,7 @@ def test_what_is_compiled_has_the_same_key_in_another_process(
     assert sorted(path.name for path in kept.glob("*/*")) == names
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "model", ["least-sd", *(pytest.param(f"tiny-{f}", marks=pytest.mark.soak) for f in FAMILIES)]
 )
@@ -161,6 +163,7 @@ def test_sampling_models_leave_the_devices(driver: DriverProcess, make_job: Make
     assert driver.call("left_after_sampling", asdict(make_job())) == [True, False]
 
 
+@pytest.mark.extended
 def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> None:
     """With recomputed activations and trained text encoders: farther than float32, and not far."""
     settings = {"steps": 4, "logging_steps": 1, "global_batch_size": 8, "train_text_encoder": True}
@@ -174,6 +177,7 @@ def test_half_precision_stays_near(driver: DriverProcess, make_job: MakeJob) -> 
     assert 1e-4 < max(apart) < 2e-2
 
 
+@pytest.mark.extended
 def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
     driver: DriverProcess, make_job: MakeJob, both_forms: Callable[..., tuple[str, str]]
 ) -> None:
@@ -187,7 +191,7 @@ def test_frozen_text_encoders_in_the_step_replace_stored_embeddings(
     assert losses(encoded) == pytest.approx(losses(stored), rel=LOSS)
 
 
-@pytest.mark.parametrize("fsdp", [1, 4])
+@pytest.mark.parametrize("fsdp", [pytest.param(1, marks=pytest.mark.extended), 4])
 def test_devices_gather_weights_and_no_activations(
     fsdp: int, driver: DriverProcess, make_job: MakeJob, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -220,7 +224,10 @@ def test_replaced_operators_equal_those_of_pytorch(is_half: bool, driver: Driver
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize(("queries", "keys", "size"), [(512, 600, 40), (600, 512, 64)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "size"),
+    [(512, 600, 40), pytest.param(600, 512, 64, marks=pytest.mark.extended)],
+)
 def test_the_attention_kernel_and_its_gradients_equal_the_plain_formula(
     queries: int, keys: int, size: int, is_padded: bool, driver: DriverProcess
 ) -> None:
@@ -229,6 +236,7 @@ def test_the_attention_kernel_and_its_gradients_equal_the_plain_formula(
     assert apart < 5e-5 and lowered == 1
 
 
+@pytest.mark.extended
 def test_attention_of_a_vae_or_of_short_captions_uses_no_kernel(driver: DriverProcess) -> None:
     assert driver.call("attended", 512, 77, 40, True)[1] == 0
     assert driver.call("attended", 512, 512, 257, False)[1] == 0
