@@ -8,6 +8,8 @@ the script calls:
 * accelerate's data loader: seconds per fetch, and seconds until the next fetch;
 * the VAE's `encode` and the text encoders' `forward`: their seconds;
 * datasets' `Dataset.map`, by which a script precomputes: seconds, and CPU seconds of the process;
+* with the environment variable KILN_BENCH_VAE_SECONDS, the VAE's `encode` is replaced: a batch
+  takes this time and no processor, as on an accelerator;
 * with a record folder, `add_noise`, the UNet's `forward`, `Accelerator.backward` and
   `clip_grad_norm_`: the arrays of each step, as `00000.npz`, ... in that folder.
 """
@@ -15,6 +17,7 @@ the script calls:
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import time
@@ -100,6 +103,22 @@ class Stopwatch:
         return timed
 
 
+def stand_in(seconds: float) -> Callable[..., Any]:
+    """A VAE's `encode` whose posterior is zero."""
+    import torch
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+    def encode(vae: Any, pixels: Any, **_: Any) -> Any:
+        time.sleep(seconds)
+        factor = 2 ** (len(vae.config.block_out_channels) - 1)
+        sides = (side // factor for side in pixels.shape[2:])
+        moments = torch.zeros(len(pixels), 2 * vae.config.latent_channels, *sides)
+        return AutoencoderKLOutput(DiagonalGaussianDistribution(moments))
+
+    return encode
+
+
 class Recorder:
     """Writes the inputs of each step, its loss and its gradient norm."""
 
@@ -181,6 +200,8 @@ def main(arguments: list[str]) -> None:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
     watch = Stopwatch()
+    if seconds := os.environ.get("KILN_BENCH_VAE_SECONDS"):
+        AutoencoderKL.encode = stand_in(float(seconds))
     _wrap(DataLoaderShard, "__iter__", watch.batches)
     _wrap(AutoencoderKL, "encode", watch.encoder)
     if find_spec("datasets"):

@@ -125,6 +125,7 @@ class Peer:
         scratch: Path,
         *,
         record: Path | None = None,
+        vae_seconds: float | None = None,
         **options: Any,
     ) -> ScriptRun:
         """Run a script.
@@ -132,6 +133,7 @@ class Peer:
         Args:
             scratch: an empty folder for its caches and output, so that each run starts cold.
             record: folder for the arrays of each step; None: not recorded.
+            vae_seconds: per batch of a stand-in for the VAE that needs no processor; None: the VAE.
             options: command-line options of the script; True for a flag.
 
         Raises:
@@ -154,7 +156,11 @@ class Peer:
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         begin = time.perf_counter()
         done = subprocess.run(
-            command, env=_environment(scratch), capture_output=True, text=True, errors="replace"
+            command,
+            env=_environment(scratch, vae_seconds),
+            capture_output=True,
+            text=True,
+            errors="replace",
         )
         seconds = time.perf_counter() - begin
         if done.returncode:
@@ -172,7 +178,7 @@ class Peer:
         return dict(json.loads(done.stdout))
 
 
-def _environment(scratch: Path) -> dict[str, str]:
+def _environment(scratch: Path, vae_seconds: float | None) -> dict[str, str]:
     """Our environment, but offline, with empty caches and the default OpenMP wait policy."""
     environment = {
         **os.environ,
@@ -182,6 +188,8 @@ def _environment(scratch: Path) -> dict[str, str]:
     }
     environment.pop("OMP_WAIT_POLICY", None)
     environment.pop("PYTHONPATH", None)
+    if vae_seconds is not None:
+        environment["KILN_BENCH_VAE_SECONDS"] = str(vae_seconds)
     return environment
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from functools import cache
 from io import BytesIO
@@ -12,6 +11,7 @@ from typing import Any
 from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header, check_picture
 from tasks.download.decoding_memory import DECODING
+from tasks.download.import_img2dataset_modules import img2dataset_module
 from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
 
 #: The resizer's error message -> the failure reason in our records.
@@ -27,14 +27,12 @@ SKIPPED = 8
 
 @cache
 def img2dataset_resizer() -> Any:
-    """img2dataset's class Resizer, imported on demand: the import takes seconds."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no version check over the network
-    import img2dataset.resizer
-
+    """img2dataset's class Resizer, imported on demand: the import takes a second."""
+    module = img2dataset_module("resizer")
     # It redirects the stdout and stderr of the whole process during decoding. Two threads that do
     # so at once lose the original streams, and other threads lose their output.
-    img2dataset.resizer.SuppressStdoutStderr = nullcontext
-    return img2dataset.resizer.Resizer
+    module.SuppressStdoutStderr = nullcontext
+    return module.Resizer
 
 
 class PictureResizer:
