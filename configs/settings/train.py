@@ -194,8 +194,9 @@ class Train(Section):
     hpu: Hpu = Hpu()
     fsdp: PositiveInt | Literal["all"] = Field(
         1,
-        description="Devices per shard group of FSDP; 1: no sharding. Runtime torch supports 1 and "
-        "`all` (or the number of processes), jax and xla any divisor of the devices.",
+        description="Devices per shard group of FSDP, a divisor of their number; 1: no sharding. "
+        "Runtime torch has a device per process. Device npu supports 1 and `all`; device hpu and "
+        "runtime mindspore 1.",
     )
 
     shuffle_window: PositiveInt = Field(

@@ -177,20 +177,22 @@ def check(settings: Train) -> None:
             raise WrongInput(f"train.{name} needs a CUDA device, not {device.type}: set false")
     if settings.attention != "auto" and device.type != "cuda":
         raise WrongInput(f"train.attention needs a CUDA device, not {device.type}: set auto")
-    check_fsdp(settings, ranks)
+    check_fsdp(settings, ranks, device.type)
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
     if device.type == "hpu":
         hpu.check(settings)
 
 
-def check_fsdp(settings: Train, ranks: Ranks) -> None:
-    """Raise WrongInput if `train.fsdp` shards arrays over some of several processes."""
-    if ranks.world > 1 and settings.fsdp not in (1, "all", ranks.world):
-        raise WrongInput(
-            f"train.fsdp: {settings.fsdp} is not for runtime torch with {ranks.world} processes: "
-            "set 1 or all"
-        )
+def check_fsdp(settings: Train, ranks: Ranks, device_type: str) -> None:
+    """Raise WrongInput if several processes cannot form the shard groups of `train.fsdp`."""
+    fsdp = settings.fsdp
+    if fsdp == "all" or fsdp in (1, ranks.world) or ranks.world == 1:
+        return
+    if ranks.world % fsdp:
+        raise WrongInput(f"train.fsdp {fsdp} does not divide {ranks.world} processes")
+    if device_type == "npu":
+        raise WrongInput(f"train.fsdp: {fsdp} is not for device npu: set 1 or all")
 
 
 def describe(device: torch.device) -> str:

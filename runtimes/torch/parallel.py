@@ -1,29 +1,29 @@
 """Data parallelism over processes, with replicated or fully sharded weights.
 
 Every process computes the gradients of its share of a batch. DistributedDataParallel replicates the
-weights; FSDP2 (`fully_shard`) shards every array and gathers a block's weights while it computes.
-Both update plain float32 tensors of this process, the `masters`, by gradients that are summed over
-all processes.
+weights; FSDP2 (`fully_shard`) shards every array, and gathers a block's weights while it computes:
+over all processes, or within groups of them that hold replicas. Both update plain float32 tensors
+of this process, the `masters`, by gradients that are summed over all processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from configs.settings.train import Train
 from runtimes.families import repeated_blocks
-from runtimes.process.collectives import join
+from runtimes.process.collectives import TIMEOUT, join
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.torch.device import check_fsdp
@@ -160,16 +160,22 @@ class DataParallel(SingleProcess):
 
 
 class FullySharded(DataParallel):
-    """Weights sharded along dimension 0, in the chunks of torch.chunk."""
+    """Weights sharded along dimension 0 within a group of ranks, in the chunks of torch.chunk.
+
+    Args:
+        fsdp: consecutive ranks per group, a divisor of their number. Every group holds a replica,
+            and computes its share of the batch.
+    """
 
     sharded = True
     frees_gradients = True
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, fsdp: int | Literal["all"]) -> None:
         super().__init__(ranks)
-        self._rank = ranks.rank
         self._device = device
-        self._mesh = init_device_mesh(device.type, (ranks.world,))
+        self._group = ranks.world if fsdp == "all" else fsdp
+        self._rank_in_group = ranks.rank % self._group
+        self._mesh = _shard_mesh(device, ranks.world, self._group)
         # Weights are gathered in float32, and autocast casts them: gathered in bfloat16, weights of
         # norms and embeddings would be rounded, unlike on one process.
         self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -187,11 +193,13 @@ class FullySharded(DataParallel):
         after every forward pass, because they may change before the next one.
         """
         blocks = repeated_blocks()
+        self._modules: list[FSDPModule] = []
         for part in (*network.parts.values(), *network.frozen_clip):
             for module in (*(m for m in part.modules() if type(m).__name__ in blocks), part):
-                fully_shard(
+                wrapped = fully_shard(
                     module, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=True
                 )
+                self._modules.append(wrapped)
             if isinstance(part, PreTrainedModel):
                 # fully_shard changes the class, by which transformers finds its output hooks.
                 _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
@@ -214,10 +222,14 @@ class FullySharded(DataParallel):
     def _as_sharded(self, local: torch.Tensor, like: torch.Tensor) -> DTensor:
         """A DTensor with the shape of `like` from this process's shard of it."""
         size: Any = {"shape": like.shape, "stride": like.stride()}
-        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, **size)
+        placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(0)]
+        return DTensor.from_local(local, self._mesh, placements, run_check=False, **size)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        # Every micro-batch is reduced, so that only shards of gradients are stored.
+        # Every micro-batch is reduced within the group, so that only shards of gradients are
+        # stored; the last one also across groups, which may be on different hosts.
+        for module in self._modules:
+            module.set_requires_all_reduce(last, recurse=False)
         return nullcontext()
 
     def gather_gradients(self) -> None:
@@ -226,7 +238,9 @@ class FullySharded(DataParallel):
             array.grad = None
 
     def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        return self.sum_over_ranks(norm.square()).sqrt()
+        # Summed over all groups: groups might round differently, and their replicas then differ.
+        replicas = self.world // self._group
+        return self.sum_over_ranks(norm.square() / replicas).sqrt()
 
     def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self._as_sharded(tensor.detach(), self._arrays[name]).full_tensor()
@@ -235,13 +249,27 @@ class FullySharded(DataParallel):
         return tuple(self._arrays[name].shape)
 
     def local_rows(self, name: str, shape: tuple[int, ...]) -> Any:
-        return chunk_rows(shape[0], self._rank, self.world)
+        return chunk_rows(shape[0], self._rank_in_group, self._group)
 
 
 def chunk_rows(count: int, rank: int, world: int) -> slice:
     """The rows of `count` in a rank's chunk of torch.chunk; the last chunks can be empty."""
     size = -(-count // world)
     return slice(size * rank, size * (rank + 1))
+
+
+def _shard_mesh(device: torch.device, world: int, group: int) -> DeviceMesh:
+    """All ranks in one row; or a row per shard group, and replicas of a shard in a column."""
+    if group == world:
+        return init_device_mesh(device.type, (world,))
+    ranks = torch.arange(world).view(-1, group)
+    # init_device_mesh gives new process groups PyTorch's time limit, which is shorter.
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
+        for rows in (ranks.T, ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
 
 
 def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:
@@ -252,12 +280,14 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
     """
     if ranks.world == 1:
         return SingleProcess()
-    check_fsdp(settings, ranks)
+    check_fsdp(settings, ranks, device.type)
     if device.index is not None:
         torch.get_device_module(device).set_device(device)
     # gloo serves host tensors, which NCCL and HCCL do not support.
     join(ranks, BACKENDS.get(device.type, "gloo"))
-    return FullySharded(ranks, device) if settings.fsdp != 1 else DataParallel(ranks)
+    if settings.fsdp == 1:
+        return DataParallel(ranks)
+    return FullySharded(ranks, device, settings.fsdp)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,8 +49,8 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
         ({"train.allow_tf32": True, "train.device": "cpu"}, "allow_tf32 needs a CUDA device"),
         ({"train.attention": "cudnn", "train.device": "cpu"}, "attention needs a CUDA device"),
         (
-            {"train.processes": 4, "train.fsdp": 2, "train.device": "cpu"},
-            "train.fsdp: 2 is not for runtime torch with 4 processes",
+            {"train.processes": 4, "train.fsdp": 3, "train.device": "cpu"},
+            "train.fsdp 3 does not divide 4 processes",
         ),
         (
             {

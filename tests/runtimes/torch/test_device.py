@@ -9,9 +9,11 @@ import torch
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
+from runtimes.process.ranks import Ranks
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     check,
+    check_fsdp,
     choose_device,
     make_deterministic,
     warn_of_slow_float32,
@@ -31,11 +33,8 @@ from runtimes.torch.device_hooks import DeviceHooks
         ({"cuda_graphs": True, "device": "cpu"}, 1, "cuda_graphs needs a CUDA device, not cpu"),
         ({"allow_tf32": True, "device": "cpu"}, 1, "allow_tf32 needs a CUDA device, not cpu"),
         ({"attention": "cudnn", "device": "cpu"}, 1, "attention needs a CUDA device, not cpu"),
-        (
-            {"fsdp": 2, "processes": 4, "device": "cpu"},
-            0,
-            "fsdp: 2 is not for runtime torch with 4 processes",
-        ),
+        ({"fsdp": 3, "processes": 4, "device": "cpu"}, 0, "fsdp 3 does not divide 4 processes"),
+        ({"fsdp": 8, "processes": 4, "device": "cpu"}, 0, "fsdp 8 does not divide 4 processes"),
     ],
 )
 def test_what_the_devices_cannot_serve(
@@ -48,13 +47,20 @@ def test_what_the_devices_cannot_serve(
 
 
 @pytest.mark.parametrize(
-    ("settings", "devices"), [({"processes": 2}, 2), ({"processes": 8}, 0), ({}, 1)]
+    ("settings", "devices"),
+    [({"processes": 2}, 2), ({"processes": 8}, 0), ({"processes": 8, "fsdp": 4}, 8), ({}, 1)],
 )
 def test_what_they_can(
     settings: dict[str, Any], devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     check(Train(**settings))
+
+
+def test_npus_form_no_shard_groups() -> None:
+    check_fsdp(Train(fsdp=4), Ranks(world=4), "npu")
+    with pytest.raises(WrongInput, match="fsdp: 2 is not for device npu: set 1 or all"):
+        check_fsdp(Train(fsdp=2), Ranks(world=4), "npu")
 
 
 def test_attention_takes_no_kernel_that_adds_in_any_order() -> None:

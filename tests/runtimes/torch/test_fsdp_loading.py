@@ -37,8 +37,9 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def load(job: TrainJob, rank: int) -> Network:
     """The network as rank `rank` of several loads it."""
-    parallel = FullySharded(Ranks(rank=rank, world=WORLD), CPU)
-    network = parallel.load(job, Train(**job.train))
+    settings = Train(**job.train)
+    parallel = FullySharded(Ranks(rank=rank, world=WORLD), CPU, settings.fsdp)
+    network = parallel.load(job, settings)
     parallel.wrap(network)
     return network
 
@@ -49,21 +50,28 @@ def shards(network: Network) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [("sdxl", FULL), ("sd", EXTRAS), ("sd3", FULL), ("sdxl", lora(dora=True))],
-    ids=["full", "extra-inputs", "sd3", "dora"],
+    ("family", "settings", "fsdp"),
+    [
+        ("sdxl", FULL, "all"),
+        ("sdxl", FULL, 2),
+        ("sd", EXTRAS, "all"),
+        ("sd3", FULL, "all"),
+        ("sdxl", lora(dora=True), "all"),
+    ],
+    ids=["full", "groups", "extra-inputs", "sd3", "dora"],
 )
 def test_a_rank_has_its_rows_of_the_weights(
-    make_job: MakeJob, tiny_model: Any, rank: int, family: str, settings: dict[str, Any]
+    make_job: MakeJob, tiny_model: Any, rank: int, family: str, settings: dict[str, Any], fsdp: Any
 ) -> None:
-    job = make_job(model=str(tiny_model(f"tiny-{family}")), fsdp="all", **settings)
+    job = make_job(model=str(tiny_model(f"tiny-{family}")), fsdp=fsdp, **settings)
     whole = Network.load(job, Train(**job.train))
     expected, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     network = load(job, rank)
     found = shards(network)
     assert found.keys() == expected.keys()
+    group = WORLD if fsdp == "all" else fsdp
     for name, shard in found.items():
-        rows = chunk_rows(len(expected[name]), rank, WORLD)
+        rows = chunk_rows(len(expected[name]), rank % group, group)
         assert torch.equal(shard, expected[name][rows]), name
         assert network.get_parameter(name).requires_grad == expected[name].requires_grad, name
     for name, buffer in network.named_buffers():
@@ -130,7 +138,7 @@ def test_an_untrained_process_group_loads_and_describes_the_state(
 ) -> None:
     monkeypatch.setattr(
         "runtimes.torch.runtime.open_parallel",
-        lambda *_: FullySharded(Ranks(rank=rank, world=WORLD), CPU),
+        lambda *_: FullySharded(Ranks(rank=rank, world=WORLD), CPU, "all"),
     )
     runtime, _ = start(make_job(fsdp="all", ema_decay=0.9))
     assert not any(t.is_meta for t in runtime._network.state_dict().values())

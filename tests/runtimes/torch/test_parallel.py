@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def assert_same_run(one: TrainJob, other: TrainJob) -> None:
     ("fsdp", "method"),
     [
         pytest.param("all", FULL, id="full-fsdp"),
-        pytest.param(1, LORA, id="lora-data"),
+        pytest.param(1, LORA, id="lora-data", marks=pytest.mark.extended),
         pytest.param(1, FULL, id="full-data", marks=pytest.mark.soak),
         pytest.param("all", LORA, id="lora-fsdp", marks=pytest.mark.soak),
     ],
@@ -83,6 +84,33 @@ def test_two_processes_take_the_steps_of_one(
     assert [line["step"] for line in history(two) if "validation_loss" in line] == [3, 6]
     assert steps.count(("checkpoint", 4)) == steps.count(("progress", 4)) == 1
     assert curve(two, "loss") == list(range(1, 7))
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method", [FULL, pytest.param(LORA, marks=pytest.mark.soak)], ids=["full", "lora"]
+)
+def test_two_shard_groups_take_the_steps_of_one_process(
+    make_job: MakeJob, start_job: StartJob, method: dict[str, Any]
+) -> None:
+    """They resume from its checkpoint, and it from theirs. Each process has two micro-batches."""
+    settings = {**SETTINGS, **method, "micro_batch_size": 1, "steps": 5, "logging_steps": 1}
+    settings |= {"max_grad_norm": 0.05, "holdout_loss": {"every_n_steps": 5, "draws": 2}}
+    one = make_job("one", **settings, checkpointing_steps=3)
+    assert train(one, Events(), Stop())
+    groups = make_job("groups", **settings, checkpointing_steps=4, processes=4, fsdp=2)
+    shutil.copytree(one.work, groups.work, dirs_exist_ok=True)
+    child = start_job(groups)
+    assert child.step_of_first("start") == 3
+    assert child.end() == 0
+    assert_same_run(one, groups)
+    assert all(line["grad_norm"] > 0.05 for line in history(one)), "every step is clipped"
+    saved = Checkpoints(groups.work, 9).latest()
+    assert saved is not None and saved.step == 4
+    shutil.rmtree(groups.out)
+    assert train(make_job("groups", **settings), Events(), Stop())
+    assert_same_run(one, groups)
 
 
 @pytest.mark.slow
@@ -106,7 +134,7 @@ def test_nccl_s_code_paths_take_the_steps_of_a_single_process(
 
     def open_grouped(settings: Train, ranks: Ranks, device: torch.device) -> Any:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-        return FullySharded(ranks, device) if kind == "sharded" else DataParallel(ranks)
+        return FullySharded(ranks, device, "all") if kind == "sharded" else DataParallel(ranks)
 
     monkeypatch.setattr("runtimes.torch.runtime.open_parallel", open_grouped)
     try:
@@ -116,6 +144,7 @@ def test_nccl_s_code_paths_take_the_steps_of_a_single_process(
     assert_same_run(one, grouped)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [pytest.param(1, marks=pytest.mark.soak), "all"])
 def test_two_processes_run_frozen_text_encoders_as_one_does(
@@ -149,12 +178,14 @@ def test_in_half_precision_shares_compute_what_one_process_does(
     np.testing.assert_allclose(*losses, rtol=2e-3)  # other shapes are rounded otherwise
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "counts",
     [
         pytest.param([(2, "all"), (2, "all")], id="2-2-1"),
         pytest.param([(4, "all"), (2, 1)], id="4-2-1", marks=pytest.mark.soak),
+        pytest.param([(4, 2), (2, "all"), (4, 2)], id="4by2-2-4by2-1", marks=pytest.mark.soak),
     ],
 )
 def test_the_count_may_change_at_a_resume(
