@@ -86,10 +86,8 @@ class Update:
         norm = None if most is None else self._device_hooks.clip_grad_norm(self._masters, most)
         if norm is not None:
             return norm
-        gradients = [p.grad for p in self._masters if p.grad is not None]
         foreach = self._device_hooks.foreach
-        norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
-        norm = self._parallel.total_norm(norm)
+        norm = self._parallel.total_norm(self._masters, foreach=foreach)
         if most is not None and not _surely_below(most, norm):
             torch.nn.utils.clip_grads_with_norm_(self._masters, most, norm, foreach=foreach)
         return norm

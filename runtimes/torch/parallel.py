@@ -8,9 +8,10 @@ of this process, the `masters`, by gradients that are summed over all processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,9 +73,14 @@ class SingleProcess:
     def gather_gradients(self) -> None:
         """Assign the gradients of a complete step to the masters."""
 
-    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The global L2 norm, from the norm of this process's gradients; both are scalars."""
-        return norm
+    def total_norm(self, masters: Iterable[torch.Tensor], *, foreach: bool | None) -> torch.Tensor:
+        """The global L2 norm of the masters' gradients, a scalar on the device.
+
+        Args:
+            foreach: as in `torch.nn.utils.get_total_norm`.
+        """
+        gradients = [master.grad for master in masters if master.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients, foreach=foreach)
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all processes, reduced in place."""
@@ -162,23 +168,23 @@ class DataParallel(SingleProcess):
 class FullySharded(DataParallel):
     """Weights sharded along dimension 0 within a group of ranks, in the chunks of torch.chunk.
 
-    Args:
-        fsdp: consecutive ranks per group, a divisor of their number. Every group holds a replica,
-            and computes its share of the batch.
+    Every group of `train.fsdp` consecutive ranks holds a replica, and computes its share of the
+    batch. Float32 weights that autocast casts at each use are gathered in the compute dtype; the
+    few others of the same blocks, such as those of norms, are not sharded.
     """
 
     sharded = True
     frees_gradients = True
 
-    def __init__(self, ranks: Ranks, device: torch.device, fsdp: int | Literal["all"]) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, settings: Train) -> None:
         super().__init__(ranks)
         self._device = device
-        self._group = ranks.world if fsdp == "all" else fsdp
+        self._group = ranks.world if settings.fsdp == "all" else settings.fsdp
         self._rank_in_group = ranks.rank % self._group
         self._mesh = _shard_mesh(device, ranks.world, self._group)
-        # Weights are gathered in float32, and autocast casts them: gathered in bfloat16, weights of
-        # norms and embeddings would be rounded, unlike on one process.
-        self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        # The base under adapters has the compute dtype already.
+        dtype = settings.compute_dtype if settings.method == "full" else "float32"
+        self._gathered = getattr(torch, dtype)
 
     def load(self, job: TrainJob, settings: Train) -> Network:
         network, self._unread = Network.load_unread(job, settings)
@@ -195,25 +201,49 @@ class FullySharded(DataParallel):
         blocks = repeated_blocks()
         self._modules: list[FSDPModule] = []
         for part in (*network.parts.values(), *network.frozen_clip):
-            for module in (*(m for m in part.modules() if type(m).__name__ in blocks), part):
-                wrapped = fully_shard(
-                    module, mesh=self._mesh, mp_policy=self._policy, reshard_after_forward=True
-                )
-                self._modules.append(wrapped)
+            for module in (m for m in part.modules() if type(m).__name__ in blocks):
+                self._shard(module, self._gathered if part is network.denoiser else torch.float32)
+            self._shard(part, torch.float32)
             if isinstance(part, PreTrainedModel):
                 # fully_shard changes the class, by which transformers finds its output hooks.
                 _CAN_RECORD_REGISTRY[part] = part._can_record_outputs
         self._read(network)
         self._arrays = network.trained()
-        self._masters = {name: torch.nn.Parameter(_local(p)) for name, p in self._arrays.items()}
+        self._masters = {
+            name: torch.nn.Parameter(_local(p)) if isinstance(p, DTensor) else p
+            for name, p in self._arrays.items()
+        }
         return network
+
+    def _shard(self, module: torch.nn.Module, gathered: torch.dtype) -> None:
+        """Shard a module's weights, except those of its sharded children.
+
+        Args:
+            gathered: dtype in which weights are gathered. If it is not float32, those that autocast
+                does not cast are replicated: gathered in this dtype, they would be rounded.
+        """
+        kept, policy = set[torch.nn.Parameter](), MixedPrecisionPolicy(cast_forward_inputs=False)
+        if gathered != torch.float32:
+            policy = replace(policy, param_dtype=gathered, reduce_dtype=torch.float32)
+            kept = _not_cast(module)
+        for parameter in kept:  # FSDP moves the others
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self._device)
+        sharded = fully_shard(
+            module,
+            mesh=self._mesh,
+            mp_policy=policy,
+            reshard_after_forward=True,
+            ignored_params=kept,
+        )
+        self._modules.append(sharded)
 
     def _read(self, network: Network) -> None:
         tensors, found = network.state_dict(keep_vars=True), dict[str, torch.Tensor]()
         for name, stored in self._unread.items():
             like = tensors[name]
             sharded = isinstance(like, DTensor)
-            rows = stored[self.local_rows(name, stored.shape) if sharded else ...]
+            rows = stored[self._own_rows(stored.shape) if sharded else ...]
             local = rows.to(self._device, copy=True)  # not a view of the file
             found[name] = self._as_sharded(local, like) if sharded else local
         network.load_state_dict(found, strict=False, assign=True)
@@ -233,23 +263,58 @@ class FullySharded(DataParallel):
         return nullcontext()
 
     def gather_gradients(self) -> None:
+        replicated = []
         for name, array in self._arrays.items():
-            self._masters[name].grad = None if array.grad is None else _local(array.grad)
-            array.grad = None
+            if array.grad is None:
+                self._masters[name].grad = None
+            elif isinstance(array, DTensor):
+                self._masters[name].grad, array.grad = _local(array.grad), None
+            else:
+                replicated.append(array.grad)
+        if replicated:
+            # In one message, and averaged, as FSDP reduces its own.
+            mean = self.sum_over_ranks(torch.cat([g.flatten() for g in replicated])) / self.world
+            parts = mean.split([g.numel() for g in replicated])
+            for gradient, part in zip(replicated, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
-    def total_norm(self, norm: torch.Tensor) -> torch.Tensor:
+    def total_norm(self, masters: Iterable[torch.Tensor], *, foreach: bool | None) -> torch.Tensor:
+        masters = list(masters)
+        replicated = {id(array) for array in self._arrays.values()}
+        sharded = [master for master in masters if id(master) not in replicated]
+        own = super().total_norm(sharded, foreach=foreach).square()
         # Summed over all groups: groups might round differently, and their replicas then differ.
         replicas = self.world // self._group
-        return self.sum_over_ranks(norm.square() / replicas).sqrt()
+        total = self.sum_over_ranks(own / replicas)
+        once = [master for master in masters if id(master) in replicated]
+        return (total + super().total_norm(once, foreach=foreach).square()).sqrt()
 
     def gather_full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return self._as_sharded(tensor.detach(), self._arrays[name]).full_tensor()
+        like = self._arrays[name]
+        if not isinstance(like, DTensor):
+            return tensor
+        return self._as_sharded(tensor.detach(), like).full_tensor()
 
     def full_shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(self._arrays[name].shape)
 
     def local_rows(self, name: str, shape: tuple[int, ...]) -> Any:
+        if not isinstance(self._arrays[name], DTensor):
+            return ...
+        return self._own_rows(shape)
+
+    def _own_rows(self, shape: tuple[int, ...]) -> slice:
         return chunk_rows(shape[0], self._rank_in_group, self._group)
+
+
+def _not_cast(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The parameters that autocast does not cast: those of no linear layer or convolution."""
+    return {
+        parameter
+        for child in module.modules()
+        if not isinstance(child, torch.nn.Linear | torch.nn.modules.conv._ConvNd)
+        for parameter in child.parameters(recurse=False)
+    }
 
 
 def chunk_rows(count: int, rank: int, world: int) -> slice:
@@ -287,7 +352,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
     join(ranks, BACKENDS.get(device.type, "gloo"))
     if settings.fsdp == 1:
         return DataParallel(ranks)
-    return FullySharded(ranks, device, settings.fsdp)
+    return FullySharded(ranks, device, settings)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

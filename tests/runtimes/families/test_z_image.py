@@ -183,3 +183,19 @@ def test_two_processes_train_as_one(z_image_job: MakeJob, tiny_z_image: Path, fs
     for name in ("loss", "grad_norm"):
         found, expected = ([line[name] for line in history(job)] for job in (two, one))
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.extended
+def test_shards_gathered_in_bfloat16_train_as_whole_weights(
+    z_image_job: MakeJob, tiny_z_image: Path
+) -> None:
+    """To the bit: autocast rounds whole weights likewise, and those of norms are not rounded."""
+    settings = {"steps": 4, "micro_batch_size": 4, "mixed_precision": "bf16", "processes": 2}
+    settings |= {"max_grad_norm": None, "learning_rate": 1e-2}
+    jobs = [z_image_job(tiny_z_image, f"{n}", **settings, fsdp=n) for n in (1, "all")]
+    for job in jobs:
+        child_process.run_job(job, lambda event: None)
+    whole, shards = map(history, jobs)
+    assert [line["loss"] for line in shards] == [line["loss"] for line in whole]
+    for line, expected in zip(shards, whole, strict=True):
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import MakeJob, lora, start
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 WORLD = 4
 FULL: dict[str, Any] = {}
+HALF = {"mixed_precision": "bf16"}
 EXTRAS = {"inpainting": True, "aesthetic_score": True}
 
 
@@ -38,15 +40,18 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 def load(job: TrainJob, rank: int) -> Network:
     """The network as rank `rank` of several loads it."""
     settings = Train(**job.train)
-    parallel = FullySharded(Ranks(rank=rank, world=WORLD), CPU, settings.fsdp)
+    parallel = FullySharded(Ranks(rank=rank, world=WORLD), CPU, settings)
     network = parallel.load(job, settings)
     parallel.wrap(network)
     return network
 
 
 def shards(network: Network) -> dict[str, torch.Tensor]:
-    """This rank's shard of each parameter."""
-    return {name: p.detach().to_local() for name, p in network.named_parameters()}
+    """This rank's shard of each parameter, or a replicated one whole."""
+    return {
+        name: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+        for name, p in network.named_parameters()
+    }
 
 
 @pytest.mark.parametrize(
@@ -57,8 +62,9 @@ def shards(network: Network) -> dict[str, torch.Tensor]:
         ("sd", EXTRAS, "all"),
         ("sd3", FULL, "all"),
         ("sdxl", lora(dora=True), "all"),
+        ("sdxl", HALF, "all"),
     ],
-    ids=["full", "groups", "extra-inputs", "sd3", "dora"],
+    ids=["full", "groups", "extra-inputs", "sd3", "dora", "half"],
 )
 def test_a_rank_has_its_rows_of_the_weights(
     make_job: MakeJob, tiny_model: Any, rank: int, family: str, settings: dict[str, Any], fsdp: Any
@@ -72,10 +78,38 @@ def test_a_rank_has_its_rows_of_the_weights(
     group = WORLD if fsdp == "all" else fsdp
     for name, shard in found.items():
         rows = chunk_rows(len(expected[name]), rank % group, group)
+        if not isinstance(network.get_parameter(name), DTensor):
+            assert settings == HALF and "norm" in name, name
+            rows = slice(None)
         assert torch.equal(shard, expected[name][rows]), name
         assert network.get_parameter(name).requires_grad == expected[name].requires_grad, name
     for name, buffer in network.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
+
+
+def test_weights_are_gathered_in_half_precision_and_norms_are_whole(
+    make_job: MakeJob, tiny_sdxl: Any, rank: int
+) -> None:
+    job = make_job(model=str(tiny_sdxl), fsdp="all", **HALF)
+    network = load(job, rank)
+    seen: dict[str, torch.dtype] = {}
+    for name, module in network.denoiser.named_modules():
+        if "transformer_blocks.0." in name and "weight" in module._parameters:
+            module.register_forward_hook(
+                lambda module, *_, name=name: seen.update({name: module.weight.dtype})
+            )
+    config = network.denoiser.config
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    added = {"text_embeds": torch.zeros(1, pooled), "time_ids": torch.zeros(1, 6)}
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        network.denoiser(
+            torch.zeros(1, config.in_channels, 8, 8),
+            torch.zeros(1),
+            torch.zeros(1, 7, config.cross_attention_dim),
+            added_cond_kwargs=added,
+        )
+    assert {dtype for name, dtype in seen.items() if "norm" in name} == {torch.float32}
+    assert {dtype for name, dtype in seen.items() if "norm" not in name} == {torch.bfloat16}
 
 
 def test_a_rank_holds_no_more_than_its_share_of_the_model(
@@ -138,7 +172,7 @@ def test_an_untrained_process_group_loads_and_describes_the_state(
 ) -> None:
     monkeypatch.setattr(
         "runtimes.torch.runtime.open_parallel",
-        lambda *_: FullySharded(Ranks(rank=rank, world=WORLD), CPU, "all"),
+        lambda settings, *_: FullySharded(Ranks(rank=rank, world=WORLD), CPU, settings),
     )
     runtime, _ = start(make_job(fsdp="all", ema_decay=0.9))
     assert not any(t.is_meta for t in runtime._network.state_dict().values())

@@ -134,7 +134,7 @@ def test_nccl_s_code_paths_take_the_steps_of_a_single_process(
 
     def open_grouped(settings: Train, ranks: Ranks, device: torch.device) -> Any:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-        return FullySharded(ranks, device, "all") if kind == "sharded" else DataParallel(ranks)
+        return FullySharded(ranks, device, settings) if kind == "sharded" else DataParallel(ranks)
 
     monkeypatch.setattr("runtimes.torch.runtime.open_parallel", open_grouped)
     try:
