@@ -1,7 +1,7 @@
 """Data parallelism over processes, with replicated or fully sharded weights.
 
 Every process computes the gradients of its share of a batch. DistributedDataParallel replicates the
-weights; FSDP2 (`fully_shard`) shards every array, and gathers a block's weights while it computes:
+weights; FSDP2 (`fully_shard`) shards arrays, and gathers a block's weights while it computes:
 over all processes, or within groups of them that hold replicas. Both update plain float32 tensors
 of this process, the `masters`, by gradients that are summed over all processes.
 """
@@ -42,7 +42,7 @@ class SingleProcess:
     """A run with one process; base class of the parallel runs."""
 
     world = 1  # number of processes
-    sharded = False  # whether this process stores a shard of every array
+    sharded = False  # whether this process stores shards of arrays
     frees_gradients = True  # whether a cleared gradient is None instead of zeros
 
     def load(self, job: TrainJob, settings: Train) -> Network:

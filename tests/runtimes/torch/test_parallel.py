@@ -113,6 +113,37 @@ def test_two_shard_groups_take_the_steps_of_one_process(
     assert_same_run(one, groups)
 
 
+class GatheredInFloat32(FullySharded):
+    def __init__(self, ranks: Ranks, device: torch.device, settings: Train) -> None:
+        super().__init__(ranks, device, settings)
+        self._gathered = torch.float32
+
+
+@pytest.mark.slow
+def test_gathers_in_bfloat16_change_no_bit(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA if there is one, with compiled blocks. The process group has one process."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = {**SETTINGS, "device": device, "deterministic": True, "mixed_precision": "bf16"}
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        jobs = []
+        for kind in (FullySharded, GatheredInFloat32):
+            monkeypatch.setattr(
+                "runtimes.torch.runtime.open_parallel",
+                lambda settings, ranks, device, kind=kind: kind(ranks, device, settings),
+            )
+            jobs.append(make_job(kind.__name__, **settings))
+            assert train(jobs[-1], Events(), Stop())
+    finally:
+        dist.destroy_process_group()
+    half, single = jobs
+    assert [line["loss"] for line in history(half)] == [line["loss"] for line in history(single)]
+    assert_same_run(single, half)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
