@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 import threading
@@ -61,6 +62,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     collect_garbage_rarely()  # the searches took half of the loop's time
     gc.collect()
     gc.freeze()  # the search after each shard skips what imports made
+    atexit.register(gc.unfreeze)  # DuckDB's bindings would list what is left as leaks
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="kiln-download", daemon=True).start()
     return loop

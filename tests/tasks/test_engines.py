@@ -112,7 +112,7 @@ def test_external_workers_write_the_bytes_of_the_embedded_runner(
     assert not list(kept.glob("unet/*.safetensors"))
 
 
-@pytest.mark.soak
+@pytest.mark.extended
 def test_a_dask_cluster_of_the_run_prints_nothing(
     tmp_path: Path,
     tiny_sdxl: Path,
