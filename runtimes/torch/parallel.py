@@ -256,8 +256,8 @@ class FullySharded(DataParallel):
         return DTensor.from_local(local, self._mesh, placements, run_check=False, **size)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        # Every micro-batch is reduced within the group, so that only shards of gradients are
-        # stored; the last one also across groups, which may be on different hosts.
+        # Every micro-batch is reduced within the group: gradients of sharded weights are stored as
+        # shards. The last one is also reduced across groups, which may be on different hosts.
         for module in self._modules:
             module.set_requires_all_reduce(last, recurse=False)
         return nullcontext()
