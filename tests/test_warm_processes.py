@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from warm_processes import WarmInterpreter, WarmProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.extended]
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 #: What it has imported, where it is, its words and a variable; then it reads its input.
 MODULE = """

@@ -61,7 +61,8 @@ def subjects_and_families() -> pytest.MarkDecorator:
     params = []
     for name, variant in chips.VARIANTS.items():
         group = pytest.mark.xdist_group(f"conformance-{name}")
-        params += [pytest.param(name, family, marks=group) for family in variant.families]
+        first = [group, *[pytest.mark.extended] * variant.is_extended]
+        params += [pytest.param(name, family, marks=first) for family in variant.families]
         soak = [group, pytest.mark.soak]
         params += [pytest.param(name, family, marks=soak) for family in variant.more_families]
     return pytest.mark.parametrize(("runtime", "family"), params, indirect=["runtime"])

@@ -118,7 +118,7 @@ def test_cuda_graphs_change_no_bits(
         np.testing.assert_equal(result(graphs)[name], arrays)
 
 
-@subjects(without="torch", extended="xla mindspore", soak="hpu-eager npu")
+@subjects(without="torch", extended="xla mindspore hpu-lazy", soak="hpu-eager npu")
 def test_a_run_goes_to_another_runtime_and_back(
     runtime: Subject, make_job: MakeJob, once: Once, tmp_path: Path
 ) -> None:

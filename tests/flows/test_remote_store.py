@@ -103,6 +103,7 @@ def test_a_run_killed_in_training_resumes_from_the_bucket(
     look_after(here, url, report)
 
 
+@pytest.mark.extended
 def test_a_store_moved_to_a_bucket_is_reused(
     url_of: UrlOf,
     published: Path,

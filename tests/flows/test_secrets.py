@@ -316,6 +316,7 @@ def commands(planted: Planted, www: str) -> Iterator[list[str]]:
     yield ["generate", "digits", "-o", f"file={planted.url('an option', www, 'denied.txt')}"]
 
 
+@pytest.mark.extended
 def test_the_traceback_of_a_library_has_no_secrets(
     tmp_path: Path,
     server: Server,

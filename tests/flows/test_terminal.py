@@ -92,12 +92,14 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert int(checkpoint.parent.name.removeprefix("step-")) > 0
 
 
-def test_the_last_line_of_a_run_is_its_result(smallest: dict[str, Any], tmp_path: Path) -> None:
+def test_the_last_line_of_a_run_is_its_result(
+    smallest: dict[str, Any], tmp_path: Path, api: str
+) -> None:
     """DuckDB's bindings would add thirty lines after a download."""
     overrides = {**smallest, "store": str(tmp_path / "store")}
     done = subprocess.run(
         command("run", "digits", "--until", "download", overrides=overrides),
-        env=environment(tmp_path),
+        env=environment(tmp_path, api),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

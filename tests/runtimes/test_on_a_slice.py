@@ -117,6 +117,7 @@ def run_on_slice(job: Any, tmp_path: Path, **tpu: Any) -> list[dict[str, Any]]:
     return events
 
 
+@pytest.mark.extended
 def test_a_slice_that_is_taken_away_is_made_anew_and_training_goes_on(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def test_our_own_download_is_a_source(tmp_path: Path) -> None:
     assert {sample.meta["sha256"] for sample in samples_of(second)} == stored
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_tars_of_img2dataset_are_a_source(tmp_path: Path) -> None:
     from img2dataset import download as img2dataset

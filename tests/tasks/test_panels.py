@@ -95,7 +95,7 @@ def test_a_comparison_has_each_models_picture_in_html_and_the_grid_in_markdown()
 
 @pytest.mark.slow
 def test_pictures_of_one_panel_share_a_limit() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
     Image.fromarray(noise).save(buffer := BytesIO(), "PNG")
     strip = Strip("samples", [("step", buffer.getvalue())] * 24)
     rows = [("prompt", [buffer.getvalue()] * 3)] * 20

@@ -88,6 +88,7 @@ def emitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
+@pytest.mark.extended
 def test_a_change_during_a_retraining_is_announced_after_it(
     tmp_path: Path, emitted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

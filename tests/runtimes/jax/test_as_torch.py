@@ -111,6 +111,7 @@ def test_adapters_validation_and_pictures_of_two_processes(
     assert np.abs(first - second).max() >= 20
 
 
+@pytest.mark.extended
 def test_a_fresh_denoiser_starts_and_trains_alike(driver: DriverProcess, make_job: MakeJob) -> None:
     expected, found = both(make_job, jax={}, init="random", steps=4)
     train(expected)

@@ -50,6 +50,7 @@ def test_processes_part_in_order() -> None:
     assert end("orderly") == [0, 0]
 
 
+@pytest.mark.extended
 def test_one_whose_other_is_lost_ends_with_its_own_code() -> None:
     """It neither waits for the other nor is aborted."""
     assert end("lost") == [3, -9]

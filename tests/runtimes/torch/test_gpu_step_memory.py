@@ -86,7 +86,10 @@ def test_weights_of_one_measurement_are_gone_before_the_next(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["tiny_sd", *(pytest.param(f, marks=pytest.mark.soak) for f in ("tiny_sd3", "tiny_flux"))],
+    [
+        pytest.param("tiny_sd", marks=pytest.mark.extended),
+        *(pytest.param(f, marks=pytest.mark.soak) for f in ("tiny_sd3", "tiny_flux")),
+    ],
 )
 def test_so_it_is_for_each_family_with_trained_text_encoders(
     family: str, request: pytest.FixtureRequest
@@ -150,6 +153,7 @@ def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Pat
     assert checkpointed.peak(64)["activations"] < plain.peak(64)["activations"] / 2
 
 
+@pytest.mark.extended
 def test_selective_recomputation_keeps_products_and_recomputes_the_rest(tiny_sdxl: Path) -> None:
     plain, blocks, selective = (
         ask(tiny_sdxl, gradient_checkpointing=what) for what in ("none", "blocks", "selective")
