@@ -245,7 +245,7 @@ def _entries(data: bytes, start: int) -> Iterator[FileEntry]:
 def _entry(**facts: Any) -> FileEntry:
     """A file's entry of a record. Raises TypeError unless its facts are of their types."""
     entry = FileEntry(**facts)
-    texts = (entry.path, entry.sha256, entry.etag or "")
+    texts = (entry.path, entry.sha256, "" if entry.etag is None else entry.etag)
     if not all(isinstance(text, str) for text in texts) or not isinstance(entry.meta, dict):
         raise TypeError(f"an entry of a file is invalid: {facts!s:.200}")
     return entry

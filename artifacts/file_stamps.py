@@ -45,7 +45,8 @@ def restore_stamp(fs: AbstractFileSystem, path: str, seen: str | None, committed
     """
     if not isinstance(fs, LocalFileSystem) or seen == committed:
         return
-    with suppress(OSError):  # somebody else's file: it is hashed at each reuse
+    # Somebody else's file, or one of a bucket that was copied to a disk, is hashed at each reuse.
+    with suppress(OSError, ValueError, OverflowError):
         status = os.stat(path)
         if _stamp(status) == seen:
             os.utime(path, ns=(status.st_atime_ns, int(committed.removeprefix("mtime:"))))

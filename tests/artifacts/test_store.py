@@ -636,6 +636,21 @@ def test_a_copied_store_is_hashed_once(
     assert copy.find("encode", whole.key) is not None and copy.shard("encode", "k") is not None
 
 
+@pytest.mark.parametrize("kind", REMOTE)
+def test_a_bucket_that_was_copied_to_a_disk_is_reused(
+    kind: str, url_of: UrlOf, tmp_path: Path
+) -> None:
+    """Its records have the bucket's checksums instead of time stamps."""
+    bucket = Store(url_of(kind))
+    artifact = build(bucket).commit({}, {})
+    bucket.fs.get(f"{bucket.root}/", f"{tmp_path}/copy/", recursive=True)
+    copy = Store(str(tmp_path / "copy"))
+    found = copy.find(artifact.stage, artifact.key)
+    assert found is not None and found.digest == artifact.digest
+    flip(Path(found.path, "a.bin"))
+    assert copy.find(artifact.stage, artifact.key) is None
+
+
 @pytest.mark.parametrize("path", FILES)
 def test_a_byte_that_flips_beneath_its_time_stamp_is_found_by_a_deep_check_and_then_by_all(
     whole: Artifact, path: str
