@@ -150,6 +150,8 @@ def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
     shared = ranks.local_world > 1 and device != "cpu" and _gpus() > 0
     # Without it, a failing process waits minutes for lost peers and is then aborted.
     jax.config.update("jax_enable_recoverability", True)
+    # It takes SIGTERM, which requests a stop (runtimes.process.signals).
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         f"{address}:{hosts.broadcast(free_port() if ranks.first else 0)}",
         num_processes=ranks.world,

@@ -15,8 +15,10 @@ PART = """
 import os, signal, sys
 from runtimes.jax import device
 from runtimes.process.ranks import Ranks
+from runtimes.process.signals import STOPPED, Stop
 from runtimes.spmd.join_hosts import join_hosts
-ranks = Ranks.here()
+ranks, stop = Ranks.here(), Stop()
+stop.listen()
 hosts = join_hosts(ranks)
 device.join(ranks, hosts, "cpu")
 device.start("cpu", None, "float32")
@@ -25,6 +27,11 @@ if sys.argv[1] == "lost":
     if not ranks.first:
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(3)
+if sys.argv[1] == "stopped":
+    stop.defer()
+    os.kill(os.getpid(), signal.SIGTERM)
+    hosts.any(False)
+    sys.exit(STOPPED if stop.requested else 0)
 device.shut_down(ranks, hosts)
 """
 
@@ -54,3 +61,9 @@ def test_processes_part_in_order() -> None:
 def test_one_whose_other_is_lost_ends_with_its_own_code() -> None:
     """It neither waits for the other nor is aborted."""
     assert end("lost") == [3, -9]
+
+
+@pytest.mark.extended
+def test_a_signal_requests_a_stop() -> None:
+    """JAX's preemption service would take it."""
+    assert end("stopped") == [143, 143]
