@@ -3,14 +3,19 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import chips
 import pytest
+from jobs import MakeJob
 
 from runtimes.spmd.join_hosts import free_port
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 chips.importorskip("jax")
 pytestmark = pytest.mark.slow
+StartJob = Callable[..., Any]  # of conftest.py: a Child
 PART = """
 import os, signal, sys
 from runtimes.jax import device
@@ -67,3 +72,15 @@ def test_one_whose_other_is_lost_ends_with_its_own_code() -> None:
 def test_a_signal_requests_a_stop() -> None:
     """JAX's preemption service would take it."""
     assert end("stopped") == [143, 143]
+
+
+@pytest.mark.soak
+def test_a_stopped_run_has_a_checkpoint(make_job: MakeJob, start_job: StartJob) -> None:
+    settings = {"processes": 2, "steps": 5000, "checkpointing_steps": 5000, "logging_steps": 1}
+    job = make_job(runtime="jax", **settings)
+    with chips.standing_in("jax"):
+        child = start_job(job)
+    child.step_of_first("progress")
+    child.process.terminate()
+    assert child.end() == 143
+    assert Checkpoints(job.work, 9).latest() is not None
