@@ -56,6 +56,8 @@ demo: setup
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=25 --durations-min=5
 IN_PARALLEL := --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
+# Unit tests wait for no child processes, and each process imports all modules.
+quick: PROCESSES := 2
 quick: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow and not extended and not soak" $(IN_PARALLEL)
 

@@ -56,12 +56,16 @@ def subjects(
     return pytest.mark.parametrize("runtime", params, indirect=True)
 
 
-def subjects_and_families() -> pytest.MarkDecorator:
-    """Parametrize `runtime` and `family` by the families that each variant goes through."""
+def subjects_and_families(extended: str = "") -> pytest.MarkDecorator:
+    """Parametrize `runtime` and `family` by the families that each variant goes through.
+
+    Args:
+        extended: names of variants that only `make extended` tests so.
+    """
     params = []
     for name, variant in chips.VARIANTS.items():
         group = pytest.mark.xdist_group(f"conformance-{name}")
-        first = [group, *[pytest.mark.extended] * variant.is_extended]
+        first = [group] + [pytest.mark.extended] * (variant.is_extended or name in extended.split())
         params += [pytest.param(name, family, marks=first) for family in variant.families]
         soak = [group, pytest.mark.soak]
         params += [pytest.param(name, family, marks=soak) for family in variant.more_families]

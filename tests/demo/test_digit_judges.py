@@ -40,6 +40,7 @@ def test_the_judge_separates_wrong_digits_from_wrong_styles() -> None:
     assert wrong_style["digit"].mean() > 0.97 and not wrong_style["style"].any()
 
 
+@pytest.mark.slow
 def test_chalk_on_black_is_not_chalk_on_green() -> None:
     x8, digit = digits.load("held_out")
     black = np.full(len(x8), style_index("white chalk on a black board"))

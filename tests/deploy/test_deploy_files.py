@@ -189,6 +189,7 @@ TRAINING = "#!/bin/bash\ntouch started\ncat >/dev/null\nsleep 2\ntouch saved\n"
 WAIT = "deploy/wait_for_checkpoints.sh"
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_ends_after_the_checkpoint_of_its_training(tmp_path: Path) -> None:
     write_program(tmp_path / "bin/prefect", PREFECT)
     write_program(tmp_path / "bin/python", TRAINING)

@@ -24,6 +24,7 @@ def test_every_class_of_errors_has_a_remedy_and_a_cause() -> None:
     assert set(classes) == set(REMEDIES)  # else: flows/error_remedies.py
 
 
+@pytest.mark.slow
 def test_frequent_messages_are_those_of_the_code() -> None:
     texts = "\n".join(error_messages_page.all_texts())
     assert [one.text for one in FREQUENT if one.text not in texts and not one.foreign] == []

@@ -115,7 +115,7 @@ class TakeOver(beam.DoFn):
         {},
         pytest.param(
             {"direct_running_mode": "multi_processing", "direct_num_workers": 2},
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.extended],
         ),
     ],
     ids=["threads", "processes"],

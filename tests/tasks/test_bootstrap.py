@@ -169,7 +169,10 @@ def truth(name: str, probabilities: np.ndarray) -> float:
     return float(gap @ kernel @ gap)
 
 
-@pytest.mark.parametrize(("name", "distance"), [("cmmd", cmmd), ("kid", DISTANCES["kid"])])
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("cmmd", cmmd), pytest.param("kid", DISTANCES["kid"], marks=pytest.mark.extended)],
+)
 def test_the_interval_of_a_difference_of_distances_covers_the_truth(
     name: str, distance: Distance
 ) -> None:

@@ -120,6 +120,7 @@ def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.Monk
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.slow
 def test_a_job_whose_builder_lost_its_lock_is_killed_at_once() -> None:
     """Else two trainers write into one folder: this one has no time for a checkpoint."""
     fs, path = url_to_fs(f"memory://{uuid4()}/lock.json")

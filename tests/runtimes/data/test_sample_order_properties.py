@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import fields
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from property_tests import holds_for
 
@@ -37,6 +38,7 @@ def order(shards: list[Groups], size: int, window: int, seed: int) -> Order:
     return Order(shards, batch_size=size, window=window, seed=seed)
 
 
+@pytest.mark.slow
 @holds_for(**ORDER, steps=st.lists(STEPS, min_size=1, max_size=6))
 def test_a_step_is_the_same_whatever_was_read_before(
     shards: list[Groups], size: int, window: int, seed: int, steps: list[int]

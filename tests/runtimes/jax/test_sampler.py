@@ -39,6 +39,7 @@ def test_one_program_draws_as_one_for_each_step(tiny_sd: Path) -> None:
     assert np.abs(turned - drawn[0]).max() >= 5, "by other prompts"
 
 
+@pytest.mark.slow
 def test_pictures_that_are_not_finite_are_an_error(tiny_sd: Path) -> None:
     mesh = Mesh(1, jax.devices()[:1])
     network = load_network(Drawing(""), tiny_sd, torch.float32, torch.device("cpu"))

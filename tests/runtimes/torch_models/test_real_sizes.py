@@ -73,7 +73,7 @@ def make_batch(unet: Any, side: int, size: int = 1) -> StepBatch:
     [
         ("sd2-base", "sd", 865.9, 64, 2.41),
         pytest.param("sdxl", "sdxl", 2567.5, 64, 4.77, marks=pytest.mark.soak),
-        ("sdxl", "sdxl", 2567.5, 128, 20.28),
+        pytest.param("sdxl", "sdxl", 2567.5, 128, 20.28, marks=pytest.mark.extended),
     ],
 )
 def test_weights_and_operations_are_those_of_the_real_model(

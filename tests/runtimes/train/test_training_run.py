@@ -290,7 +290,7 @@ def test_a_run_that_diverged_goes_on_with_other_settings_of_recovery(
     assert [event["left_out"] for event in heard.of("back")] == [5]
 
 
-@pytest.mark.parametrize("steps", [4, 8])
+@pytest.mark.parametrize("steps", [4, pytest.param(8, marks=pytest.mark.extended)])
 def test_a_run_at_a_constant_rate_goes_on_with_other_steps(make_job: MakeJob, steps: int) -> None:
     settings = {"logging_steps": 1, "checkpointing_steps": 2, "checkpoints_total_limit": 9}
     run(make_job("one", **settings, steps=6))
