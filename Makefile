@@ -54,7 +54,7 @@ demo: setup
 	$(BIN)/kiln run digits
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=25 --durations-min=5
-IN_PARALLEL := --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 # Unit tests wait for no child processes, and each process imports all modules.
 quick: PROCESSES := 2
