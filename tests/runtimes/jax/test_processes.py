@@ -35,9 +35,8 @@ if sys.argv[1] == "lost":
 if sys.argv[1] == "stopped":
     stop.defer()
     os.kill(os.getpid(), signal.SIGTERM)
-    hosts.any(False)
-    sys.exit(STOPPED if stop.requested else 0)
 device.shut_down(ranks, hosts)
+sys.exit(STOPPED if stop.requested else 0)
 """
 
 
