@@ -66,7 +66,6 @@ class Variant:
     device: str = "cpu"
     settings: dict[str, Any] = field(default_factory=dict)  # of `train`, for this variant only
     families: tuple[str, ...] = ("sdxl",)  # model families of parametrized tests
-    is_extended: bool = False  # tested with them by `make extended`, not by `make test`
     more_families: tuple[str, ...] = ()  # model families of `make soak` only
 
 
@@ -79,7 +78,7 @@ VARIANTS = {
     # Four devices: two groups of two; FSDP shards arrays in a group, groups split the batch.
     "xla": Variant("xla", settings={"fsdp": 2}, more_families=("sd", "sd3", "flux", *LLM_FAMILIES)),
     "mindspore": Variant("mindspore", more_families=("sd",)),
-    "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",), is_extended=True),
+    "hpu-eager": Variant("torch", "hpu", {"hpu": {"mode": "eager"}}, ("sd",)),
     "hpu-lazy": Variant("torch", "hpu", {"hpu": {"mode": "lazy"}}),
     # The emulated device has no complex views, which z_image and qwen_image need.
     "npu": Variant("torch", "npu", more_families=("flux", "flux2")),

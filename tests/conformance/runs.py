@@ -65,7 +65,7 @@ def subjects_and_families(extended: str = "") -> pytest.MarkDecorator:
     params = []
     for name, variant in chips.VARIANTS.items():
         group = pytest.mark.xdist_group(f"conformance-{name}")
-        first = [group] + [pytest.mark.extended] * (variant.is_extended or name in extended.split())
+        first = [group] + [pytest.mark.extended] * (name in extended.split())
         params += [pytest.param(name, family, marks=first) for family in variant.families]
         soak = [group, pytest.mark.soak]
         params += [pytest.param(name, family, marks=soak) for family in variant.more_families]

@@ -70,7 +70,7 @@ TEXT_LORA = {**LORA, "train_text_encoder": True, "text_encoder_lr": 5e-3}
 HALF = {"mindspore": "float16"}  # MindSpore's CPU backend has no bfloat16
 
 
-@subjects_and_families()
+@subjects_and_families(extended="hpu-eager")
 def test_twenty_steps_follow_the_reference_and_a_resume_ends_with_the_same_bits(
     runtime: Subject, family: str, make_job: MakeJob, once: Once
 ) -> None:

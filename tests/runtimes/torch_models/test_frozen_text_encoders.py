@@ -47,7 +47,7 @@ def jobs(make_job: MakeJob, urls: tuple[str, str], dtype: str, **given: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "method", ["full", *(pytest.param(m, marks=pytest.mark.extended) for m in ("lora", "bf16"))]
+    "method", [pytest.param(m, marks=[pytest.mark.extended] * (m != "full")) for m in METHODS]
 )
 def test_token_ids_train_as_embeddings_to_the_bit(
     method: str, model: Path, make_job: MakeJob, both_forms: BothForms
