@@ -174,7 +174,7 @@ class Answers(BaseHTTPRequestHandler):
 def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     with Web() as server:
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()
 

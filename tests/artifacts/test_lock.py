@@ -39,7 +39,8 @@ def test_two_builders_take_turns(any_place) -> None:
     happened: Queue[Any] = Queue()
 
     def work() -> None:
-        with lock.hold(fs, path, on_wait=happened.put):
+        clock = Clock(sleep=lambda seconds: REAL.sleep(0.01))
+        with lock.hold(fs, path, on_wait=happened.put, clock=clock):
             happened.put("inside")
 
     with lock.hold(fs, path):

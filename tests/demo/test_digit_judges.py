@@ -50,6 +50,7 @@ def test_chalk_on_black_is_not_chalk_on_green() -> None:
     assert judge(images[:1], [f"a handwritten {captions.WORDS[digit[0]]} in white chalk"])["style"]
 
 
+@pytest.mark.slow
 def test_noise_and_blank_pictures_pass_only_by_chance() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
     asked = captions_of(np.arange(200) % 10, np.arange(200) % len(STYLES))

@@ -54,7 +54,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, str]]]]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/", got
         server.shutdown()
 

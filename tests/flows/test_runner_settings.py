@@ -88,7 +88,7 @@ class Away(BaseHTTPRequestHandler):
 def away() -> Iterator[str]:
     handler = type("AwayOnce", (Away,), {"asked": []})
     server = HTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/api"
     server.shutdown()
     server.server_close()
