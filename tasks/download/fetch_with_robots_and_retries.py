@@ -19,6 +19,7 @@ from tasks.download.body_memory import Room
 from tasks.download.event_loop import Shared, shared
 from tasks.download.pace_requests_per_web_host import MAX_WAIT, AsyncClock
 from tasks.download.retryable_and_final_failures import (
+    BAD_ENCODING,
     DISALLOWED,
     NO_ANSWER,
     NO_ROBOTS,
@@ -181,7 +182,8 @@ class Fetcher:
         delay = 0.0
         if self.settings.robots_txt and not is_robots:
             rules = await self._rules_of(target.origin)
-            if not rules.allows(target.url):
+            allows = partial(rules.allows, target.url)
+            if not (await asyncio.to_thread(allows) if rules.is_long else allows()):
                 raise FetchFailed(DISALLOWED)
             delay = rules.delay
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
@@ -214,7 +216,7 @@ class Fetcher:
             is_answer = failure.reason.startswith("http ") or failure.reason == "bad redirect"
             if is_answer and not failure.transient:
                 return b""
-            if is_answer:
+            if is_answer or failure.reason == BAD_ENCODING:
                 raise FetchFailed(NO_ROBOTS) from None
             raise FetchFailed(NO_ANSWER if failure.reason in SILENT else failure.reason) from None
 

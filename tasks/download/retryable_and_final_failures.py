@@ -18,6 +18,8 @@ NO_ANSWER, BUSY = "host does not answer", "host asks to wait"
 CRAWL_DELAY = "crawl delay too long"
 #: Its robots.txt excludes the URL, or cannot be read for now (RFC 9309).
 DISALLOWED, NO_ROBOTS = "robots.txt disallows", "robots.txt unavailable"
+#: The body has an encoding other than gzip and deflate, or is damaged.
+BAD_ENCODING = "bad content encoding"
 NOT_REQUESTED = {NO_ANSWER, BUSY, CRAWL_DELAY, DISALLOWED, NO_ROBOTS}
 #: Reasons that may pass: network trouble, overload (RFC 9110, RFC 6585, RFC 8470), server errors.
 TRANSIENT = re.compile(

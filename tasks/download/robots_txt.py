@@ -11,6 +11,7 @@ from pathlib import Path
 from protego import Protego
 
 MAX_BYTES = 500 * 1024  # of a robots.txt; the rest is ignored (RFC 9309, 2.5)
+LONG = 2**14  # bytes of a robots.txt whose rules are matched in a thread
 MAX_AGE = 24 * 3600.0  # seconds (RFC 9309, 2.4)
 MAX_DELAY = 24 * 3600  # seconds between two requests
 
@@ -20,6 +21,7 @@ class Rules:
 
     def __init__(self, body: bytes, token: str) -> None:
         self.token = token
+        self.is_long = len(body) > LONG  # a match takes milliseconds: other rows must not wait
         self.parsed = Protego.parse(body.decode("utf-8-sig", errors="replace"))
         rate = self.parsed.request_rate(token)
         delays = [

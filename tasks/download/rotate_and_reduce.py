@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header, known_formats
 from tasks.download.retryable_and_final_failures import FetchFailed
+from tasks.picture_to_rgb import to_rgb
 
 ORIENTATION = 0x0112  # EXIF tag; 1 is upright
 TRANSPOSED = range(5, 9)
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+#: Part of Pillow's names of layouts with 16 bits per channel, such as RGB;16B.
+DEEP = ";16"
 #: Scales at which JPEG decoders compute fewer pixels per block (1/2, 1/4 and 1/8).
 REDUCTIONS = (8, 4, 2)
 #: Photographs with this margin differ from those resized from the whole as much as two good filters
@@ -50,7 +53,7 @@ class Upright(NamedTuple):
 def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
     """The upright picture: `body` itself if nothing changes, else PNM or uncompressed PNG.
 
-    img2dataset ignores and drops the EXIF tag.
+    img2dataset drops the EXIF tag, clips channels of 16 bits at 255, and shows a transparent grey.
 
     Args:
         reduction: how many times smaller a JPEG is decoded, per side: 1, 2, 4 or 8.
@@ -62,15 +65,18 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
 
     try:
         with Image.open(BytesIO(body), formats=known_formats()) as image:
-            orientation = _orientation(image)
+            is_misread = _is_misread(image)
+            orientation = _orientation(image)  # loads a PNG
             width, height = image.size
             size = (height, width) if orientation in TRANSPOSED else (width, height)
-            if orientation == 1 and reduction == 1:
+            if orientation == 1 and reduction == 1 and not is_misread:
                 return Upright(body, *size)
             if reduction > 1:
                 image.draft(None, (width // reduction, height // reduction))
             upright = ImageOps.exif_transpose(image) if orientation > 1 else image
-            if upright.mode not in PNG_MODES:
+            if is_misread:
+                upright = to_rgb(upright)
+            elif upright.mode not in PNG_MODES:
                 upright = upright.convert("RGB")
             buffer = BytesIO()
             if upright.mode in ("L", "RGB"):  # decoded again at once
@@ -80,6 +86,13 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
             return Upright(buffer.getvalue(), *size)
     except Exception:  # any type, as in `check_picture`
         raise FetchFailed("not an image") from None
+
+
+def _is_misread(image: Any) -> bool:
+    """Whether img2dataset would change the colours of a picture that is not loaded yet."""
+    layouts = (repr(tile) for tile in image.tile)
+    is_deep = DEEP in image.mode or any(DEEP in layout for layout in layouts)
+    return is_deep or (image.mode in ("1", "L") and "transparency" in image.info)
 
 
 def _orientation(image: Any) -> int:

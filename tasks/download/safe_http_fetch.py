@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 import urllib.parse
+import zlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -24,6 +25,7 @@ from yarl import URL
 
 from tasks.download.body_memory import Room
 from tasks.download.retryable_and_final_failures import (
+    BAD_ENCODING,
     FetchFailed,
     RefusedAddress,
     as_fetch_failed,
@@ -45,6 +47,10 @@ SAFE = "/%:?=&@!$'()*+,;[]~|{}^`"
 MAX_REDIRECTS = 10
 REDIRECTS = (301, 302, 303, 307, 308)
 MAX_HEADER = 2**16  # bytes of a header line
+MAX_URL = 2**13  # characters; web servers refuse longer ones
+#: `Content-Encoding` of bodies that zlib unpacks. Some stores ignore `Accept-Encoding: identity`.
+PACKED = ("gzip", "x-gzip", "deflate")
+ZLIB_OR_GZIP = 47  # zlib's window bits that recognize both headers
 #: Seconds for which a connection waits for another request of its host; Apache closes it after 5.
 KEEP_ALIVE = 4.0
 #: Whether the connection of this task may have any address and port.
@@ -191,7 +197,15 @@ class SafeHttpClient:
 
             if room is not None:
                 await waited(room.reserve(size))
-            return await self._read_body(response, truncate, room, waited), _message(response)
+            body = await self._read_body(response, truncate, room, waited)
+            if (coding := response.headers.get("Content-Encoding", "").strip().lower()) in PACKED:
+                most = self.limits.max_bytes
+                if room is not None and not room.is_grown:
+                    await waited(room.grow(most))
+                body = await asyncio.to_thread(_unpacked, body, most, truncate)
+            elif coding not in ("", "identity"):
+                raise FetchFailed(BAD_ENCODING)
+            return body, _message(response)
 
     async def _read_body(
         self,
@@ -254,6 +268,8 @@ def is_public(address: str) -> bool:
 def parse_url(url: str) -> Target:
     """A listed URL, quoted. Raises FetchFailed if it is not a valid http or https URL."""
     with as_fetch_failed():
+        if len(url) > MAX_URL:  # hostile rules and URLs would keep the parser of robots.txt busy
+            raise FetchFailed("bad url")
         parts = urllib.parse.urlsplit(url.strip())
         if parts.scheme not in ("http", "https"):
             raise FetchFailed("refused scheme")
@@ -274,6 +290,18 @@ def parse_url(url: str) -> Target:
         address = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
         plain = urllib.parse.urlunsplit((parts.scheme, address, path, query, ""))
         return Target(plain, parts.scheme, host, port, authorization)
+
+
+def _unpacked(body: bytes, max_bytes: int, truncate: int | None) -> bytes:
+    """The content of a gzip or zlib stream, which may be cut off. Raises FetchFailed."""
+    limit = max_bytes if truncate is None else truncate
+    try:
+        found = zlib.decompressobj(ZLIB_OR_GZIP).decompress(body, limit + 1)
+    except zlib.error:
+        raise FetchFailed(BAD_ENCODING) from None
+    if truncate is None and len(found) > limit:
+        raise FetchFailed("too large")
+    return found[:limit]
 
 
 def _is_number(host: str) -> bool:

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from configs.settings.recipe import Recipe
 from tasks.encode.buckets import Size, nearest_bucket
 from tasks.encode.holdout_split import is_holdout
+from tasks.picture_to_rgb import to_rgb
 
 
 class BadSample(ValueError):
@@ -70,7 +71,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
         image = Image.open(BytesIO(data))
         if image.width * image.height > max_pixels:
             raise BadSample("too many pixels")
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return to_rgb(ImageOps.exif_transpose(image))
     except (BadSample, MemoryError):
         raise
     except Image.DecompressionBombError:
@@ -149,14 +150,3 @@ def _original_size(meta: Mapping[str, Any], image: Image.Image) -> Size:
     height, width = meta.get("original_height"), meta.get("original_width")
     known = isinstance(height, int) and isinstance(width, int) and height > 0 and width > 0
     return (height, width) if known else (image.height, image.width)  # type: ignore[return-value]
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255, not scale it
-        grey = np.asarray(image, np.uint16) / 257.0
-        return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")

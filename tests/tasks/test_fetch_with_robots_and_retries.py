@@ -1,11 +1,13 @@
 """Politeness to web hosts: robots.txt, limits per host across processes, Retry-After."""
 
 import asyncio
+import gzip
 import selectors
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,6 +34,9 @@ from tasks.download.source_protocol import ServedAt
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+
+
+EXCLUDES = b"User-agent: *\nDisallow: /\n"
 
 
 class Site:
@@ -150,6 +155,31 @@ def test_robots_txt_excludes_a_picture_before_any_request_of_it(site: Site) -> N
     assert outcomes(site, *paths) == expected
     assert site.requests == {"/robots.txt": 1, "/a": 1, "/private/open/c": 1}
     assert outcomes(site, "private/b", robots_txt=False) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("coding", "packed", "expected"),
+    [
+        ("gzip", gzip.compress(EXCLUDES), "robots.txt disallows"),
+        ("deflate", zlib.compress(EXCLUDES), "robots.txt disallows"),
+        ("gzip", gzip.compress(EXCLUDES + b"#" * 2**20), "robots.txt disallows"),
+        ("br", EXCLUDES, "robots.txt unavailable"),
+        ("gzip", EXCLUDES, "robots.txt unavailable"),
+    ],
+    ids=["gzip", "deflate", "long", "unknown", "damaged"],
+)
+def test_a_packed_robots_txt_has_the_same_rules(
+    site: Site, coding: str, packed: bytes, expected: str
+) -> None:
+    """Stores of packed files send them so, whatever a request accepts."""
+    site.robots = (200, packed, {"Content-Encoding": coding})
+    assert outcomes(site, "a") == [expected]
+    assert site.pictures() == 0
+
+
+def test_a_long_robots_txt_has_the_same_rules(site: Site) -> None:
+    site.robots = (200, b"User-agent: *\n" + b"Disallow: /b\n" * 2000 + b"Disallow: /a\n", {})
+    assert outcomes(site, "a", "c") == ["robots.txt disallows", "ok"]
 
 
 def test_robots_txt_is_read_once_for_all_shards_and_kept_for_a_day(

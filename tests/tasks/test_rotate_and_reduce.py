@@ -1,9 +1,12 @@
 """JPEGs much larger than wanted are decoded at a reduced scale, with the same result to the eye."""
 
+import struct
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zlib import compress, crc32
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
@@ -110,3 +113,47 @@ def test_the_limits_of_a_reduced_picture_are_those_of_the_whole(
     resizer = PictureResizer(Download(**settings))
     found = resizer.write_resized(photo(*size), tmp_path / "picture")
     assert (found if isinstance(found, str) else None) == reason
+
+
+def deep_png(pixels: Any) -> bytes:
+    """A PNG of 16-bit pixels (height, width, channels); Pillow writes none with colours."""
+    height, width, channels = pixels.shape
+    colour_type = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", compress(lines)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+@pytest.mark.parametrize("encode_format", ["png", "jpg", "webp"])
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "TIFF"])
+def test_a_picture_with_16_bits_per_channel_keeps_its_colours(
+    tmp_path: Path, mode: str, encode_format: str
+) -> None:
+    rgb, grey, opaque = (30, 90, 160), (90,), (255,)
+    levels = {"L": grey, "LA": grey + opaque, "RGB": rgb, "RGBA": rgb + opaque, "TIFF": rgb}[mode]
+    pixels = np.full((96, 96, len(levels)), np.array(levels, np.uint16) * 257)
+    if mode == "TIFF":
+        body = cv2.imencode(".tiff", pixels[..., ::-1])[1].tobytes()
+    else:
+        body = deep_png(pixels)
+    quality = 1 if encode_format == "png" else 100
+    outcome, stored = resized(tmp_path, body, encode_format=encode_format, encode_quality=quality)
+    assert isinstance(outcome, tuple) and outcome[2:] == (96, 96)
+    expected = rgb if len(levels) > 2 else grey * 3
+    assert np.abs(stored.reshape(64, 64, -1).astype(int) - expected).max() <= 4
+
+
+@pytest.mark.parametrize("levels", [65535, 255])
+def test_transparent_parts_are_white(tmp_path: Path, levels: int) -> None:
+    if levels == 255:
+        buffer = BytesIO()
+        Image.new("L", (96, 96), 5).save(buffer, "PNG", transparency=5)
+        body = buffer.getvalue()
+    else:
+        body = deep_png(np.zeros((96, 96, 4), np.uint16))
+    assert (resized(tmp_path, body)[1] == 255).all()

@@ -2,9 +2,11 @@
 
 import asyncio
 import base64
+import gzip
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.message import Message
@@ -154,6 +156,7 @@ def test_global_unicast_addresses_are_public(address: str) -> None:
         ("http:///a.png", "bad url"),
         ("http://[oops/a.png", "bad url"),
         ("http://127.0.0.1:port/", "bad url"),
+        (f"http://127.0.0.1/{'a' * 2**13}", "bad url"),
     ],
 )
 def test_a_url_that_is_not_public_http_is_refused(url: str, reason: str) -> None:
@@ -175,6 +178,21 @@ def test_a_host_name_is_checked_by_its_resolved_address(monkeypatch: pytest.Monk
         with pytest.raises(FetchFailed, match="refused address"):
             fetch(url, FetchLimits(1000, 60.0), time.monotonic() + 60)
     assert requested == ["pictures.example.org"]  # once
+
+
+@pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate"])
+def test_a_packed_body_is_unpacked_within_the_limit(coding: str) -> None:
+    content = b"a" * 5000
+    packed = zlib.compress(content) if coding == "deflate" else gzip.compress(content)
+
+    def fetched(max_bytes: int) -> bytes:
+        limits = FetchLimits(max_bytes, 60.0, frozenset((host,)))
+        return fetch(f"http://{host}/", limits, time.monotonic() + 60)[0]
+
+    with serving(lambda h: reply(h, body=packed, Content_Encoding=coding)) as host:
+        assert fetched(5000) == content
+        with pytest.raises(FetchFailed, match="too large"):
+            fetched(4999)
 
 
 def test_a_slow_name_server_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
