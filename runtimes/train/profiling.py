@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from configs.redact_errors_and_logs import one_line
 from configs.settings.holdout_divergence_profile_wandb import Profile
 from runtimes.contract import Runtime
+
+log = logging.getLogger("kiln")
 
 
 class Profiling:
@@ -46,7 +51,10 @@ class Profiling:
 
 @contextmanager
 def _trace_folder(work: str) -> Iterator[str]:
-    """A local folder for the trace; at exit its files are in `<work>/profile`."""
+    """A local folder for the trace; at exit its files are in `<work>/profile`.
+
+    A remote store that does not accept them costs the trace, but not the training.
+    """
     fs, root = url_to_fs(work)
     target = f"{root.rstrip('/')}/profile"
     if isinstance(fs, LocalFileSystem):
@@ -55,7 +63,14 @@ def _trace_folder(work: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
         yield folder
-        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
-            name = path.relative_to(folder).as_posix()
-            fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
-            fs.put_file(str(path), f"{target}/{name}")
+        try:
+            _upload(Path(folder), fs, target)
+        except Exception as error:  # clients of remote stores define their own exception types
+            log.warning("the profiler trace could not be stored: %s", one_line(error))
+
+
+def _upload(folder: Path, fs: AbstractFileSystem, target: str) -> None:
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.put_file(str(path), f"{target}/{name}")

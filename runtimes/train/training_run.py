@@ -214,8 +214,10 @@ class TrainingRun:
         at: TracebackType | None,
     ) -> None:
         """End the trace and wait for the checkpoint writer."""
-        self._profiling.close()
-        self._saver.close()
+        try:
+            self._profiling.close()
+        finally:
+            self._saver.close()
 
     def _due(self, interval: int) -> bool:
         return bool(interval) and self.step % interval == 0

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from gcsfs.retry import HttpError
 from jobs import MakeJob, curve, outputs
 
@@ -24,8 +26,10 @@ from runtimes.process.signals import Stop
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import training_run
+from runtimes.train.background_save import Saver
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.detect_divergence import Diverged
+from runtimes.train.profiling import Profiling
 from runtimes.train.resume import _with_defaults
 from runtimes.train.training_loop import train
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
@@ -351,6 +355,40 @@ def test_chosen_steps_are_traced(make_job: MakeJob) -> None:
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     updates = [event for event in events if event.get("name", "").startswith("Optimizer.step#")]
     assert len(updates) == 2
+
+
+def test_a_trace_that_a_store_does_not_accept_costs_neither_the_run_nor_its_weights(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first trace ends between steps, the second one with the run."""
+
+    def refuse(fs: MemoryFileSystem, path: str, target: str, **more: Any) -> None:
+        raise OSError("https://user:secret@host is away")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    for start in (1, 3):
+        caplog.clear()
+        profile = {"start": start, "steps": 2}
+        job = make_job(f"from-{start}", steps=5, logging_steps=1, profile=profile)
+        run(replace(job, work=f"memory://{uuid4()}"))
+        assert "unet/diffusion_pytorch_model.safetensors" in outputs(job)
+        assert "the profiler trace could not be stored: https://" in caplog.text
+        assert "secret" not in caplog.text
+
+
+def test_the_checkpoint_writer_ends_even_if_the_profiler_fails(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Saver] = []
+    monkeypatch.setattr(Saver, "close", lambda saver: closed.append(saver))
+
+    def fail(profiling: Profiling) -> None:
+        raise RuntimeError("no trace")
+
+    monkeypatch.setattr(Profiling, "close", fail)
+    with pytest.raises(RuntimeError, match="no trace"):
+        run(make_job(steps=1))
+    assert len(closed) == 1
 
 
 def test_weights_and_biases_without_a_key_is_wrong_input(
