@@ -46,9 +46,9 @@ def run_job(
     """Run `python -P -m runtimes JOB.json` and return the fields of its `result` event.
 
     The process and its children have a session of their own, so terminal signals do not reach them.
-    On an interruption (Ctrl-C, a cancelled Prefect run) they receive SIGTERM, and SIGKILL after
-    `grace_seconds`, the time for a checkpoint. If this process is killed, the child's standard
-    input ends, which the child treats as SIGTERM.
+    On an interruption (Ctrl-C, a cancelled Prefect run) the process alone receives SIGTERM. After
+    `grace_seconds`, the time for a checkpoint, it and its children receive SIGKILL. If this process
+    is killed, the child's standard input ends, which the child treats as SIGTERM.
 
     Raises:
         WrongInput: the job's settings are invalid.
@@ -191,7 +191,8 @@ def _pump(read: Callable[[], None]) -> threading.Thread:
 
 def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
     log.info("stopping the runtime's process (it has %g s to checkpoint)", grace_seconds)
-    _signal_group(child, signal.SIGTERM)
+    # Its children must live on: a compilation never ends once PyTorch's compile process is dead.
+    child.send_signal(signal.SIGTERM)
     try:
         child.wait(grace_seconds)
     except BaseException:

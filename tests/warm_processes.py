@@ -102,11 +102,15 @@ class WarmProcess:
             self._told.close()
         return self.returncode
 
-    def kill(self) -> None:
-        """Kill the process."""
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal."""
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it ended since
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send_signal(signal.SIGKILL)
 
     def _answer(self) -> dict[str, Any]:
         line = self._told.readline()

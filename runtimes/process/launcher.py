@@ -1,7 +1,8 @@
 """Rank 0 starts the other ranks of its machine, reads their events, and ends them.
 
-A child has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. Under
-torchrun (RANK is set) the launcher starts no process.
+A child has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. A byte
+on it passes on a signal that requests a stop. Under torchrun (RANK is set) the launcher starts no
+process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,7 @@ from typing import IO, Any
 
 from runtimes.process.events import EVENT_FD
 from runtimes.process.ranks import FOLLOWER
+from runtimes.process.signals import STOP_SIGNALS
 
 #: Time limit in seconds for rank 0 to fail by itself after the loss of a child.
 NOTICE_SECONDS = 10.0
@@ -55,6 +58,12 @@ class _Child:
     finished: bool = False  # it reported its result: a later exit is no loss
     error: dict[str, Any] | None = None
 
+    def ask_to_stop(self) -> None:
+        """Request a stop without a signal, of which a second one would kill the process."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended
+            os.write(self.process.stdin.fileno(), b"\n")
+
 
 class Launcher:
     """Context manager that runs the other ranks of this machine as child processes.
@@ -85,6 +94,7 @@ class Launcher:
         for child in self._children:
             threading.Thread(target=self._follow_events, args=(child,), daemon=True).start()
         threading.Thread(target=self._watch, name="launcher", daemon=True).start()
+        self._pass_on_signals()
 
     def __exit__(
         self,
@@ -101,6 +111,8 @@ class Launcher:
         suspect = isinstance(error, RuntimeError) and bool(self._children)
         lost = self._root_cause(NOTICE_SECONDS) if suspect else None
         self._shutting_down.set()
+        if self._children:
+            os.close(signal.set_wakeup_fd(-1))  # this ends the thread that reads it
         self._end(END_SECONDS if error is None else 0.0)
         if lost is not None:
             raise lost from None
@@ -118,6 +130,23 @@ class Launcher:
         if not child.finished and not self._shutting_down.is_set():
             self._lost.append(LostRank(child.rank, code, child.error or {}))
             self._loss.set()
+
+    def _pass_on_signals(self) -> None:
+        """Tell the children of a stop signal, even while this process waits in a collective.
+
+        Python's own handler runs after the collective, which may wait for a child's slow read.
+        """
+        read, write = os.pipe()
+        os.set_blocking(write, False)  # signal.set_wakeup_fd requires it
+        signal.set_wakeup_fd(write)
+        threading.Thread(target=self._tell_of_stop, args=(read,), daemon=True).start()
+
+    def _tell_of_stop(self, signals: int) -> None:
+        with os.fdopen(signals, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] in STOP_SIGNALS:
+                    for child in self._children:
+                        child.ask_to_stop()
 
     def _watch(self) -> None:
         self._loss.wait()

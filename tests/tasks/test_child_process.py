@@ -98,16 +98,12 @@ def test_a_grandchild_that_keeps_the_log_open_does_not_delay_the_result() -> Non
     assert time.monotonic() - begun < 30
 
 
-def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job ends at SIGTERM; its own child ignores it, and holds the log open."""
-    script = """trap '' TERM; sleep 60 & trap 'exit 0' TERM; echo '{"event": "ready"}'; wait"""
-    child = subprocess.Popen(
-        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    ready, begun = threading.Event(), time.monotonic()
+def interrupt(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a job, and be interrupted once it has said something."""
+    ready = threading.Event()
 
     def interrupted(child: subprocess.Popen[str]) -> int:
-        ready.wait()
+        assert ready.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(child_process, "_wait", interrupted)
@@ -116,8 +112,46 @@ def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.Monk
     stop, kill = partial(child_process._stop, child, 30.0), partial(child_process._kill, child)
     with pytest.raises(KeyboardInterrupt):
         wait_for_result(child, output, pumps, stop, kill)
+
+
+def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job ends at SIGTERM; its own child ignores it, and holds the log open."""
+    script = """trap '' TERM; sleep 60 & trap 'exit 0' TERM; echo '{"event": "ready"}'; wait"""
+    child = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    begun = time.monotonic()
+    interrupt(child, monkeypatch)
     assert child.returncode == 0
     assert time.monotonic() - begun < 30
+
+
+#: A job that exits a second after SIGTERM, and its child, which records a SIGTERM of its own.
+JOB = """
+trap 'sleep 1; kill -0 $! && echo alive >> "$0"; exit 0' TERM
+(trap 'echo signalled >> "$0"' TERM; echo '{"event": "ready"}'; while :; do sleep 0.05; done) &
+while :; do sleep 0.05; done
+"""
+
+
+def test_a_stop_signals_the_job_and_not_its_own_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its compile process, PyTorch's compilation and so the job's stop never end."""
+    found = tmp_path / "found"
+    child = subprocess.Popen(
+        ["sh", "-c", JOB, str(found)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    interrupt(child, monkeypatch)
+    assert child.returncode == 0
+    assert found.read_text() == "alive\n"
+    with pytest.raises(ProcessLookupError):  # once init has reaped it
+        for _ in range(600):
+            os.killpg(child.pid, 0)
+            time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -1,8 +1,15 @@
 """The first process of a run hears why another one has ended, and ends the rest."""
 
+import ctypes
+import io
 import json
 import os
+import select
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +98,41 @@ def test_the_killed_rank_is_reported_before_the_one_that_noticed() -> None:
     assert min((noticed, killed), key=lambda lost: lost.failed_at) is killed
     assert str(killed) == "process 2 of the run (from 0) was killed by SIGKILL"
     assert killed.code == 1
+
+
+def test_a_stop_reaches_a_rank_that_the_others_wait_for(
+    wrong_job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is in a collective, where no handler of Python runs, until the other rank stops."""
+    read, write = os.pipe()
+    script = f"import sys, os; os.write({write}, sys.stdin.buffer.read(1))"
+
+    def start(job: Path, rank: int) -> launcher._Child:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], pass_fds=(write,), stdin=subprocess.PIPE
+        )
+        return launcher._Child(rank, process, io.StringIO(), finished=True)
+
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros: an unlocked mutex
+    heard: list[bytes] = []
+
+    def collective() -> None:
+        time.sleep(0.5)  # until the main thread waits below
+        os.kill(os.getpid(), signal.SIGTERM)
+        if select.select([read], [], [], 20)[0]:
+            heard.append(os.read(read, 1))
+        libc.pthread_mutex_unlock(mutex)
+
+    monkeypatch.setattr(launcher, "_start", start)
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(b"handler"))
+    try:
+        with Launcher(wrong_job, 2, must_not):
+            libc.pthread_mutex_lock(mutex)
+            threading.Thread(target=collective).start()
+            libc.pthread_mutex_lock(mutex)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(read)
+        os.close(write)
+    assert heard == [b"\n", b"handler"]
+    assert signal.set_wakeup_fd(-1) == -1

@@ -203,3 +203,26 @@ def test_a_signal_before_there_is_anything_to_save_ends_the_process() -> None:
         "Stop().listen(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
     )
     assert python(*lines) == 143
+
+
+def test_a_byte_of_the_launcher_asks_and_a_signal_after_it_does_not_kill() -> None:
+    """Some senders signal every process, and rank 0 passes its own signal on."""
+    lines = (
+        "import os, signal, time; from runtimes.process.signals import Stop",
+        "stop = Stop(); stop.listen(); stop.defer()",
+        "while not stop.requested: time.sleep(0.01)",
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1); print('alive', flush=True)",
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, EVENT_FD: "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdin and child.stdout
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == b"alive\n"
+    assert child.wait(60) == -signal.SIGTERM
+    child.stdin.close()
