@@ -39,7 +39,7 @@ from tasks.download.source_protocol import Piece, Source
 from tasks.download.stage_errors import SourceError
 
 STAGE = "plan"
-VERSION = 2
+VERSION = 3
 INDEX = "shards.parquet"
 #: Tables that are read while one is written.
 READ_AHEAD = 2

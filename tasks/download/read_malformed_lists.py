@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import IO, Any
 
 import fsspec
@@ -19,6 +21,8 @@ from tasks.download.row_fields_and_hash import integer
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
 BUFFER = 2**16  # bytes
+#: Characters of a record behind its first line: DuckDB's limit of a row.
+MAX_RECORD = 131_072
 #: Characters around a URL in a text file.
 BLANK = " \t\r\n\v\f"
 
@@ -30,13 +34,15 @@ def csv_header(file: str, delimiter: str) -> list[str]:
 
 
 def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, Any]]:
-    """The fields of each row by column; none of a malformed row."""
+    """The fields of each row by column; an empty first one of a malformed row."""
     with _open_text(file) as stream:
         lines = _lines(stream)
         header = next(csv.reader(lines, delimiter=delimiter), [])
         for values in _fields(lines, delimiter):
             if values:
-                yield dict(zip(header, values, strict=False))
+                # DuckDB, too, accepts empty values behind those of the header.
+                fits = len(values) >= len(header) and not any(values[len(header) :])
+                yield dict(zip(header, values if fits else [""], strict=False))
 
 
 def json_rows(file: str) -> Iterator[dict[str, Any]]:
@@ -70,16 +76,51 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
         mark, is_start = b"", line.endswith(b"\n")
 
 
-def _fields(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
-    """Fields of each row; one empty field if the row is malformed."""
-    reader = csv.reader(lines, delimiter=delimiter)
+def _fields(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
+    """Fields of each record; one empty field of a malformed line.
+
+    A malformed line may have an open quote, which takes the lines behind it. These are read again,
+    one by one: an open quote of theirs would take the same lines, and end like the first one. Each
+    line is thus read three times at most.
+    """
+    again: list[str] = []
     while True:
+        taken: list[str] = []
+        rest = _taking(chain(again, lines), taken)
         try:
-            yield next(reader)
-        except StopIteration:
+            for values in csv.reader(rest, delimiter=delimiter, strict=True):
+                taken.clear()
+                yield values
             return
         except csv.Error:
-            yield [""]
+            # The last line may begin a record of its own, since it ended the other one.
+            yield from (_fields_of(line, delimiter) for line in taken[:-1] or taken)
+            again = taken[1:][-1:]
+
+
+def _taking(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """The lines, which are added to those that a record has taken.
+
+    Raises:
+        csv.Error: the record is too long.
+    """
+    size = 0
+    for line in lines:
+        size = size + len(line) if taken else 0
+        taken.append(line)
+        if size > MAX_RECORD:
+            raise csv.Error("a record is too long")
+        yield line
+
+
+def _fields_of(line: str, delimiter: str) -> list[str]:
+    """Fields of a record of one line; one empty field if it is malformed."""
+    # DuckDB, too, leaves out spaces around quotes.
+    quoted = rf'(^|{delimiter}) *("[^"]*+(?:""[^"]*+)*+") *(?={delimiter}|[\r\n]|$)'
+    for text in (line, re.sub(quoted, r"\1\2", line)):
+        with suppress(csv.Error):
+            return next(csv.reader([text], delimiter=delimiter, strict=True))
+    return [""]
 
 
 def _json_object(line: str) -> dict[str, Any]:

@@ -652,8 +652,16 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ("jsonl", '{"url": "http://example.org/9.jpg", "caption": "cut o'),
         ("csv", "http://example.org/9.jpg,a carriage return\rin the caption"),
         ("csv", f"http://example.org/9.jpg,{'x' * 200_000}"),
+        ("csv", 'http://example.org/9.jpg,"an unclosed quote'),
+        ("tsv", 'http://example.org/9.jpg\t"an unclosed quote'),
+        ("csv", 'http://example.org/9.jpg,"a quoted" word'),
+        ("csv", "http://example.org/9.jpg,a comma, in the caption"),
+        ("csv", "http://example.org/9.jpg"),
     ],
-    ids=["no JSON", "no object", "cut off", "carriage return", "huge field"],
+    ids=[
+        *("no JSON", "no object", "cut off", "carriage return", "huge field", "unclosed quote"),
+        *("unclosed quote in tsv", "quoted word", "too many values", "too few values"),
+    ],
 )
 def test_a_malformed_line_is_a_row_without_a_picture(tmp_path: Path, kind: str, line: str) -> None:
     good = Path(write_list(tmp_path / f"a.{kind}", ROWS)).read_text(encoding="utf-8")
@@ -664,6 +672,46 @@ def test_a_malformed_line_is_a_row_without_a_picture(tmp_path: Path, kind: str, 
     urls = [row["url"] for row in ROWS]
     position = 2 if kind == "jsonl" else 1
     assert [row.url for row in found] == [*urls[:position], "", *urls[position:]]
+
+
+@pytest.mark.parametrize(
+    "malformed", [{9}, {9, 1000}, {4990}], ids=["the limit", "a quote", "the end"]
+)
+def test_an_unclosed_quote_takes_no_other_line(tmp_path: Path, malformed: set[int]) -> None:
+    """Its record ends at the limit of a record, at another such quote or at the end of the file."""
+    urls = [f"http://x/{n}.jpg" for n in range(5000)]
+    lines = [f"{url},a caption" for url in urls]
+    for n in malformed:
+        lines[n] = f'{urls[n]},"unclosed caption'
+    (tmp_path / "a.csv").write_text("\n".join(["url,caption", *lines]) + "\n")
+    source = {"kind": "urls", "path": str(tmp_path / "a.csv"), "format": "csv"}
+    found = rows_of(make_recipe(source, shard_size=5000), tmp_path)
+    empty, read = Row("", ("",)), [Row(url, ("a caption",)) for url in urls]
+    assert found == [empty if n in malformed else row for n, row in enumerate(read)]
+
+
+def test_rows_that_duckdb_accepts_are_rows_of_both_readers(tmp_path: Path) -> None:
+    rows = ['u,"two\nlines"', 'u,"a ""quoted"" word"', 'u,24"', 'u,a "b" c', "u,c,", 'u,"c" ', ""]
+    (tmp_path / "a.csv").write_text("\n".join(["url,caption", *rows]) + "\n")
+    columns = {"url": "url", "captions": "caption", "sha256": None, "aesthetic_score": None}
+    by_both = []
+    for read in (read_list, read_list_in_python):
+        tables = list(read(str(tmp_path / "a.csv"), FORMATS["csv"], columns, None))
+        by_both.append([h for table in tables for h in table["hash"].to_pylist()])
+    assert by_both[0] == by_both[1] and len(by_both[0]) == len(rows) - 1
+
+
+def test_records_of_many_lines_with_stray_quotes_are_read_in_bounded_memory(tmp_path: Path) -> None:
+    """Quotes that close one field and open the next one could make one record of all lines."""
+    lines = [f'http://x/{n}.jpg","c\n' for n in range(100_000)]
+    (tmp_path / "a.csv").write_text("".join(["url,caption\n", *lines]))
+    found = FORMATS["csv"].tolerant
+    assert found is not None
+    tracemalloc.start()
+    urls = [row["url"] for row in found(str(tmp_path / "a.csv"))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert urls == [""] * len(lines) and peak < 2**23
 
 
 def test_a_malformed_line_of_a_remote_list_is_a_row_without_a_picture(tmp_path: Path) -> None:
