@@ -17,7 +17,13 @@ from artifacts.list_folder import entries
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, run_linear
 from tasks.download.check_dataset_limits import most_common
-from tasks.download.download_shard import Deferred, DownloadContext, download_shard
+from tasks.download.download_shard import (
+    STAGE,
+    Deferred,
+    DownloadContext,
+    download_shard,
+    is_retried,
+)
 from tasks.download.plan_shards import ShardSpec
 from tasks.download.stage_errors import Outage, SourceError
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
@@ -93,7 +99,7 @@ def run_pipeline(
     try:
         run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
     except Outage:
-        noted = _read_notes(store, context.notes)
+        noted = _read_notes(store, context)
         raise Outage(
             f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after "
             f"transient failures, {len(noted)} of {len(specs)} in all ({all_reasons(noted)}): "
@@ -101,7 +107,7 @@ def run_pipeline(
         ) from None
     finally:
         reports.clear()
-    deferred = _read_notes(store, context.notes)
+    deferred = _read_notes(store, context)
     _clear(store, context.notes)
     return deferred
 
@@ -114,12 +120,19 @@ def all_reasons(deferred: Sequence[Deferred]) -> str:
     return most_common(reasons)
 
 
-def _read_notes(store: Store, notes: str) -> list[Deferred]:
-    paths = sorted(entry["name"] for entry in entries(store.fs, notes))
+def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:
+    """The deferred shards, without those that a repeated bundle has committed since."""
+    paths = sorted(entry["name"] for entry in entries(store.fs, context.notes))
     found = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
-    return [
+    noted = [
         Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
         for path, reasons in zip(paths, found, strict=True)
+    ]
+    shards = store.committed_shards(STAGE, [deferred.key for deferred in noted])
+    return [
+        deferred
+        for deferred, shard in zip(noted, shards, strict=True)
+        if shard is None or is_retried(shard.meta, context)
     ]
 
 

@@ -110,7 +110,7 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     store = Store(context.store)
     # No record of a damaged shard may stay if this fails.
     present = store.shard(STAGE, spec.key, discard=True)
-    if present is not None and not _is_retried(present.meta, context):
+    if present is not None and not is_retried(present.meta, context):
         return present
     with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
         shard = _download(spec, context, store, present, Path(scratch))
@@ -241,7 +241,7 @@ def _download_rows(
     return [outcome for outcome, _ in found], [cost for _, cost in found]
 
 
-def _is_retried(meta: Mapping[str, Any], context: DownloadContext) -> bool:
+def is_retried(meta: Mapping[str, Any], context: DownloadContext) -> bool:
     """Whether the run fetches rows of a shard again.
 
     Not if it has: a later try of the run, after an outage of other shards, is no further run.

@@ -35,9 +35,10 @@ from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import TransientError
-from tasks.download.download_on_beam import MOST_DEFERRED, THREADS
+from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
+from tasks.download.plan_shards import ShardSpec
 from tasks.download.stage_errors import Outage
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
@@ -489,6 +490,30 @@ def test_shards_of_the_store_do_not_hide_an_outage(tmp_path: Path, web: Web) -> 
     web.is_down = True
     with pytest.raises(Outage):
         build(recipe)
+
+
+def test_a_shard_that_a_repeated_bundle_downloads_is_not_deferred(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = DownloadShard.process
+
+    def repeated(self: DownloadShard, spec: ShardSpec) -> Iterator[str]:
+        web.is_down = True
+        list(process(self, spec))
+        web.is_down = False
+        yield from process(self, spec)
+
+    monkeypatch.setattr(DownloadShard, "process", repeated)
+    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100)
+    assert build(recipe).summary["images"] == PICTURES
+
+
+def test_a_committed_shard_whose_retry_is_deferred_is_an_outage(tmp_path: Path, web: Web) -> None:
+    web.broken = {"3"}
+    build(make_recipe(tmp_path, web, rows(), retries=0, shard_size=100))
+    stricter = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100, max_transient=0.0)
+    with pytest.raises(TransientError, match=r"1 of 1 shards were deferred .*\(http 503: 1\)"):
+        build(stricter, retry_failed=True)
 
 
 class TwoOfThree(set[str]):
