@@ -123,7 +123,7 @@ class _Swapper(Protocol):
         """Delete a file whose state is `seen`; False if the store refused."""
 
     def write(self, path: str, seen: VersionedContent, data: bytes) -> Any:
-        """The new version; None if the store refused."""
+        """The new version; None if the store refused. Raises FileNotFoundError without a bucket."""
 
 
 def _swapper(fs: AbstractFileSystem) -> _Swapper:
@@ -272,7 +272,11 @@ class _Gcs:
                 data=data,
                 json_out=True,
             )
-        except (FileExistsError, FileNotFoundError):
+        except FileExistsError:
+            return None
+        except FileNotFoundError:
+            if seen.version is None:  # there is no bucket, so another try would fail, too
+                raise
             return None
         return str(answer["generation"])
 

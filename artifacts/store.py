@@ -49,7 +49,7 @@ from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import subfolders
 from artifacts.lock import Lock, hold, is_alive
-from artifacts.remote_client_options_and_errors import client_options
+from artifacts.remote_client_options_and_errors import client_options, make_folder_of, protocols
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
@@ -279,14 +279,21 @@ class Store:
         """Raise OSError unless a file can be written here, and StoreError unless created once.
 
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
+        A bucket that does not exist is a StoreError, too: nobody creates a misspelt one.
         """
         probe = f"{self.root}/.probe-{uuid.uuid4().hex}"
-        self.fs.makedirs(self.root, exist_ok=True)
         try:
+            make_folder_of(self.fs, probe)
             create(self.fs, probe, b"kiln")
             exclusive = not create(self.fs, probe, b"twice")
         except NoSwap as error:
             raise StoreError(f"store {self.url}: {error}") from None
+        except FileNotFoundError:
+            if not protocols(self.fs) & {"gs", "s3"}:
+                raise
+            raise StoreError(
+                f"store {self.url}: its bucket does not exist: correct the name, or create it"
+            ) from None
         self.fs.rm_file(probe)
         if not exclusive:
             raise StoreError(

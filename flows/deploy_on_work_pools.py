@@ -20,14 +20,11 @@ from flows.accelerator_limit import limit_accelerators
 from flows.run_sent_stage import run_stage
 from flows.runner import ServerAway, check_server, configured_server
 from flows.send_stage import FLOW
-from flows.task_states import REUSED
 
 CODE = Path(__file__).parents[1]
 LOST = "kiln: lost stages"
 #: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
 HEARTBEAT, SILENCE = 30, 90
-#: Names of the states that a run of `run_stage` can end in.
-ENDS = ("Completed", REUSED, "Failed", "Cancelled", "Crashed")
 
 
 def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) -> None:
@@ -100,7 +97,6 @@ def _deploy(client: SyncPrefectClient, pool: str, folder: str) -> None:
 
 def _detect_lost(client: SyncPrefectClient) -> None:
     """Let the server mark a run crashed whose machine is gone: its sender then sends another."""
-    heartbeat = "prefect.flow-run.heartbeat"
     made = AutomationCore(
         name=LOST,
         description="A run of the flow `kiln-stage` without a heartbeat has crashed.",
@@ -109,8 +105,9 @@ def _detect_lost(client: SyncPrefectClient) -> None:
             match_related=ResourceSpecification(
                 {"prefect.resource.role": "flow", "prefect.resource.name": FLOW}
             ),
-            after={heartbeat},
-            expect={heartbeat, *(f"prefect.flow-run.{end}" for end in ENDS)},
+            after={"prefect.flow-run.heartbeat"},
+            # Any event of the run: one that is scheduled again may wait long for a machine.
+            expect={"prefect.flow-run.*"},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,

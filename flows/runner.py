@@ -7,8 +7,6 @@ import logging
 import os
 import signal
 import sys
-import urllib.request
-from http.client import HTTPException
 from importlib import import_module
 from typing import Any, Literal
 
@@ -148,14 +146,35 @@ HEALTH_SECONDS = 60.0
 def check_server(url: str) -> None:
     """Raise ServerAway unless a Prefect server answers there within HEALTH_SECONDS."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=HEALTH_SECONDS):
-            return
-    except (OSError, ValueError, HTTPException) as error:
+        error = _asked_once(url)
+    except Exception as wrong:  # a URL that is none, or certificates that cannot be read
+        error = wrong
+    if error is not None:
         why = one_line(error)
         raise ServerAway(
             f"no Prefect server answers at PREFECT_API_URL={without_secrets(url)} ({why}): "
             "start it (`make ui`), or unset the variable: a run then starts its own"
-        ) from None
+        )
+
+
+def _asked_once(url: str) -> Exception | None:
+    """The error of a request by Prefect's client, with its settings of TLS, users and headers."""
+    from prefect import settings
+    from prefect.client.orchestration import SyncPrefectClient
+
+    with (
+        settings.temporary_settings({settings.PREFECT_CLIENT_MAX_RETRIES: 0}),
+        SyncPrefectClient(
+            url,
+            auth_string=settings.PREFECT_API_AUTH_STRING.value(),
+            api_key=settings.PREFECT_API_KEY.value(),
+            httpx_settings={"timeout": HEALTH_SECONDS},
+        ) as client,
+    ):
+        # Prefect lets the transport connect four times, each within the time limit.
+        transport: Any = client._client._transport_for_url(client.api_url)
+        transport._pool._retries = 0
+        return client.api_healthcheck()
 
 
 class ServerAway(ValueError):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import httpx
 from prefect import flow
-from prefect.events import emit_event
+from prefect.client.orchestration import get_client
+from prefect.events.schemas.events import Event
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed
 
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.redact_errors_and_logs import redacted_errors
+from configs.redact_errors_and_logs import one_line, redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from tasks.build_or_reuse import TransientError, storing
@@ -55,9 +58,21 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
                 log.info("watch: %s has changed, and a retraining runs: waiting", resource)
                 report = {"source": resource, "changed": False, "waits": True}
                 return Completed(name="Waiting", data=report)
-            given = {"prefect.resource.id": resource}
-            if emit_event(EVENT, resource=given, payload={"stamp": found}) is None:
-                raise TransientError(f"watch: the server did not accept the event {EVENT}")
+            _announce(resource, found)
             remember(checked, found)  # an event that was refused is emitted again
     log.info("watch: %s has changed", resource)
     return {"source": resource, "changed": True, "waits": False}
+
+
+def _announce(resource: str, found: str) -> None:
+    """Send the event of a change. Raises TransientError unless the server has accepted it."""
+    given = {"event": EVENT, "resource": {"prefect.resource.id": resource}}
+    event = Event.model_validate({**given, "payload": {"stamp": found}})
+    try:
+        # Prefect's `emit_event` leaves it to a thread, and nobody knows whether it arrived.
+        with get_client(sync_client=True) as client:
+            client._client.post("/events", json=[event.model_dump(mode="json")])
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        raise TransientError(
+            f"watch: the server did not accept the event {EVENT}: {one_line(error)}"
+        ) from error

@@ -39,6 +39,7 @@ class GcsServer(ThreadingHTTPServer):
         requests: (method, path) of each request so far, in the order that they came in.
         forbidden: a regular expression of requests (method and path, as `GET /...`) that are
             refused, as to somebody without permission.
+        absent: name of a bucket that does not exist.
     """
 
     daemon_threads = True
@@ -51,6 +52,7 @@ class GcsServer(ThreadingHTTPServer):
         self.upload_ids = count(1)
         self.requests: list[tuple[str, str]] = []
         self.forbidden = "nothing"
+        self.absent = ""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that have gone: a killed one cannot close its connections."""
@@ -97,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if re.search(self.server.forbidden, f"{self.command} {unquote(url.path)}"):
                 raise Refused(403, "The caller has no access to the bucket")
+            if f"/b/{self.server.absent}/" in f"{url.path}/":
+                raise Refused(404, "The specified bucket does not exist.")
             self._route(url.path)
         except Refused as refused:
             error = {"code": refused.status, "message": str(refused)}

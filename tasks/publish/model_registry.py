@@ -157,6 +157,11 @@ class Registry:
             raise RegistryError(f"{self.name} {name}: no such version (there are: {names})")
         return Version(name, self.url(name), manifest)
 
+    def has(self, name: str) -> bool:
+        """Whether a version is complete, damaged or not."""
+        held = entries(self.fs, f"{self.root}/{name}")  # raises where `exists` would say no
+        return MANIFEST in map(name_of, held)
+
     def rollback(self) -> Version:
         """Restore the previous champion; repeated calls go further back.
 
@@ -213,7 +218,7 @@ class Registry:
         Their numbers are never used again.
         """
         names, needed = self._version_names(), not_rolled_back(self.history())
-        complete = [name for name in names if self._is_complete(name)]
+        complete = [name for name in names if self.has(name)]
         for name in names[: names.index(complete[-1])] if complete else []:
             if name not in (*complete, *needed):
                 lock.check()
@@ -300,7 +305,7 @@ class Registry:
 
         An interrupted copy without a manifest is reused, but not beside files of another model.
         """
-        used = [name for name in self._version_names() if self._is_complete(name)]
+        used = [name for name in self._version_names() if self.has(name)]
         used += [move["version"] for move in self.history()]
         number = max((int(name[1:]) for name in used), default=0) + 1
         while self._has_other_files(f"v{number}", artifact):
@@ -311,10 +316,6 @@ class Registry:
         root, own = f"{self.root}/{name}", {entry.path for entry in artifact.files} | {REPORT}
         found = [str(entry["name"])[len(root) + 1 :] for entry in files(self.fs, root)]
         return any(path not in own and not path.endswith(".tmp") for path in found)
-
-    def _is_complete(self, name: str) -> bool:
-        held = entries(self.fs, f"{self.root}/{name}")  # raises where `exists` would say no
-        return MANIFEST in map(name_of, held)
 
     def _add(self, artifact: Artifact, name: str, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""

@@ -236,7 +236,8 @@ def register(
     of the report, or after the promotion, is logged.
 
     Raises:
-        TransientError: the champion is not the one that the gate compared with.
+        TransientError: the champion is not the one that the gate compared with, or another run's
+            `keep_versions` has deleted the version: a retry publishes it again.
     """
     registry = registry_of(recipe)
     artifacts = [result.load(store) for result in results]
@@ -252,26 +253,27 @@ def register(
                 page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
                 write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
-        if recipe.publish.signing_key is not None:  # before anyone may use it
-            with failing(STAGE):
-                sign_version(registry, version, recipe.publish.signing_key)
-        promoted = not registry.was_champion(version.name)
-        if promoted:
-            champion = registry.champion()
-            expected = champion.name if champion else None
-            if start not in (None, expected):
-                raise TransientError(f"{expected} became the champion meanwhile: run again")
-            inputs = published.manifest["inputs"]
-            _check_champion(recipe, trained, evaluated, base, inputs)
-            try:
-                forced = published.summary["forced"]
-                why = "published" if forced is None else f"forced: {forced}"
-                registry.promote(version.name, why, expected=expected)
-            except AliasNotWritten as error:  # the promotion holds: a retry would not announce it
-                log.warning("publish: %s", error)
-            except ChampionChanged as error:
-                raise TransientError(f"{error}: run again") from None
-        else:
+        with _unless_deleted(registry, version):
+            if recipe.publish.signing_key is not None:  # before anyone may use it
+                with failing(STAGE):
+                    sign_version(registry, version, recipe.publish.signing_key)
+            promoted = not registry.was_champion(version.name)
+            if promoted:
+                champion = registry.champion()
+                expected = champion.name if champion else None
+                if start not in (None, expected):
+                    raise TransientError(f"{expected} became the champion meanwhile: run again")
+                inputs = published.manifest["inputs"]
+                _check_champion(recipe, trained, evaluated, base, inputs)
+                try:
+                    forced = published.summary["forced"]
+                    why = "published" if forced is None else f"forced: {forced}"
+                    registry.promote(version.name, why, expected=expected)
+                except AliasNotWritten as error:  # it holds: a retry would not announce it
+                    log.warning("publish: %s", error)
+                except ChampionChanged as error:
+                    raise TransientError(f"{error}: run again") from None
+        if not promoted:
             with _warning("the alias is not mended"):
                 registry.mend_alias()
     registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
@@ -299,6 +301,19 @@ def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
             log.info("publish: pushed to %s", url)
             return url
     return None
+
+
+@contextmanager
+def _unless_deleted(registry: Registry, version: Version) -> Iterator[None]:
+    """Raise TransientError for an error whose cause is that another run deleted the version."""
+    try:
+        yield
+    except Exception as error:
+        if registry.has(version.name):
+            raise
+        raise TransientError(
+            f"{version.name} was deleted by another run before its promotion: run again"
+        ) from error
 
 
 @contextmanager

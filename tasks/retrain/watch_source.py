@@ -8,6 +8,7 @@ from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, modified, name_of, present_time
 from artifacts.lock import is_alive
+from artifacts.remote_client_options_and_errors import make_folder_of
 from configs.settings.recipe import Recipe
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of
@@ -64,9 +65,9 @@ def last_stamp(recipe: Recipe) -> str | None:
 
 
 def remember(recipe: Recipe, found: str) -> None:
-    """Store a stamp."""
+    """Store a stamp. Raises OSError if the registry cannot be written."""
     registry = registry_of(recipe)
     path, data = f"{registry.root}/{FILE}", json.dumps({"stamp": found}).encode()
-    registry.fs.makedirs(registry.root, exist_ok=True)
+    make_folder_of(registry.fs, path)
     while not swap(registry.fs, path, read(registry.fs, path), data):
         pass  # another watcher stored its stamp at this moment

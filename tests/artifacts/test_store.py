@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from gcs_server import GcsServer
 from store_servers import REMOTE, RequestsTo, S3Server, UrlOf
 
 from artifacts import checksummed_files
@@ -449,6 +450,27 @@ def test_several_may_ask_at_once_whether_a_store_is_writable(any_store: Store) -
         for answer in [pool.submit(any_store.check_writable) for _ in range(24)]:
             answer.result()
     assert any_store.fs.find(any_store.root) == []
+
+
+@pytest.mark.slow
+def test_a_misspelt_bucket_is_refused_and_not_created(
+    s3: S3Server, gcs: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "absent", "buckte")
+    for url in ("s3://buckte/store", "gs://buckte/store"):
+        with pytest.raises(StoreError, match=f"^store {url}: its bucket does not exist: correct"):
+            Store(url).check_writable()
+    assert "buckte" not in Store("s3://buckte").fs.ls("")
+    buckets = [path for _, path in s3.requests + gcs.requests if path.endswith("/buckte")]
+    assert buckets == [], "a bucket was asked for"
+
+
+@pytest.mark.slow
+def test_a_role_that_may_not_ask_for_its_bucket_can_write_there(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "forbidden", "/b/[^/]+$")
+    Store(url_of("gs")).check_writable()
 
 
 def test_a_store_that_ignores_conditions_is_refused(

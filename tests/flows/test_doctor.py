@@ -3,6 +3,8 @@
 import json
 import socket
 import threading
+import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,11 +12,12 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.doctor import check_python_driver_and_disk
 from flows.doctor import examine as doctor
 from flows.doctor.examine import examine
+from flows.runner import ServerAway, check_server
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
 
@@ -24,8 +27,11 @@ Here = Callable[..., str]  # of conftest.py
 
 
 class Healthy(BaseHTTPRequestHandler):
+    wanted: str | None = None  # the header of who may ask; None: anybody
+
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/api/health" else 404)
+        known = self.wanted in (None, self.headers["Authorization"])
+        self.send_response((200 if self.path == "/api/health" else 404) if known else 401)
         self.end_headers()
         self.wfile.write(b"true")
 
@@ -70,6 +76,37 @@ def test_a_server_that_answers(
     found = findings(capsys)
     assert found["prefect_api"] == f"http://{address}/api (answers)"
     assert not [problem for problem in found["problems"] if "Prefect" in problem]
+
+
+@pytest.mark.parametrize("word", ["team:secret", "team:other"])
+@pytest.mark.usefixtures("asked")
+def test_a_server_that_asks_for_a_password(
+    word: str,
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = f"Basic {b64encode(b'team:secret').decode()}"
+    monkeypatch.setattr(Healthy, "wanted", wanted)
+    monkeypatch.setenv("PREFECT_API_URL", f"http://{address}/api")
+    with temporary_settings({PREFECT_API_AUTH_STRING: word}):
+        state = findings(capsys)["prefect_api"]
+    answers = "answers" if word == "team:secret" else "does not answer"
+    assert state == f"http://{address}/api ({answers})"
+
+
+def test_a_closed_port_is_refused_at_once() -> None:
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        check_server_away(f"http://127.0.0.1:{taken.getsockname()[1]}/api")  # imports Prefect
+        begun = time.monotonic()
+        check_server_away(f"http://127.0.0.1:{taken.getsockname()[1]}/api")
+    assert time.monotonic() - begun < 0.5, "the first pause of httpcore"
+
+
+def check_server_away(url: str) -> None:
+    with pytest.raises(ServerAway, match="refused"):
+        check_server(url)
 
 
 @pytest.mark.usefixtures("asked")

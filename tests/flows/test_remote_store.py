@@ -10,7 +10,7 @@ from gcs_server import GcsServer
 from hub_server import HubServer, Repository
 from kill_training import kill_training
 from kiln_command import ROOT
-from store_servers import UrlOf
+from store_servers import S3Server, UrlOf
 
 from artifacts.store import Store
 
@@ -139,3 +139,12 @@ def test_the_error_of_an_unusable_bucket_is_one_line(
     for store, words in ((url, f"store: {url} cannot be used now"), (closed, "no permission for")):
         said = here("run", "digits", overrides={**smallest, "store": store}, code=2, api=api)
         assert words in said and len(said.strip().splitlines()) == 1
+
+
+def test_the_error_of_a_misspelt_bucket_is_one_line(
+    s3: S3Server, smallest: Overrides, here: Here, api: str
+) -> None:
+    overrides = {**smallest, "store": "s3://buckte/store"}
+    said = here("run", "digits", overrides=overrides, code=2, api=api)
+    assert "store s3://buckte/store: its bucket does not exist: correct the name" in said
+    assert len(said.strip().splitlines()) == 1

@@ -404,6 +404,30 @@ def test_old_versions_are_deleted_after_the_promotion(run: Run) -> None:
     assert [version.name for version in registry.versions()] == ["v1", "v4"]
 
 
+@pytest.mark.parametrize("during", ["signing", "promotion"])
+def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again(
+    run: Run, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, results = publishing(run, signing_key="key.pem", gate=()), published_by(run)
+    registry = publish.registry_of(run.recipe)
+
+    def delete(*_: Any) -> None:
+        registry.publish(commit(run.store, "publish", 10, {}))
+        assert registry.keep(1) == ["v1"]
+        if during == "signing":
+            raise FileNotFoundError("v1/unet")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish, "sign_version", delete)
+        with pytest.raises(TransientError, match="v1 was deleted by another run before its prom"):
+            publish.register(run.recipe, run.base, run.store, results, {})
+    assert registry.champion() is None
+    monkeypatch.setattr(publish, "sign_version", lambda *_: None)
+    registered = publish.register(run.recipe, run.base, run.store, results, {})
+    assert registered["promoted"] and registered["champion"]["version"] == "v3"
+    assert [version.name for version in registry.versions()] == ["v2", "v3"]
+
+
 def test_where_a_model_is_published_does_not_change_its_key(run: Run) -> None:
     elsewhere = publishing(
         run, hub=Hub(repo="a/b"), signing_key="key.pem", keep_versions=3, registry="elsewhere"

@@ -18,7 +18,6 @@ from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe
 from flows import send_stage
 from flows.deploy_on_work_pools import LOST
-from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.check_places import settings_to_send
 from tasks.progress import Progress, listeners
@@ -103,7 +102,8 @@ def test_kiln_place_makes_all_that_a_pool_needs(server: Server, deployed: str, a
     assert step == {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
     (lost,) = [one for one in server.ask("/automations/filter", {}) if one["name"] == LOST]
     assert lost["trigger"]["posture"] == "Proactive"
-    assert f"prefect.flow-run.{REUSED}" in lost["trigger"]["expect"], "a reused run is not lost"
+    assert lost["trigger"]["after"] == ["prefect.flow-run.heartbeat"]
+    assert lost["trigger"]["expect"] == ["prefect.flow-run.*"], "a scheduled run is not lost"
     assert lost["actions"][0]["state"] == "CRASHED"
     limit = server.ask("/concurrency_limits/tag/accelerator")
     assert limit["concurrency_limit"] == 1

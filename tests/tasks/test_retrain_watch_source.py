@@ -1,18 +1,26 @@
 """A source has changed if the stamp of one of its files has."""
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gcs_server import GcsServer
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from store_servers import S3Server
 
+from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import one_at_a_time
+from tasks.build_or_reuse import TransientError
 from tasks.retrain import watch_source
 from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
 
@@ -63,6 +71,16 @@ def test_a_stamp_is_remembered_in_the_registry(tmp_path: Path) -> None:
         assert last_stamp(recipe) == found
 
 
+def test_a_stamp_is_not_remembered_in_a_missing_bucket(
+    gcs: GcsServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "absent", "buckte")
+    for url in ("s3://buckte/store", "gs://buckte/store"):
+        with pytest.raises(FileNotFoundError):
+            remember(load_recipe("digits", {"store": url}), "one")
+    assert "buckte" not in Store("s3://buckte").fs.ls("")
+
+
 def test_a_damaged_stamp_is_a_change(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
     remember(recipe, "one")
@@ -74,42 +92,87 @@ def test_a_damaged_stamp_is_a_change(tmp_path: Path) -> None:
     assert last_stamp(recipe) == "two"
 
 
+class Events(BaseHTTPRequestHandler):
+    """The part of a Prefect server that accepts events, without protection against CSRF."""
+
+    accepted: list[dict[str, Any]]
+    answer = 204
+
+    def do_GET(self) -> None:
+        self._say(404)
+
+    def do_POST(self) -> None:
+        events = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/api/events" and self.answer == 204:
+            self.accepted += events
+        self._say(self.answer if self.path == "/api/events" else 404)
+
+    def _say(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
-def emitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The stamps of the emitted events."""
-    found: list[str] = []
-
-    def emit(event: str, resource: Any, payload: dict[str, str]) -> object:
-        found.append(payload["stamp"])
-        return object()
-
-    monkeypatch.setattr(flow, "emit_event", emit)
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Events]]:
+    """The configured server; `accepted` has its events, and it refuses with another `answer`."""
+    handler = type("Accepting", (Events,), {"accepted": []})
     monkeypatch.setattr(flow, "log_to_prefect", lambda: None)
-    yield found
+    with HTTPServer(("127.0.0.1", 0), handler) as found:
+        threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{found.server_port}/api"}):
+            yield handler
+        found.shutdown()
+
+
+def watch(store: str, count: int) -> dict[str, Any]:
+    """The flow's report."""
+    found: Any = flow.watch_source.fn("digits", {"store": store, "source.count": count})
+    report: dict[str, Any] = found if isinstance(found, dict) else found.data
+    return report
+
+
+def test_a_change_is_remembered_only_after_the_server_accepted_its_event(
+    tmp_path: Path, server: type[Events], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = str(tmp_path / "store")
+    recipe = load_recipe("digits", {"store": store, "source.count": 60})
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "answer", 400)
+        with pytest.raises(TransientError, match=r"did not accept the event kiln\.source\.changed"):
+            watch(store, 60)
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        pytest.raises(TransientError, match="refused"),
+    ):
+        watch(store, 60)
+    assert last_stamp(recipe) is None and server.accepted == []
+    assert watch(store, 60)["changed"] and not watch(store, 60)["changed"]
+    (event,) = server.accepted
+    assert event["event"] == "kiln.source.changed"
+    assert event["resource"] == {"prefect.resource.id": "kiln.source.digits"}
+    assert event["payload"] == {"stamp": last_stamp(recipe)}
 
 
 @pytest.mark.extended
 def test_a_change_during_a_retraining_is_announced_after_it(
-    tmp_path: Path, emitted: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: type[Events], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deployment cancels a run beside another one, so an event meanwhile would be lost."""
-
-    def watch(count: int) -> dict[str, Any]:
-        given = {"store": str(tmp_path / "store"), "source.count": count}
-        found: Any = flow.watch_source.fn("digits", given)
-        report: dict[str, Any] = found if isinstance(found, dict) else found.data
-        return report
-
-    recipe = recipe_of(tmp_path, {"kind": "digits"})
-    assert watch(60)["changed"] and not watch(60)["changed"] and len(emitted) == 1
+    recipe, emitted = recipe_of(tmp_path, {"kind": "digits"}), server.accepted
+    store = recipe.store
+    assert watch(store, 60)["changed"] and not watch(store, 60)["changed"] and len(emitted) == 1
     with one_at_a_time(recipe):
-        assert not watch(60)["waits"], "nothing has changed"
+        assert not watch(store, 60)["waits"], "nothing has changed"
         for _ in range(2):
-            assert (watch(90)["changed"], watch(90)["waits"]) == (False, True)
-    assert watch(90)["waits"], "the server may still count the run that has ended"
+            assert (watch(store, 90)["changed"], watch(store, 90)["waits"]) == (False, True)
+    assert watch(store, 90)["waits"], "the server may still count the run that has ended"
     monkeypatch.setattr(watch_source, "SETTLING", 0.0)
-    assert watch(90)["changed"] and not watch(90)["changed"]
-    assert len(set(emitted)) == len(emitted) == 2
+    assert watch(store, 90)["changed"] and not watch(store, 90)["changed"]
+    assert len({event["payload"]["stamp"] for event in emitted}) == len(emitted) == 2
 
 
 def test_a_retraining_that_was_killed_delays_no_event(
