@@ -177,9 +177,19 @@ def test_a_packed_robots_txt_has_the_same_rules(
     assert site.pictures() == 0
 
 
-def test_a_long_robots_txt_has_the_same_rules(site: Site) -> None:
+def test_a_long_robots_txt_does_not_keep_the_loop_busy(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matching, allows = set[str](), Rules.allows
+
+    def recorded(self: Rules, url: str) -> bool:
+        matching.add(threading.current_thread().name)
+        return allows(self, url)
+
+    monkeypatch.setattr(Rules, "allows", recorded)
     site.robots = (200, b"User-agent: *\n" + b"Disallow: /b\n" * 2000 + b"Disallow: /a\n", {})
     assert outcomes(site, "a", "c") == ["robots.txt disallows", "ok"]
+    assert matching and "kiln-download" not in matching
 
 
 def test_robots_txt_is_read_once_for_all_shards_and_kept_for_a_day(
