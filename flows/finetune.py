@@ -113,7 +113,10 @@ def train(run: Run, latents: StageResult) -> StageResult:
 def evaluate(
     run: Run, images: StageResult, latents: StageResult, trained: StageResult
 ) -> StageResult:
-    """Measure the tuned model against its base, on the same prompts and noise."""
+    """Measure the tuned model against its base, on the same prompts and noise.
+
+    The champion is measured too, where a rule of the gate names it and it was measured otherwise.
+    """
     pictures, encoded, tuned = (one.load(run.store) for one in (images, latents, trained))
     given = run.eval_inputs(pictures, encoded)
     parts = evaluate_stage.key_parts(given, tuned)
@@ -123,9 +126,11 @@ def evaluate(
     result = build_or_reuse(
         run.store, parts, build, parents=parents, send=run.send(parts, progress)
     )
-    summary = result.load(run.store).summary
-    result = replace(result, facts={name: summary[name] for name in ("metrics", "differences")})
-    return ended(run.store, run.model_name, result, evaluate_stage.show)
+    measured = result.load(run.store)
+    if (champion := run.champion_to_measure(tuned, measured)) is not None:
+        run.champion_metrics(given, measured)(champion.uri)
+    facts = {name: measured.summary[name] for name in ("metrics", "differences")}
+    return ended(run.store, run.model_name, replace(result, facts=facts), evaluate_stage.show)
 
 
 @task(**stage_task("publish"))
@@ -143,11 +148,11 @@ def publish(
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)
     given = run.eval_inputs(pictures, encoded)
-    champion_metrics = partial(evaluate_stage.metrics_of_published, given, measured, run.begin)
     lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
     build = partial(
         publish_stage.build,
-        *(run.recipe, tuned, measured, lineage, run.base, run.vae, champion_metrics),
+        *(run.recipe, tuned, measured, lineage, run.base, run.vae),
+        run.champion_metrics(given, measured),
         progress=run.begin(parts),
         force=run.force,
     )

@@ -54,8 +54,10 @@ from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.progress import Progress
+from tasks.publish import stage as publish
 from tasks.publish.assemble_pipeline import missing_weights, pipeline_weight_files
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
+from tasks.publish.model_registry import Version
 from tasks.publish.promotion_gate import check_rules, parse_rule
 from tasks.publish.sign_model import check_key
 from tasks.retrain.champion import Champion, check_champion
@@ -123,6 +125,28 @@ class Run:
         check_disk(*given, rows=found.rows, stages=self.stages, shards=keys)
         return found
 
+    def champion_to_measure(self, trained: Artifact, evaluated: Artifact) -> Version | None:
+        """The champion that the gate will compare the model with; None if there is no need of it.
+
+        It is measured with the model, on the same device, before the publication needs its metrics.
+        A run that was sent measures it if it was sent for nothing else.
+        """
+        given = (self.recipe, trained, evaluated, self.base, self.force)
+        parts = publish.key_parts(*given)
+        if self.sent is None:
+            is_due = publish.STAGE in self.stages
+            if not is_due or self.store.find(publish.STAGE, parts.key) is not None:
+                return None
+        elif self.sent == (evaluated.stage, evaluated.key):
+            return None
+        return publish.compared_champion(self.recipe, parts.inputs)
+
+    def champion_metrics(
+        self, given: EvalInputs, evaluated: Artifact
+    ) -> Callable[[str], evaluate.PublishedMetrics]:
+        """A call that returns the metrics of a published version, comparable with `evaluated`."""
+        return partial(evaluate.metrics_of_published, given, evaluated, self.begin, send=self.send)
+
     def check_champion(self, model: str) -> None:
         """Raise StageFailed unless the champion is the start of a retraining, or its own model.
 
@@ -139,10 +163,7 @@ class Run:
     def send(self, parts: KeyParts, progress: Progress) -> Callable[[], str] | None:
         """A call that lets the stage's work pool build it; None for a stage that is built here.
 
-        Of a run that was sent, a stage before the sent one must be in the store: the call raises.
-
-        Raises:
-            StageFailed: this run was sent, and would build another artifact than expected.
+        Of a run that was sent, every other artifact must be in the store: the call raises.
         """
         if self.sent is not None:
             return self._check_sent(parts, *self.sent)
@@ -162,22 +183,24 @@ class Run:
     def _check_sent(
         self, parts: KeyParts, stage: PlacedStage, key: str
     ) -> Callable[[], str] | None:
+        if (parts.stage, parts.key) == (stage, key):
+            return None
         why = "the source, the models or the version of Kilnworks differ between sender and worker"
-        if parts.stage != stage:
-
-            def missing() -> NoReturn:
-                raise StageFailed(
-                    f"{stage}: the store has no {parts.stage} {parts.key[:12]} for it: {why}, or "
-                    "it was deleted: run again"
-                )
-
-            return missing
-        if parts.key != key:
-            raise StageFailed(
+        if parts.stage == stage:
+            error = StageFailed(
                 f"{stage}: the sender expects {key[:12]}, this run would build {parts.key[:12]}: "
                 f"{why}: run again"
             )
-        return None
+        else:
+            error = StageFailed(
+                f"{stage}: the store has no {parts.stage} {parts.key[:12]} for it: {why}, or it "
+                "was deleted: run again"
+            )
+
+        def fail() -> NoReturn:
+            raise error
+
+        return fail
 
 
 def prepare(

@@ -27,6 +27,7 @@ from configs.load_and_extend_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
 from flows.cli import app
 
+pytestmark = pytest.mark.slow
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/README.md", "*/*/README.md")

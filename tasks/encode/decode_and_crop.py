@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from typing import Any
 
@@ -41,13 +41,26 @@ class TransformSettings:
     max_pixels: int
     masks: int = 0
     scored: bool = False  # whether every sample needs an aesthetic score
+    #: The download's resize mode, if it crops or pads: center_crop or border.
+    download_reshapes: str | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> TransformSettings:
-        names = set(cls.__dataclass_fields__) - {"max_pixels", "scored"}
-        settings = recipe.encode.model_dump(include=names)
-        scored = getattr(recipe.source, "aesthetic_column", None) is not None
-        return cls(**settings, max_pixels=recipe.download.max_pixels, scored=scored)
+        names = set(cls.__dataclass_fields__) & type(recipe.encode).model_fields.keys()
+        mode = recipe.download.resize_mode
+        return cls(
+            **recipe.encode.model_dump(include=names),
+            max_pixels=recipe.download.max_pixels,
+            scored=getattr(recipe.source, "aesthetic_column", None) is not None,
+            download_reshapes=mode if mode in ("center_crop", "border") else None,
+        )
+
+    def for_key(self) -> dict[str, Any]:
+        """All fields; keys without `download_reshapes` are those of releases that lack it."""
+        found = asdict(self)
+        if self.download_reshapes is None:
+            del found["download_reshapes"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Transformed:
 
     pixels: NDArray[np.float32]  # [3, H, W], -1 to 1
     original_size: Size
-    crop_top_left: tuple[int, int]  # (top, left) in the resized and perhaps mirrored picture
+    crop_top_left: tuple[int, int]  # (top, left) in the whole picture, resized and mirrored alike
     target_size: Size
     flip: bool
 
@@ -90,8 +103,8 @@ def transform(
     """Resize a picture (Lanczos) to cover its nearest bucket, and crop it.
 
     With `settings.flip`, a training picture has a second variant: mirrored, then cropped at the
-    same position. SDXL conditions on the size before any resizing, so `original_size` is the size
-    before the download stage if `meta` has it.
+    same position. SDXL conditions on the size before any resizing and on all that is cropped, so
+    size and crop are relative to the picture before the download stage if `meta` has its size.
 
     Args:
         data: encoded picture.
@@ -108,19 +121,20 @@ def transform(
     resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
     if resized[0] * resized[1] > settings.max_pixels:  # a thin picture grows a thousandfold
         raise BadSample("too many pixels")
-    original_size = _original_size(meta, image)
+    original_size, cropped = _before_download(meta, image, settings.download_reshapes)
     if resized != image.size:
         image = image.resize(resized, Image.Resampling.LANCZOS)
     position = _crop_position(settings, sha256)
     top = _round_half_up((image.height - height) * position[0])
     left = _round_half_up((image.width - width) * position[1])
     box = (left, top, left + width, top + height)
+    before_top, before_left = (_round_half_up(offset * scale) for offset in cropped)
     is_mirrored = settings.flip and not is_holdout(sha256, settings.holdout)
     return [
         Transformed(
             _pixels((ImageOps.mirror(image) if flip else image).crop(box)),
             original_size,
-            (top, left),
+            (before_top + top, before_left + left),
             (height, width),
             flip,
         )
@@ -146,7 +160,23 @@ def _round_half_up(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-def _original_size(meta: Mapping[str, Any], image: Image.Image) -> Size:
+def _before_download(
+    meta: Mapping[str, Any], image: Image.Image, reshapes: str | None
+) -> tuple[Size, tuple[float, float]]:
+    """The size before the download, and how far it cropped at the top and left.
+
+    Padding counts as part of the picture.
+
+    Returns (height, width) in pixels of the original, and (top, left) in pixels of `image`.
+    """
     height, width = meta.get("original_height"), meta.get("original_width")
-    known = isinstance(height, int) and isinstance(width, int) and height > 0 and width > 0
-    return (height, width) if known else (image.height, image.width)  # type: ignore[return-value]
+    if not (isinstance(height, int) and isinstance(width, int) and height > 0 and width > 0):
+        return (image.height, image.width), (0.0, 0.0)
+    if reshapes == "border":
+        scale = max(height, width) / max(image.height, image.width)
+        return (round(image.height * scale), round(image.width * scale)), (0.0, 0.0)
+    if reshapes == "center_crop":
+        scale = max(image.height / height, image.width / width)
+        lost = (height * scale - image.height, width * scale - image.width)
+        return (height, width), (lost[0] / 2, lost[1] / 2)
+    return (height, width), (0.0, 0.0)

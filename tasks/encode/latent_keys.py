@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from artifacts.hashing import digest_json
@@ -23,8 +22,9 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     if recipe.encode.text == "embeddings":  # keys are those of releases without the setting
         excluded.add("text")
     settings = recipe.encode.model_dump(mode="json", exclude=excluded)
-    scored = TransformSettings.of(recipe).scored
-    return {**settings, "max_pixels": recipe.download.max_pixels, "scored": scored}
+    transform = TransformSettings.of(recipe).for_key()
+    others = ("max_pixels", "scored", "download_reshapes")
+    return settings | {name: transform[name] for name in others if name in transform}
 
 
 def shard_key(
@@ -50,7 +50,7 @@ def shard_key(
             "encoders": encoders,
             "dtype": dtype,
             "batch_size": batch_size,
-            "transform": asdict(settings),
+            "transform": settings.for_key(),
             **({} if text == "embeddings" else {"text": text}),
         }
     )

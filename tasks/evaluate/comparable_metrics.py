@@ -69,7 +69,7 @@ def fingerprint(given: EvalInputs) -> str:
             "compared": list(compared_sets(recipe)),
             "models": given.measuring_models(),
             "reference": given.images.digest,
-            "transform": vars(TransformSettings.of(recipe)),
+            "transform": TransformSettings.of(recipe).for_key(),
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,

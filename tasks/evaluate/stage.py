@@ -68,7 +68,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
         "judges": judge_names(recipe.evaluate.judges),
         "compared": compared_sets(recipe),
-        "reference": vars(TransformSettings.of(recipe)),
+        "reference": TransformSettings.of(recipe).for_key(),
         **recipe.train.held_out_loss,
     }
 
@@ -182,6 +182,10 @@ def _memorization(
     return {**facts, "closest_pairs": found}
 
 
+def _built_here(parts: KeyParts, progress: Progress) -> None:
+    """Send nothing to a work pool."""
+
+
 class PublishedMetrics(NamedTuple):
     """A published model's metrics, and the artifact with them if it was measured again."""
 
@@ -195,6 +199,7 @@ def metrics_of_published(
     begin: Callable[[KeyParts], Progress],
     uri: str,
     *,
+    send: Callable[[KeyParts, Progress], Callable[[], str] | None] = _built_here,
     run: RunJob = run_job,
 ) -> PublishedMetrics:
     """A published model's metrics, comparable with the `tuned` ones of an evaluation.
@@ -207,6 +212,7 @@ def metrics_of_published(
         evaluated: artifact of the evaluation.
         begin: records that the run needs an artifact; returns the progress of building it.
         uri: folder or URL of the published model.
+        send: returns a call that lets another machine build an artifact, or None.
     """
     found = _published_estimates(uri, evaluated.summary["fingerprint"])
     if found is not None:
@@ -217,9 +223,11 @@ def metrics_of_published(
     shared = {"published": model.digest, "comparable": fingerprint(given)}
     inputs = given.digests() | shared
     parts = KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
-    build = partial(_build_published, given, model, progress=begin(parts), run=run)
+    progress = begin(parts)
+    build = partial(_build_published, given, model, progress=progress, run=run)
     parents = {"images": given.images, "latents": given.latents}
-    result = build_or_reuse(evaluated.store, parts, build, parents=parents)
+    sent = send(parts, progress)
+    result = build_or_reuse(evaluated.store, parts, build, parents=parents, send=sent)
     artifact = result.load(evaluated.store)
     return PublishedMetrics(_read_estimates(artifact, ("tuned",))["tuned"], artifact)
 

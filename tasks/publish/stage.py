@@ -109,6 +109,13 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
     return {**inputs, "champion": champion.manifest["digest"]}
 
 
+def compared_champion(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
+    """The version that the gate compares a model with, given the inputs of its key, if any."""
+    if not promotion_gate.needs_champion(recipe.publish.gate):
+        return None
+    return _champion_before(recipe, inputs)
+
+
 def _check_champion(
     recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, inputs: Mapping[str, str]
 ) -> None:

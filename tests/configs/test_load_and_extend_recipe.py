@@ -185,6 +185,7 @@ def test_schema_file_matches_the_code() -> None:
     assert json.loads(path.read_text(encoding="utf-8")) == json_schema()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recipe_names())
 def test_editors_find_no_fault_in_a_shipped_recipe(name: str) -> None:
     jsonschema.validate(parse_yaml(find_recipe(name).read_text(encoding="utf-8")), json_schema())

@@ -102,6 +102,7 @@ def test_it_has_the_layout_and_the_objective_that_the_recipe_counts_on(
     assert pipe.scheduler.config.timestep_spacing == "trailing"
 
 
+@pytest.mark.slow
 def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
     folder = BASE / "evaluator"
     clip = CLIPModel.from_pretrained(folder, torch_dtype=torch.float32).eval()

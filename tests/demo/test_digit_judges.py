@@ -67,6 +67,7 @@ def test_pictures_and_prompts_must_match_in_number_and_shape() -> None:
         judge(images / np.float32(255), captions_of(digit, style))
 
 
+@pytest.mark.slow
 def test_the_classifier_has_learnt_from_training_digits_alone() -> None:
     training = len(digits.load("train")[0])
     assert digit_judges._classifier().shape_fit_[0] == digit_judges.PASSES * training

@@ -143,6 +143,7 @@ def container(job: dict[str, Any]) -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_job_template_makes_a_job_that_resumes_after_an_eviction(path: Path) -> None:
     """As prefect-kubernetes does it, from the variables of prefect.yaml and a run."""

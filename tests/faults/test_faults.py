@@ -20,6 +20,7 @@ def defined_in(file: str) -> set[str]:
     return {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.fault for fault in FAULTS])
 def test_a_fault_has_its_line_and_its_tests(fault: Fault) -> None:
     planted = fault.planted(source(fault.file))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from prefect_server import Server
 
+from tasks.publish.model_registry import Registry
+
 pytestmark = pytest.mark.soak
 PATIENCE = 600  # seconds, for a machine that does much else
 POOLS = ("cpu", "gpu")
@@ -49,6 +51,27 @@ def test_two_trainings_with_one_accelerator_never_run_at_once(
     run = server.ask(f"/flow_runs/{other['flow_run_id']}")
     assert moment(run, "start_time") < moment(one, "end_time"), "none waited for the other"
     assert moment(one, "end_time") <= moment(other, "start_time")
+
+
+def test_a_champion_is_measured_on_the_pool_of_the_evaluation(
+    server: Server,
+    first: dict[str, Any],
+    small: dict[str, Any],
+    here: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    given = {**small, "place.evaluate": "gpu", "shared_folders": [str(tmp_path)]}
+    given |= {"evaluate.num_inference_steps": 3, "publish.gate": ["holdout_loss < champion * 1.01"]}
+    here("place", "digits", "--accelerators", "1", overrides=given, api=server.api)
+    run = server.run("finetune/cpu", given)
+    for pool in POOLS:
+        server.start(f"worker-{pool}", "worker", "start", "--pool", pool)
+    server.wait("published", lambda: server.state(run) == "Completed", PATIENCE)
+    found = server.ask("/task_runs/filter", {})
+    built = [one for one in found if one["name"] == "evaluate" and one["tags"] == ["accelerator"]]
+    assert [one["state_name"] for one in built] == ["Completed"] * 2, "the model, and the champion"
+    champion = Registry(f"{small['store']}/registry", "digits").champion()
+    assert champion is not None and champion.name == "v2"
 
 
 def trainings(server: Server) -> list[dict[str, Any]]:

@@ -97,6 +97,7 @@ def test_every_command_has_a_test() -> None:
     assert names == {words[0] for words in TELLING.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TELLING)
 def test_a_command_prints_the_same_at_a_terminal(
     name: str, place: Path, here: Here, monkeypatch: pytest.MonkeyPatch

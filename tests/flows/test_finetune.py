@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from prefect import runtime
 
+from tasks.evaluate import stage as evaluate_stage
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -220,6 +222,28 @@ def test_a_rejected_model_is_not_published(
     assert verdict.name[:12] not in here("gc", "--store", store, "--hours", "0")
     shown = here("show", f"verdict/{verdict.name[:12]}", "--store", store)
     assert all(word in shown for word in ("evaluation", "model", "latents", "source"))
+
+
+def test_a_champion_with_other_metrics_is_measured_by_the_evaluation(
+    first: Report, small: Overrides, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it has the accelerator, which `publish` on another machine may lack."""
+    build, tasks = evaluate_stage._build_published, list[str]()
+
+    def measure(*given: Any, **more: Any) -> Any:
+        tasks.append(runtime.task_run.name)
+        return build(*given, **more)
+
+    monkeypatch.setattr(evaluate_stage, "_build_published", measure)
+    rule = "holdout_loss < champion * 1.01"  # its weights were rounded
+    other = {**small, "evaluate.num_inference_steps": 3, "publish.gate": [rule]}
+    report = run_here("digits", other)
+    assert outcomes(report) == expect("evaluate", "publish") and report["model"].endswith("v2")
+    assert tasks == ["evaluate"]
+    (verdict,) = json.loads((Path(report["model"]) / "gate.json").read_bytes())
+    assert verdict["passed"] and verdict["value"] == pytest.approx(
+        verdict["bound"] / 1.01, rel=1e-3
+    )
 
 
 @pytest.mark.extended

@@ -83,8 +83,9 @@ def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
     sent = replace(run, sent=("train", PARTS.key))
     assert sent.send(PARTS, Progress("train")) is None
     other = KeyParts("train", 1, {"steps": 2}, {})
+    differs = sent.send(other, Progress("train"))
     with pytest.raises(StageFailed, match=f"the sender expects {PARTS.key[:12]}"):
-        sent.send(other, Progress("train"))
+        build_or_reuse(run.store, other, build, parents={}, send=differs)
 
 
 def test_a_sent_run_builds_no_stage_before_its_own(run: Run) -> None:

@@ -17,6 +17,7 @@ from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
+from configs.settings.recipe import STAGES
 from flows import finetune, generate
 from flows.preflight import Run
 from tasks import download
@@ -200,6 +201,24 @@ def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_
     champion = registry.champion()
     assert champion is not None
     assert champion.name == ("v2" if compared_with == "first" else "v3")
+
+
+def test_the_champion_is_measured_where_the_new_model_is(run: Run) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    registry.promote(registry.publish(commit(store, "publish", 0, {})).name)
+    trained, evaluated = (commit(store, stage, 1, {}) for stage in ("train", "evaluate"))
+
+    def measures(run: Run, **settings: Any) -> bool:
+        return publishing(run, **settings).champion_to_measure(trained, evaluated) is not None
+
+    assert measures(run)
+    assert not measures(run, gate=["clip_score > base"]), "no rule names it"
+    assert not measures(replace(run, stages=STAGES[:4])), "nothing is published"
+    on_pool = replace(run, stages=("evaluate",))
+    assert not measures(replace(on_pool, sent=("evaluate", evaluated.key)))
+    assert measures(replace(on_pool, sent=("evaluate", "the champion's key")))
+    store.draft(publish.key_parts(run.recipe, trained, evaluated, run.base)).commit({}, {})
+    assert not measures(run), "the model is published"
 
 
 def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(

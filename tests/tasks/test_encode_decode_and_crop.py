@@ -2,16 +2,21 @@
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from encoder_inputs import BUCKETS, SQUARE, encode_picture, gradient
 from PIL import Image
 
+from configs.load_and_extend_recipe import load_recipe
+from configs.settings.download import Download
 from runtimes.contract import WrongInput
+from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.encode.buckets import bucket_sizes, nearest_bucket
 from tasks.encode.decode_and_crop import BadSample, TransformSettings, decode, transform
 from tasks.encode.holdout_split import is_holdout
+from tasks.encode.latent_keys import settings_for_key
 
 
 def _apply(data: bytes, settings: TransformSettings, meta: dict | None = None):
@@ -98,6 +103,61 @@ def test_original_size_is_the_one_before_the_download_resized() -> None:
     meta = {"original_width": 4000, "original_height": 3000}
     assert _apply(gradient(80, 60), SQUARE, meta).original_size == (3000, 4000)
     assert _apply(gradient(80, 60), SQUARE, {"original_width": None}).original_size == (60, 80)
+
+
+@pytest.mark.parametrize("size", [(200, 100), (90, 210), (100, 100), (48, 36)])
+@pytest.mark.parametrize("only_if_bigger", [True, False])
+def test_a_crop_by_the_download_counts_as_one_by_the_encoding(
+    size: tuple[int, int], only_if_bigger: bool, tmp_path: Path
+) -> None:
+    seen = {}
+    for mode in ("no", "center_crop"):
+        settings = Download(
+            image_size=80,
+            resize_mode=mode,
+            only_if_bigger=only_if_bigger,
+            encode_format="png",
+            encode_quality=3,
+        )
+        stored, meta = downloaded(gradient(*size), settings, tmp_path)
+        reshapes = None if mode == "no" else mode
+        seen[mode] = _apply(stored, replace(SQUARE, download_reshapes=reshapes), meta)
+    whole, cut = seen["no"], seen["center_crop"]
+    assert cut.original_size == whole.original_size == size[::-1]
+    np.testing.assert_allclose(cut.crop_top_left, whole.crop_top_left, atol=1)
+    np.testing.assert_allclose(cut.pixels, whole.pixels, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("size", "only_if_bigger", "seen"),
+    [((200, 100), True, (200, 200)), ((48, 36), True, (36, 48)), ((48, 36), False, (48, 48))],
+)
+def test_padding_by_the_download_is_part_of_the_picture(
+    size: tuple[int, int], only_if_bigger: bool, seen: tuple[int, int], tmp_path: Path
+) -> None:
+    settings = Download(image_size=80, resize_mode="border", only_if_bigger=only_if_bigger)
+    stored, meta = downloaded(gradient(*size), settings, tmp_path)
+    found = _apply(stored, replace(SQUARE, download_reshapes="border"), meta)
+    assert found.original_size == seen
+
+
+def downloaded(data: bytes, settings: Download, folder: Path) -> tuple[bytes, dict[str, int]]:
+    """A picture as the download stores it, and its metadata."""
+    file = folder / "stored"
+    sizes = PictureResizer(settings).write_resized(data, file)
+    assert not isinstance(sizes, str)
+    return file.read_bytes(), {"original_width": sizes[2], "original_height": sizes[3]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "reshapes"), [("center_crop", "center_crop"), ("border", "border"), ("no", None)]
+)
+def test_the_key_of_latents_has_a_download_mode_that_crops_or_pads(
+    mode: str, reshapes: str | None
+) -> None:
+    recipe = load_recipe("digits", {"download.resize_mode": mode})
+    assert TransformSettings.of(recipe).download_reshapes == reshapes
+    assert settings_for_key(recipe).get("download_reshapes") == reshapes
 
 
 def test_pictures_are_upright_in_rgb_over_white() -> None:

@@ -76,6 +76,7 @@ def test_an_error_of_a_shard_ends_no_process(
         encode(f"{tmp_path}/absent.tar", tar[1], path)
 
 
+@pytest.mark.slow
 def test_a_process_ends_when_its_client_does_even_while_it_reads(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.tar")
     process = start()
@@ -87,6 +88,7 @@ def test_a_process_ends_when_its_client_does_even_while_it_reads(tmp_path: Path)
     os.close(writer)
 
 
+@pytest.mark.slow
 def test_the_error_of_a_dead_process_has_its_last_line(
     process: EncoderProcess, tar: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -465,6 +465,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_processes_of_a_machine_share_the_slots_of_a_host(tmp_path: Path) -> None:
     """A killed process leaves no slot behind."""
     file = tmp_path / "hosts.lock"

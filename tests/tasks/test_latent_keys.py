@@ -37,7 +37,8 @@ def test_the_key_has_every_input_of_a_latent_shard(change: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", [field.name for field in fields(TransformSettings)])
 def test_the_key_has_every_setting_of_the_transform(name: str) -> None:
     value = getattr(SETTINGS, name)
-    other = "random" if name == "crop" else not value if isinstance(value, bool) else value + 1
+    others = {"crop": "random", "download_reshapes": "border"}
+    other = others.get(name) or (not value if isinstance(value, bool) else value + 1)
     changed = replace(SETTINGS, **{name: other})
     assert shard_key(**{**GIVEN, "settings": changed}) != shard_key(**GIVEN)
 

@@ -48,6 +48,7 @@ def test_a_step_is_the_same_whatever_was_read_before(
         assert used.batch(step) == order(shards, size, window, seed).batch(step)
 
 
+@pytest.mark.slow
 @holds_for(**ORDER)
 def test_every_sample_comes_once_per_epoch_and_batches_have_one_bucket(
     shards: list[Groups], size: int, window: int, seed: int

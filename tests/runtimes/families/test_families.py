@@ -76,6 +76,7 @@ def clip_encoders(folder: Path) -> list[Any]:
     return [load_text_encoder(folder, part) for part in family.clip_encoders]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.clip])
 def test_encoded_in_the_step_captions_are_what_was_encoded_before(
     name: str, request: pytest.FixtureRequest
@@ -115,6 +116,7 @@ def test_the_card_states_the_caption_length_unless_the_plain_call_has_it(name: s
     assert encoder.tokens == longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_network_predicts_what_the_pipeline_s_denoiser_does(
     name: str, request: pytest.FixtureRequest

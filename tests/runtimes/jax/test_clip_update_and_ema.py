@@ -4,6 +4,7 @@ from typing import Any
 
 import chips
 import numpy as np
+import pytest
 import torch
 
 from configs.settings.train import Train
@@ -51,6 +52,7 @@ def by_torch(update: Update, weights: dict[str, torch.nn.Parameter], step: int) 
     return loss.item(), update.apply(SETTINGS.learning_rate).item()
 
 
+@pytest.mark.slow
 def test_steps_leave_the_weights_moments_and_average_that_pytorch_leaves() -> None:
     rng = np.random.default_rng(9)
     start = {name: rng.standard_normal(shape, np.float32) for name, shape in WEIGHTS.items()}

@@ -148,6 +148,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert line.startswith("error: ") and says in line
 
 
+@pytest.mark.slow
 def test_an_error_of_the_disk_says_which(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
