@@ -227,7 +227,7 @@ def prepare(
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
     if recipe.publish.signing_key is not None:
         check_key(recipe.publish.signing_key)
-    store = _writable_store(recipe)
+    store = writable_store(recipe)
     built = STAGES[: 1 + STAGES.index(until)] if only is None else (only,)
     stages = _stages_here(recipe, built)
     _check_runtime(recipe, stages)
@@ -290,7 +290,7 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
 
 
-def _writable_store(recipe: Recipe) -> Store:
+def writable_store(recipe: Recipe) -> Store:
     """The store; it and the registry can be written. Raises RecipeError for one that cannot."""
     store = Store(recipe.store)
     places, other = {"store": store}, recipe.publish.registry

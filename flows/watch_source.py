@@ -17,6 +17,7 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.preflight import writable_store
 from tasks.build_or_reuse import TransientError, storing
 from tasks.retrain.watch_source import (
     EVENT,
@@ -58,6 +59,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
                 log.info("watch: %s has changed, and a retraining runs: waiting", resource)
                 report = {"source": resource, "changed": False, "waits": True}
                 return Completed(name="Waiting", data=report)
+            writable_store(checked)  # else each run would announce the change
             _announce(resource, found)
             remember(checked, found)  # an event that was refused is emitted again
     log.info("watch: %s has changed", resource)

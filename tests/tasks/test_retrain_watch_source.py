@@ -15,7 +15,7 @@ from gcs_server import GcsServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from store_servers import S3Server
 
-from artifacts.store import Store
+from artifacts.store import Store, StoreError
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
@@ -155,6 +155,21 @@ def test_a_change_is_remembered_only_after_the_server_accepted_its_event(
     assert event["event"] == "kiln.source.changed"
     assert event["resource"] == {"prefect.resource.id": "kiln.source.digits"}
     assert event["payload"] == {"stamp": last_stamp(recipe)}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_change_that_cannot_be_remembered_is_not_announced(
+    scheme: str,
+    s3: S3Server,
+    gcs: GcsServer,
+    server: type[Events],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise each run of the flow would start a retraining."""
+    monkeypatch.setattr(gcs, "absent", "misspelt")
+    with pytest.raises(StoreError, match="its bucket does not exist"):
+        watch(f"{scheme}://misspelt/store", 60)
+    assert server.accepted == []
 
 
 @pytest.mark.extended
