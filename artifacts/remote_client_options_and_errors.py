@@ -75,9 +75,15 @@ class StoreRefused(OSError):
 
 
 def is_of_client(error: BaseException) -> bool:
-    """Whether an error is one of a remote store's client: no network, say, or no credentials."""
+    """Whether an error is one of a remote store's client: no network, say, or no credentials.
+
+    s3fs raises an OSError of the client's error, whose type says what is missing or forbidden, if
+    anything is. It has none of its own for an outage.
+    """
     if isinstance(error, StoreRefused) or _is_of_client(type(error).__module__):
         return True
+    if type(error) is OSError and error.__cause__ is not None:
+        return _is_of_client(type(error.__cause__).__module__)
     return isinstance(error, ValueError) and _is_of_client(_raised_in(error))
 
 

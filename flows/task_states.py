@@ -82,6 +82,6 @@ def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:
 
 
 def _earlier_stages(model: str, stage: str) -> list[Links]:
-    """Links to the artifacts of the stages before; the first stage has none."""
-    earlier = STAGES[: STAGES.index(stage)]
+    """Links to the artifacts of the stages before; the first stage and others have none."""
+    earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else ()
     return [stage_links(model, earlier)] if earlier else []

@@ -149,7 +149,10 @@ def open_device(
         WrongInput: the device is absent, or does not support the settings.
     """
     if not name.startswith("hpu"):
-        return DeviceHooks(choose_device(name, ranks))
+        device = choose_device(name, ranks)
+        if device.index is not None:  # new streams and events are of the current device
+            torch.get_device_module(device).set_device(device)
+        return DeviceHooks(device)
     settings = settings or Hpu()
     compile_cache = hpu.load(settings, compiled)
     choose_device(name, ranks)

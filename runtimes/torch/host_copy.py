@@ -53,7 +53,7 @@ class _Stage:
     def begin(self, piece: torch.Tensor, place: torch.Tensor) -> None:
         self.end()
         self._buffer[: piece.numel()].copy_(piece, non_blocking=True)
-        self._filled.record()
+        self._filled.record(_stream(piece.device))
         self._place = place
 
     def end(self) -> None:
@@ -61,3 +61,8 @@ class _Stage:
             self._filled.synchronize()
             self._place.copy_(self._buffer[: self._place.numel()])
             self._place = None
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of the copies from a device, which need not be the current one of the thread."""
+    return torch.cuda.current_stream(device)

@@ -346,8 +346,6 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
     if ranks.world == 1:
         return SingleProcess()
     check_fsdp(settings, ranks, device.type)
-    if device.index is not None:
-        torch.get_device_module(device).set_device(device)
     # gloo serves host tensors, which NCCL and HCCL do not support.
     join(ranks, BACKENDS.get(device.type, "gloo"))
     if settings.fsdp == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +39,14 @@ from tasks.evaluate.judges import check_prompts, judge_names
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.measure_models import Measured, MetricSuite, memorization_facts
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
-from tasks.evaluate.metric_names import all_prompts, compared_sets, slices_by_set
+from tasks.evaluate.metric_names import (
+    LOWER_IS_BETTER,
+    all_prompts,
+    by_set,
+    compared_sets,
+    metric_names,
+    slices_by_set,
+)
 from tasks.evaluate.metric_table import metric_rows
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference_pictures import find_pictures
@@ -63,8 +71,12 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
             *("device", "batch_size"),
         },
     )
+    sets = list(recipe.evaluate.prompts)
+    # A digest sorts names, and a picture's number selects its noise. Other keys stay as they were.
+    order = {} if sets == sorted(sets) else {"sets": sets}
     return {
         **settings,
+        **order,
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
         "judges": judge_names(recipe.evaluate.judges),
         "compared": compared_sets(recipe),
@@ -80,7 +92,12 @@ def key_parts(given: EvalInputs, trained: Artifact) -> KeyParts:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise WrongInput for an unreadable prompt file or a prompt that a judge does not support."""
+    """Raise WrongInput for an unreadable prompt file, or a judge with a wrong prompt or name."""
+    known = Counter(metric_names(recipe))
+    for judge in judge_names(recipe.evaluate.judges):
+        names = by_set(judge, recipe.evaluate.prompts)
+        if judge in LOWER_IS_BETTER or any(known[name] > 1 for name in names):
+            raise WrongInput(f"evaluate.judges: {judge} is the name of another metric: rename it")
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 

@@ -43,12 +43,15 @@ class Champions:
         self._history, self._copy = f"{root}/{HISTORY}", f"{root}/{COPY}"
 
     def moves(self) -> Moves:
-        """Changes of the champion. Raises RegistryError if the history and its copy are damaged."""
+        """Changes of the champion.
+
+        Raises RegistryError if the history is damaged, and its copy is damaged or missing.
+        """
         found = _decode(read(self._fs, self._history), self._history)
         if found:
             return found
         copied = _decode(read(self._fs, self._copy), self._copy)
-        if copied is None:
+        if copied is None or (found is None and not copied):
             raise RegistryError(
                 f"{self._history} and its copy {COPY} are damaged: restore one of them, or delete "
                 "both and promote a version"

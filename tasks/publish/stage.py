@@ -369,7 +369,7 @@ def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
     """`metrics` and `differences` of metrics.json, with the champion's if it was measured."""
     tuned = models["tuned"]
     found: dict[str, dict[str, Any]] = {name: {} for name in tuned}
-    for model in models.keys() - {"tuned"}:
+    for model in (one for one in models if one != "tuned"):  # a set has no order
         for name, metric in differences(tuned, models[model]).items():
             found[name][model] = metric
     return {"metrics": metrics_by_name(models), "differences": found}

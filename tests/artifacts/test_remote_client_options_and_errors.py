@@ -11,7 +11,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.remote_client_options_and_errors import StoreRefused, is_of_client
 from artifacts.store import Store
 from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
-from tasks.build_or_reuse import StorageAway, storing
+from tasks.build_or_reuse import StorageAway, StorageError, storing
 from tasks.publish.model_registry import Registry
 
 PARTS = KeyParts("train", 1, {}, {})
@@ -49,6 +49,27 @@ def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
             artifact.read("a")
     assert checkpoints.latest() is not None
     assert store.find(PARTS.stage, PARTS.key) is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("SlowDown", StorageAway),
+        ("ServiceUnavailable", StorageAway),
+        ("InternalError", StorageAway),
+        ("AccessDenied", StorageError),
+        ("NoSuchKey", FileNotFoundError),
+    ],
+)
+def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None:
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    refused = ClientError({"Error": {"Code": code, "Message": "no"}}, "GetObject")
+    error = translate_boto_error(refused)
+    with pytest.raises(Exception) as found, storing(Store("memory://store-of-outages")):
+        raise error from refused
+    assert type(found.value) is kind
 
 
 def test_a_valueerror_of_ours_is_not_of_a_client() -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import runs
 from artifacts.store import Store
+from flows.task_states import _earlier_stages
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -87,3 +88,7 @@ def test_pictures_have_their_settings(
     drawn = Store(str(tmp_path / "store"))
     made = {(artifact.stage, artifact.key) for artifact in drawn.artifacts()}
     assert made == {key for run in runs(drawn) for key in run.keys}  # `kiln gc` leaves them
+
+
+def test_pictures_have_no_stages_before_them() -> None:
+    assert _earlier_stages("tiny", "generate") == [] == _earlier_stages("tiny", "download")

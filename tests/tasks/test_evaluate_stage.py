@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, hash_local, write_record
-from artifacts.hashing import digest_bytes
+from artifacts.hashing import digest_bytes, digest_json
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Shard, Store
 from configs.settings.recipe import Recipe
@@ -606,6 +606,26 @@ def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None
         evaluate.check(recipe)
     with pytest.raises(WrongInput, match=r"evaluate\.judges: digits"):
         evaluate.check(_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
+
+
+def test_the_order_of_prompt_sets_is_in_the_key(tmp_path: Path) -> None:
+    """It selects the noise of every picture."""
+    one, other = {"prompts": ["a"], "compare": False}, {"prompts": ["b"]}
+    keys = [
+        digest_json(evaluate.settings_for_key(_recipe(tmp_path, tmp_path, tmp_path, prompts=sets)))
+        for sets in ({"one": one, "other": other}, {"other": other, "one": one})
+    ]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("name", ["clip_score", "cmmd", "digit", "holdout_loss"])
+def test_a_judge_with_the_name_of_another_metric_is_refused(name: str, tmp_path: Path) -> None:
+    judge = {"name": name, "path": "a-model"}
+    prompts = {"new": {"prompts": ["a blue seven on black"]}}
+    given = {"judges": ["digits", judge], "prompts": prompts}
+    recipe = _recipe(tmp_path, tmp_path, tmp_path, **given)
+    with pytest.raises(WrongInput, match=f"evaluate.judges: {name} is the name of another metric"):
+        evaluate.check(recipe)
 
 
 @pytest.mark.extended

@@ -553,6 +553,11 @@ def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
         with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
             act()
     assert found.damaged_histories() == [HISTORY, COPY]
+    for path in found.fs.glob(f"{found.root}/{COPY}*"):
+        found.fs.rm_file(path)  # a registry of before the copy has none either
+    for act in (found.champion, found.rollback, lambda: found.promote("v1")):
+        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+            act()
     assert [version.name for version in found.versions()] == ["v1"]
 
 

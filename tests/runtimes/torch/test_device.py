@@ -16,6 +16,7 @@ from runtimes.torch.device import (
     check_fsdp,
     choose_device,
     make_deterministic,
+    open_device,
     warn_of_slow_float32,
 )
 from runtimes.torch.device_hooks import DeviceHooks
@@ -73,6 +74,26 @@ def test_attention_takes_no_kernel_that_adds_in_any_order() -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chosen"),
+    [
+        ("cuda:1", Ranks(), ["cuda:1"]),
+        ("cuda", Ranks(1, 2, 1, 2), ["cuda:1"]),
+        ("cuda", Ranks(), []),
+        ("cpu", Ranks(), []),
+    ],
+)
+def test_a_device_with_a_number_is_the_current_one(
+    name: str, ranks: Ranks, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise events of copies to the host, and CUDA graphs, are of the first device."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(str(device)))
+    open_device(name, ranks)
+    assert seen == chosen
 
 
 def test_apples_gpu_is_used_when_named_with_a_warning(

@@ -17,7 +17,8 @@ class Stage(host_copy._Stage):
         self._place = None
         self.waits = 0
 
-    def record(self) -> None: ...
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cpu"
 
     def synchronize(self) -> None:
         self.waits += 1
@@ -28,6 +29,7 @@ def test_copies_have_the_values_of_every_layout_and_dtype(
     monkeypatch: pytest.MonkeyPatch, staged: bool
 ) -> None:
     monkeypatch.setattr(host_copy, "STAGE", 64)  # 16 numbers
+    monkeypatch.setattr(host_copy, "_stream", lambda device: f"stream of {device}")
     copies = HostCopies(torch.device("cpu"))
     copies._stages = [Stage(), Stage()] if staged else []
     drawn = torch.Generator().manual_seed(1)
