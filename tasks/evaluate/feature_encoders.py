@@ -60,16 +60,16 @@ def check_image_encoder(folder: Path) -> None:
 
 
 def _check_call(folder: Path, setting: str) -> None:
-    """Raise WrongInput if a model without weights does not accept a picture alone."""
-    import torch
-    from transformers import AutoConfig, AutoImageProcessor, AutoModel
+    """Raise WrongInput if a model does not accept a picture alone, or lacks weights."""
+    from transformers import AutoImageProcessor, AutoModel
 
-    local = {"local_files_only": True, "trust_remote_code": False}
+    local, missing = {"local_files_only": True, "trust_remote_code": False}, list[str]()
     try:
         processor = AutoImageProcessor.from_pretrained(folder, **local)
-        config = AutoConfig.from_pretrained(folder, **local)
-        with torch.device("meta"):  # shapes alone
-            model = AutoModel.from_config(config, trust_remote_code=False)
+        model, report = AutoModel.from_pretrained(  # shapes alone
+            folder, use_safetensors=True, device_map="meta", output_loading_info=True, **local
+        )
+        missing = sorted(report["missing_keys"])
         blank = np.zeros((64, 64, 3), np.uint8)
         _pooled(model.eval(), _whole_pictures(processor, [blank]).to("meta"))
     except NotImplementedError:
@@ -78,6 +78,11 @@ def _check_call(folder: Path, setting: str) -> None:
         raise WrongInput(
             f"{setting}: {folder} has no features of a picture alone: {one_line(error)}"
         ) from None
+    if missing:  # such as the pooler in a classifier's folder: each process would draw another
+        raise WrongInput(
+            f"{setting}: {folder} lacks weights ({', '.join(missing[:3])}): choose a model with "
+            "them, such as DINOv2"
+        )
 
 
 def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:

@@ -22,6 +22,9 @@ from transformers import (
     SiglipConfig,
     SiglipImageProcessor,
     SiglipModel,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
 )
 
 from configs.settings.evaluate import PreferenceModel
@@ -199,6 +202,15 @@ def test_a_model_that_needs_more_than_a_picture_is_reported_before_any_work(
     BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
     with pytest.raises(WrongInput, match=r"image_encoder: .* no features of a picture alone"):
         check_image_encoder(folder)
+
+
+def test_an_image_encoder_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    """Each process would draw them at random, so that stored features are of another model."""
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32)
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    with pytest.raises(WrongInput, match=r"lacks weights \(pooler\.dense\.bias"):
+        check_image_encoder(tmp_path)
 
 
 def test_an_image_encoder_that_is_a_clip_needs_its_tokenizer(
