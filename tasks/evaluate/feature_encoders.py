@@ -63,7 +63,8 @@ def _check_call(folder: Path, setting: str) -> None:
     """Raise WrongInput if a model does not accept a picture alone, or lacks weights."""
     from transformers import AutoImageProcessor, AutoModel
 
-    local, missing = {"local_files_only": True, "trust_remote_code": False}, list[str]()
+    local = {"local_files_only": True, "trust_remote_code": False}
+    missing: list[str] = []
     try:
         processor = AutoImageProcessor.from_pretrained(folder, **local)
         model, report = AutoModel.from_pretrained(  # shapes alone

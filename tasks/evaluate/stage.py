@@ -199,10 +199,6 @@ def _memorization(
     return {**facts, "closest_pairs": found}
 
 
-def _built_here(parts: KeyParts, progress: Progress) -> None:
-    """Send nothing to a work pool."""
-
-
 class PublishedMetrics(NamedTuple):
     """A published model's metrics, and the artifact with them if it was measured again."""
 
@@ -216,7 +212,7 @@ def metrics_of_published(
     begin: Callable[[KeyParts], Progress],
     uri: str,
     *,
-    send: Callable[[KeyParts, Progress], Callable[[], str] | None] = _built_here,
+    send: Callable[[KeyParts, Progress], Callable[[], str] | None] | None = None,
     run: RunJob = run_job,
 ) -> PublishedMetrics:
     """A published model's metrics, comparable with the `tuned` ones of an evaluation.
@@ -229,7 +225,7 @@ def metrics_of_published(
         evaluated: artifact of the evaluation.
         begin: records that the run needs an artifact; returns the progress of building it.
         uri: folder or URL of the published model.
-        send: returns a call that lets another machine build an artifact, or None.
+        send: returns a call that lets another machine build an artifact, or None to build it here.
     """
     found = _published_estimates(uri, evaluated.summary["fingerprint"])
     if found is not None:
@@ -243,7 +239,7 @@ def metrics_of_published(
     progress = begin(parts)
     build = partial(_build_published, given, model, progress=progress, run=run)
     parents = {"images": given.images, "latents": given.latents}
-    sent = send(parts, progress)
+    sent = None if send is None else send(parts, progress)
     result = build_or_reuse(evaluated.store, parts, build, parents=parents, send=sent)
     artifact = result.load(evaluated.store)
     return PublishedMetrics(_read_estimates(artifact, ("tuned",))["tuned"], artifact)

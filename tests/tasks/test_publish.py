@@ -32,6 +32,7 @@ from tasks.publish.model_card import (
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
 from tasks.publish.stage import (
     Rejected,
+    _compared,
     build,
     key_parts,
     registry_of,
@@ -146,6 +147,16 @@ def test_the_champion_is_measured_only_if_a_rule_names_it(
         publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=better)
     publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, "cmmd < 2"), champion_metrics=better)
     assert asked == ["v1"]
+
+
+@pytest.mark.parametrize("others", [("base", "champion"), ("champion", "base")])
+def test_the_order_of_compared_models_does_not_depend_on_the_process(
+    others: tuple[str, str],
+) -> None:
+    """A rebuilt artifact has the same bytes."""
+    found = {"cmmd": Estimate(2.0, 10, np.linspace(1.5, 2.5, 401))}
+    compared = _compared({"tuned": found, **dict.fromkeys(others, found)})
+    assert tuple(compared["differences"]["cmmd"]) == others
 
 
 def test_a_champion_with_other_settings_is_compared_with_the_one_before_it(
