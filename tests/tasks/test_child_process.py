@@ -134,6 +134,7 @@ while :; do sleep 0.05; done
 """
 
 
+@pytest.mark.slow
 def test_a_stop_signals_the_job_and_not_its_own_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

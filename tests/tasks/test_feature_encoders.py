@@ -283,6 +283,7 @@ def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
         check_clip(tiny_sdxl / "text_encoder")
 
 
+@pytest.mark.slow
 def test_the_digits_judge_recognises_real_digits() -> None:
     x8, labels = digits.load("test")
     style = style_index(NEW_STYLE)
