@@ -15,7 +15,7 @@ export NO_ALBUMENTATIONS_UPDATE ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 # The tests of a file share slow fixtures, so a file runs in one process. Each process has one thread;
-# three processes suit two cores, because many tests wait for child processes.
+# more of them than cores, because many tests wait for child processes.
 PROCESSES ?= 3
 # Runtimes to test; their environments are created.
 RUNTIMES ?= torch jax xla mindspore
@@ -61,6 +61,7 @@ quick: PROCESSES := 2
 quick: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow and not extended and not soak" $(IN_PARALLEL)
 
+test: PROCESSES := 4
 test:
 	$(MAKE) --no-print-directory --jobs 2 environments lint
 	$(PYTEST) -m "not extended and not soak" $(IN_PARALLEL)

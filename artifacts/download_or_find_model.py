@@ -8,7 +8,8 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from fnmatch import fnmatch
+from functools import lru_cache, partial
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,27 @@ def resolve_configs(path: str, *, revision: str | None = None) -> Path:
 
 
 def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
-    """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`."""
+    """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`.
+
+    In the hub's cache only the files count that this program fetches: others share that folder.
+    """
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
-    files = [p for p in found if p.is_file() and not IGNORED & set(p.relative_to(folder).parts)]
-    return digest_json({str(p.relative_to(folder)): digest_model_file(p) for p in files})
+    files = {str(p.relative_to(folder)): p for p in found if p.is_file()}
+    above = (place for place in folder.parents if place.name == "snapshots")
+    is_of_hub = any((place.parent / "blobs").is_dir() for place in above)
+    counts = _is_fetched if is_of_hub else _is_content
+    return digest_json({name: digest_model_file(p) for name, p in files.items() if counts(name)})
+
+
+def _is_content(name: str) -> bool:
+    return not IGNORED.intersection(name.split("/"))
+
+
+def _is_fetched(name: str) -> bool:
+    skipped = (*HUB_SKIPPED, *HUB_VARIANTS)
+    fetched = any(map(partial(fnmatch, name), HUB_FILES))
+    return _is_content(name) and fetched and not any(map(partial(fnmatch, name), skipped))
 
 
 def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
+from itertools import accumulate
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +19,7 @@ def explain(
     error: ValidationError,
     settings: dict[str, Any],
     model: type[BaseModel] = Recipe,
+    overridden: Collection[str] = (),
 ) -> str:
     """A validation error as text: one line per fault, with similar names of settings.
 
@@ -24,15 +27,31 @@ def explain(
         where: the file or flow with the settings; it starts each line.
         settings: the validated values.
         model: the class they were validated with.
+        overridden: dotted settings whose values are not those of `where`.
     """
-    lines = [f"{where}: {_explain_one(item, settings, model)}" for item in error.errors()]
+    lines = []
+    for item in error.errors():
+        at = "override " if _is_overridden(item, overridden) else f"{where}: "
+        lines.append(at + _explain_one(item, settings, model))
     return without_secrets("\n".join(dict.fromkeys(lines)))
 
 
-def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:
+def _path(item: Any) -> list[str]:
     where = [str(part) for part in item["loc"]]
     if len(where) > 1 and where[0] == "source" and _source_model(where[1]) is not None:
         where.pop(1)  # pydantic adds the union's tag, which the file does not contain
+    return where
+
+
+def _is_overridden(item: Any, overridden: Collection[str]) -> bool:
+    sections = list(accumulate(_path(item), "{}.{}".format))
+    is_unknown = item["type"] == "extra_forbidden"  # also a section that an override named
+    below = is_unknown and any(name.startswith(f"{sections[-1]}.") for name in overridden)
+    return below or not set(sections).isdisjoint(overridden)
+
+
+def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:
+    where = _path(item)
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         known = _field_names(where[:-1], settings, model)

@@ -50,7 +50,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     try:
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
-        raise RecipeError(explain(path.name, error, settings)) from None
+        raise RecipeError(explain(path.name, error, settings, overridden=overrides)) from None
     return recipe
 
 
@@ -99,6 +99,10 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path.name}: `extends` forms a cycle")
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise RecipeError(f"{path}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not valid YAML: {one_line(error)}") from None
     except OSError as error:

@@ -21,7 +21,7 @@ from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
 from tasks.beam_options import make_pipeline, quiet_beam
 from tasks.beam_workers import Workers, is_dask, workers_of
-from tasks.build_or_reuse import TransientError
+from tasks.build_or_reuse import StorageAway, StorageError, TransientError
 from tasks.import_beam_quietly import quiet_import
 from tasks.worker_reports import WorkerReports, progress_text, shard_counts
 
@@ -29,7 +29,7 @@ with quiet_import():
     import apache_beam as beam
 
     from tasks.check_worker_code import OnEqualWorkers, WorkerDiffers
-    from tasks.while_lock_held import WhileLockHeld
+    from tasks.on_store import OnStore
 
 log = logging.getLogger("kiln")
 
@@ -39,6 +39,10 @@ LOST = re.compile(
     r"Channel closed prematurely|StatusCode\.(?:UNAVAILABLE|CANCELLED)|\bKilledWorker\b|"
     r"\bCommClosedError\b|Timed out (?:during|trying to)|\bFutureCancelledError\b"
 )
+
+
+#: Errors of the DoFns around that of a stage.
+KNOWN = (WorkerDiffers, LockLost, StorageAway, StorageError)
 
 
 class WorkersLost(TransientError):
@@ -89,12 +93,11 @@ def run_linear(
         BeamOptionsError: Beam rejects the options.
         LockLost: another builder took the lock of this thread over; no further shard was begun.
         OSError: the store is full or not writable.
+        StorageError: a remote store refuses requests; StorageAway if that may pass.
         WorkerDiffers: a worker has other code or packages than this process.
         WorkersLost: the runner lost workers; another run does the shards that are missing.
     """
-    claim = held_claim()
-    if claim is not None:
-        dofn = WhileLockHeld(dofn, watch.store.url, claim)
+    dofn = OnStore(dofn, watch.store.url, held_claim())
     pipeline = make_pipeline(options, threads=threads)
     in_threads = workers_of(options) is Workers.THREADS
     elsewhere = nullcontext((elements, OnEqualWorkers(dofn)))
@@ -106,9 +109,7 @@ def run_linear(
             try:
                 _run(pipeline, options)
             except Exception as error:
-                raise (
-                    _plain(error, watch.store, (*known, WorkerDiffers, LockLost)) or error
-                ) from error
+                raise _plain(error, watch.store, (*known, *KNOWN)) or error from error
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import resolve_model
+from artifacts.download_or_find_model import ModelNotFound, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
@@ -60,6 +60,11 @@ def find_model(settings: Generate) -> EvalModel:
     if re.fullmatch(NAME, name):
         models = Registry(registry_url(settings.store, settings.registry), name)
         found = models.find(version) if version else models.champion()
+        if found is None and not Path(name).is_dir():
+            raise ModelNotFound(
+                f"model {name}: no such folder, and no champion of this name in {settings.store} "
+                "(`kiln ls` lists the published models)"
+            )
     return load_published_model(resolve_model(settings.model if found is None else found.uri))
 
 

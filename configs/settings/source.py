@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from configs.settings.base_section import ReadUrl, Section
 
@@ -14,6 +15,8 @@ AestheticColumn = Annotated[
     Field(description="Column of the aesthetic scores, for train.aesthetic_score; null: none."),
 ]
 
+#: Formats of lists that are text; also the suffixes of such files.
+TEXT_FORMATS = ("csv", "tsv", "jsonl", "json", "txt")
 #: Names in a picture's metadata that have a meaning of their own.
 RESERVED = {
     *("key", "url", "caption", "captions", "status", "error_message", "attempts", "row_hash"),
@@ -65,6 +68,16 @@ class UrlSource(Section):
     base_url: ReadUrl | None = Field(
         None, description="Base of relative URLs; null: all URLs are absolute."
     )
+
+    @model_validator(mode="after")
+    def _is_no_text(self) -> UrlSource:
+        name = re.sub(r"(\?.*|\.gz|\.zst)+$", "", self.path)
+        suffix = name.rpartition(".")[2].lower()
+        if self.format == "parquet" and suffix in TEXT_FORMATS:
+            raise ValueError(
+                f"format is parquet, and path ends in .{suffix}: set format to {suffix}"
+            )
+        return self
 
 
 class FolderSource(Section):

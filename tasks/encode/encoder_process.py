@@ -19,16 +19,18 @@ from typing import Any
 
 from artifacts.checksummed_files import Damaged
 from artifacts.image_shards import read_tar
+from artifacts.store import Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
+from tasks.build_or_reuse import StorageAway, StorageError, storing
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import ShardEncoder
 
 #: Shards that a device process works on: one on the device, others being read and written.
 SHARDS_PER_DEVICE = 2
 #: Errors that the client raises again.
-KNOWN = {kind.__name__: kind for kind in (WrongInput, Damaged)}
+KNOWN = {kind.__name__: kind for kind in (WrongInput, Damaged, StorageAway, StorageError)}
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ def encode_tar(encoder: ShardEncoder, tar: str, sha256: str, path: str) -> dict[
 
     Raises:
         Damaged: the tar has another sha256.
+        StorageError: its store refuses requests; StorageAway if that may pass.
         WrongInput: see ShardEncoder.encode.
     """
-    return encoder.encode(read_tar(tar, sha256), Path(path))
+    with storing(Store(tar.rpartition("/")[0])):
+        return encoder.encode(read_tar(tar, sha256), Path(path))
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:

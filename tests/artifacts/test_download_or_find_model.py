@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import shutil
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -119,6 +120,26 @@ def test_a_model_has_the_files_of_a_linked_folder(tmp_path: Path) -> None:
     assert names == ["model_index.json", "vae/weights"]
     (shared / "weights").write_bytes(b"other")
     assert digest_model(model) != digest
+
+
+def test_files_that_others_fetch_into_the_cache_of_the_hub_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "models--ours--tiny/snapshots/1234"
+    (folder / "vae").mkdir(parents=True)
+    (tmp_path / "models--ours--tiny/blobs").mkdir()
+    for name in ("model_index.json", "vae/diffusion_pytorch_model.safetensors"):
+        (folder / name).write_bytes(b"one")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    digests = [digest_model(folder), digest_model(folder, ("vae",)), digest_model(folder / "vae")]
+    assert digests[0] == digest_model(copy)
+    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin"):
+        (folder / "vae" / name).write_bytes(b"two")
+        (copy / "vae" / name).write_bytes(b"two")
+    (folder / "all.safetensors").write_bytes(b"two")  # a single-file checkpoint
+    again = [digest_model(folder), digest_model(folder, ("vae",)), digest_model(folder / "vae")]
+    assert again == digests
+    assert digests[0] != digest_model(copy)  # a user's own folder counts as it is
+    (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"two")
+    assert digest_model(folder) != digests[0]
 
 
 MISSING = ["memory://none.pth", "none.pth", "memory://", "foo://none.pth", "~nobody-here/none.pth"]

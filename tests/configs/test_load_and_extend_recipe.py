@@ -63,6 +63,23 @@ def test_error_names_the_file_and_the_setting(overrides, words: str) -> None:
     assert str(caught.value).startswith(("digits.yaml: ", "override "))
 
 
+def test_the_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: digits\ntrain: {steps: many}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(path), {"train.batch_size": 0, "trian.steps": 1})
+    starts = ("mine.yaml: train.steps: ", "override train.batch_size: ", "override trian: ")
+    for line, start in zip(sorted(str(caught.value).splitlines()), starts, strict=True):
+        assert line.startswith(start)
+
+
+def test_an_error_of_yaml_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: digits\ntrain:\n  steps: 7\n lr: 2\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"mine\.yaml, line 4: not valid YAML: expected"):
+        load_recipe(str(path))
+
+
 @pytest.mark.parametrize("name", ["digit", "nowhere.yaml"])
 def test_unknown_recipe_raises(name: str) -> None:
     with pytest.raises(RecipeError, match="not found"):
@@ -112,6 +129,15 @@ def test_the_same_kind_of_source_keeps_the_other_settings(tmp_path: Path) -> Non
     assert load_recipe(str(path)).source == expected != parent
     again = {"source": {"kind": "urls", "path": expected.path}}
     assert load_recipe("laion-jax", again).source == expected
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.CSV.gz", "*.csv", "https://a.org/a.csv?sig=hidden"])
+def test_a_list_of_text_is_not_read_as_parquet(name: str) -> None:
+    source = {"kind": "urls", "path": name}
+    with pytest.raises(RecipeError, match=r"ends in \.csv: set format to csv") as error:
+        load_recipe("digits", {"source": source})
+    assert "hidden" not in str(error.value)
+    load_recipe("digits", {"source": {**source, "format": "csv"}})
 
 
 def test_a_relative_path_is_recorded_as_an_absolute_one(

@@ -84,7 +84,7 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     return np.stack([np.asarray(picture).astype(int) for picture in drawn])
 
 
-@subjects_and_families(extended="xla mindspore hpu-eager")
+@subjects_and_families(extended="xla mindspore hpu-eager npu")
 def test_the_same_prompts_and_noise_give_the_same_pictures(
     runtime: Subject, family: str, models: dict[str, Path], once: Once, tmp_path: Path
 ) -> None:

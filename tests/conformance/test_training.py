@@ -175,7 +175,7 @@ def test_adapters_of_other_families_follow_the_reference(
     golden.check(runtime.name, f"{family} lora", "float32", history(job))
 
 
-@subjects(extended="hpu-lazy", soak="xla mindspore hpu-eager npu")
+@subjects(extended="jax hpu-lazy", soak="xla mindspore hpu-eager npu")
 def test_text_encoders_with_adapters_are_trained_as_torch_does(
     runtime: Subject, make_job: MakeJob, once: Once
 ) -> None:

@@ -224,6 +224,7 @@ def test_a_rejected_model_is_not_published(
     assert all(word in shown for word in ("evaluation", "model", "latents", "source"))
 
 
+@pytest.mark.extended
 def test_a_champion_with_other_metrics_is_measured_by_the_evaluation(
     first: Report, small: Overrides, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:

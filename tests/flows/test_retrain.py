@@ -129,6 +129,7 @@ def test_a_lora_retraining_continues_the_champion_s_adapters(
         here("rollback", "lora", "--store", str(small["store"]))
 
 
+@pytest.mark.extended
 def test_a_rejected_model_leaves_the_champion_and_is_not_trained_again(
     retrain: Retrain, quick: dict[str, Any], here: Callable[..., str], api: str
 ) -> None:

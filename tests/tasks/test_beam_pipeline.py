@@ -14,6 +14,7 @@ from artifacts.compare_and_swap import read, swap
 from artifacts.lock import LockLost
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, _in_turn, run_linear
+from tasks.build_or_reuse import StorageAway
 from tasks.worker_reports import Done, WorkerReports
 
 SECONDS = 30.0  # for a busy machine
@@ -109,7 +110,7 @@ class TakeOver(beam.DoFn):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
+on_threads_and_processes = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -120,6 +121,30 @@ class TakeOver(beam.DoFn):
     ],
     ids=["threads", "processes"],
 )
+
+
+class ReadAway(beam.DoFn):
+    """Reads from S3 while it does not answer."""
+
+    def process(self, element: int) -> Iterator[int]:
+        from botocore.exceptions import ClientError
+        from s3fs.errors import translate_boto_error
+
+        refused = ClientError({"Error": {"Code": "SlowDown", "Message": "slow down"}}, "GetObject")
+        raise translate_boto_error(refused) from refused
+        yield
+
+
+@on_threads_and_processes
+def test_an_outage_of_the_store_is_waited_for(options: dict[str, Any]) -> None:
+    progress = ShardProgress(Store("memory://store-away"), "stage", {}, lambda *_: None)
+    with pytest.raises(
+        StorageAway, match=r"^memory:.* cannot be used now \(.*slow down\): run again later$"
+    ):
+        run_linear(range(2), ReadAway(), options, progress)
+
+
+@on_threads_and_processes
 def test_a_flow_that_lost_its_lock_begins_no_further_shard(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

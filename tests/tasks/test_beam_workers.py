@@ -100,7 +100,7 @@ FOLDER = {"kind": "folder", "path": "/data/pictures"}
         ({"source": {"kind": "tars", "path": "data/{0..9}.tar"}}, "source.path: .* a folder of th"),
         ({"source": {"kind": "digits"}}, "source.kind: .* an address of this machine alone"),
         (
-            {"source": {"kind": "urls", "path": "u.csv", "base_url": "http://localhost:80"}},
+            {"source": {"kind": "urls", "path": "u.parquet", "base_url": "http://localhost:80"}},
             "source.base_url",
         ),
     ],

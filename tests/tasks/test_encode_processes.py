@@ -23,6 +23,7 @@ from runtimes.encoder_devices import encoder_devices
 from runtimes.process.job import EncodeJob
 from runtimes.registry import interpreter
 from runtimes.torch_models.encode_images_and_captions import Encoder
+from tasks.build_or_reuse import StorageAway
 from tasks.encode.encoder_client import EncoderFailed, EncoderLost, EncoderProcess
 from tasks.encode.encoder_process import EncodingPlan, send
 
@@ -74,6 +75,15 @@ def test_an_error_of_a_shard_ends_no_process(
         encode(tar[0], digest_bytes(b"no tar" * 1000), path)
     with pytest.raises(EncoderFailed, match="FileNotFoundError"):
         encode(f"{tmp_path}/absent.tar", tar[1], path)
+
+
+@pytest.mark.slow
+def test_an_outage_of_the_store_has_its_type(s3_away: None, tmp_path: Path) -> None:
+    process = start()
+    with pytest.raises(StorageAway, match=r"^s3://shards cannot be used now \(Could not connect"):
+        process.slots[0]("s3://shards/shard.tar", "0" * 64, f"{tmp_path}/out.safetensors")
+    process.close()
+    process.join()
 
 
 @pytest.mark.slow

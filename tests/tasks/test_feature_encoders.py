@@ -25,6 +25,8 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessor,
+    ViTMAEConfig,
+    ViTMAEModel,
 )
 
 from configs.settings.evaluate import PreferenceModel
@@ -210,6 +212,14 @@ def test_an_image_encoder_without_some_of_its_weights_is_refused(tmp_path: Path)
     ViTForImageClassification(config).save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     with pytest.raises(WrongInput, match=r"lacks weights \(pooler\.dense\.bias"):
+        check_image_encoder(tmp_path)
+
+
+def test_an_image_encoder_that_masks_patches_at_random_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ViTMAEModel(ViTMAEConfig(**sizes, image_size=32)).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    with pytest.raises(WrongInput, match="masks patches at random"):
         check_image_encoder(tmp_path)
 
 

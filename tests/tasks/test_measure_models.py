@@ -209,6 +209,13 @@ def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: P
         np.testing.assert_array_equal(again[path, sample.key], picture)
 
 
+def test_no_tar_is_read_where_nothing_is_held_out(store: Store, tmp_path: Path) -> None:
+    artifact, _ = images(store, tmp_path / "a.tar")
+    (tar,) = Path(store.shards_path("download")).glob("*.tar")
+    tar.unlink()
+    assert list(reference_pictures(artifact, replace(TRANSFORM, holdout=0.0), 4)) == []
+
+
 def test_a_replaced_tar_is_no_reference(store: Store, tmp_path: Path) -> None:
     artifact, _ = images(store, tmp_path / "a.tar")
     (tar,) = Path(store.shards_path("download")).glob("*.tar")

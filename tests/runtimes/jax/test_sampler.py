@@ -21,6 +21,7 @@ PROMPTS = ("a red cat", "a blue dog", "a hill")
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_one_program_draws_as_one_for_each_step(tiny_sd: Path) -> None:
     """With the pipeline's text encoder, and with the same one as part of the network."""
     mesh, own = Mesh(1, jax.devices()[:1]), {"text_encoder": str(tiny_sd / "text_encoder")}
