@@ -34,6 +34,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.download_or_find_model import ModelNotFound, resolve_model
 from artifacts.lock import LockLost
+from artifacts.remote_client_options_and_errors import is_of_client
 from configs.settings.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
@@ -91,13 +92,19 @@ def main(arguments: list[str]) -> int:
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
-        return _fail(events, str(error), 1, errno=error.errno)
+        return _fail(events, str(error), 1, errno=error.errno, away=_is_away(error))
     except (Diverged, LockLost) as error:
         return _fail(events, str(error), 1)
     except LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
-        return _fail(events, f"{type(error).__name__}: {error}", 1, trace=traceback.format_exc())
+        message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        return _fail(events, message, 1, away=_is_away(error), trace=trace)
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether a remote store did not respond, which may pass."""
+    return is_of_client(error) or getattr(error, "away", False)
 
 
 def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:
@@ -160,6 +167,7 @@ def _fail_for(lost: LostRank, events: Events) -> int:
         lost.code,
         wrong_input=lost.wrong_input,
         errno=lost.errno,
+        away=lost.away,
         trace=lost.traceback,
     )
 
@@ -171,10 +179,12 @@ def _fail(
     *,
     wrong_input: bool = False,
     errno: int | None = None,
+    away: bool = False,
     trace: str = "",
 ) -> int:
     """Report an error once and return `code`: rank 0 prints the root cause for all ranks."""
-    events.emit("error", message=message, wrong_input=wrong_input, errno=errno, traceback=trace)
+    facts = {"wrong_input": wrong_input, "errno": errno, "away": away}
+    events.emit("error", message=message, **facts, traceback=trace)
     if not is_follower():
         print(f"{trace}error: {message}", file=sys.stderr)
     return code

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import errno
 import logging
-import os
 import re
 import threading
 import time
@@ -33,7 +31,6 @@ with quiet_import():
 
 log = logging.getLogger("kiln")
 
-FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 #: Errors of runners that have lost workers, or the connection to their service.
 LOST = re.compile(
     r"Channel closed prematurely|StatusCode\.(?:UNAVAILABLE|CANCELLED)|\bKilledWorker\b|"
@@ -92,8 +89,7 @@ def run_linear(
     Raises:
         BeamOptionsError: Beam rejects the options.
         LockLost: another builder took the lock of this thread over; no further shard was begun.
-        OSError: the store is full or not writable.
-        StorageError: a remote store refuses requests; StorageAway if that may pass.
+        StorageError: the store is not writable; StorageAway if it is full or does not answer.
         WorkerDiffers: a worker has other code or packages than this process.
         WorkersLost: the runner lost workers; another run does the shards that are missing.
     """
@@ -109,7 +105,7 @@ def run_linear(
             try:
                 _run(pipeline, options)
             except Exception as error:
-                raise _plain(error, watch.store, (*known, *KNOWN)) or error from error
+                raise _plain(error, (*known, *KNOWN)) or error from error
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:
@@ -200,14 +196,9 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     report()
 
 
-def _plain(error: Exception, store: Store, known: tuple[type[Exception], ...]) -> Exception | None:
+def _plain(error: Exception, known: tuple[type[Exception], ...]) -> Exception | None:
     """The original error in a Beam error, or None; Beam preserves most errors as text only."""
     text = str(error)
-    number = re.search(r"\[Errno (\d+)\]", text)
-    if number is not None and int(number[1]) in FULL_OR_CLOSED:
-        paths = re.findall(r"\[Errno \d+\] [^:\n]+: '([^'\n]+)'", text)
-        code = int(number[1])
-        return OSError(code, os.strerror(code), paths[-1] if paths else store.root)
     for kind in known:
         message = text if type(error) is kind else None
         if message is None:

@@ -23,7 +23,7 @@ from runtimes.process.events import EVENT_FD
 from runtimes.process.job import Job, write_job
 from runtimes.process.signals import STOPPED
 from runtimes.registry import interpreter
-from tasks.build_or_reuse import TransientError
+from tasks.build_or_reuse import StorageAway, TransientError
 
 log = logging.getLogger("kiln")
 Event = dict[str, Any]
@@ -53,6 +53,7 @@ def run_job(
     Raises:
         WrongInput: the job's settings are invalid.
         OSError: the job could not write, for example to a full disk.
+        StorageAway: a remote store did not respond, after several attempts.
         TransientError: another process stopped the job, after a checkpoint.
         LockLost: another builder took over the artifact; the job was killed.
         JobFailed: the job failed for another reason.
@@ -173,6 +174,8 @@ def _failure(code: int, error: Event, last_lines: str) -> Exception:
     message = error.get("message")
     if error.get("wrong_input"):
         return WrongInput(message)
+    if error.get("away"):
+        return StorageAway(f"a remote store cannot be used now ({message}): run again later")
     if error.get("errno"):  # for example a full disk, which the stage handles
         return OSError(error["errno"], message)
     if code == STOPPED:

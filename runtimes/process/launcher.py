@@ -41,6 +41,7 @@ class LostRank(RuntimeError):
         self.code = 1 if code < 0 else code
         self.wrong_input = bool(error.get("wrong_input"))
         self.errno = error.get("errno")
+        self.away = bool(error.get("away"))
         self.traceback = error.get("traceback") or ""
         self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

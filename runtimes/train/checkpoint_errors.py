@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
@@ -19,7 +20,20 @@ T = TypeVar("T")
 
 
 class CheckpointError(OSError):
-    """An error with a message for the user; `errno` is that of the failed operation, if known."""
+    """An error with a message for the user; `errno` is that of the failed operation, if known.
+
+    Attributes:
+        away: a remote store did not respond, which may pass.
+    """
+
+    away = False
+
+    @classmethod
+    def of(cls, fs: AbstractFileSystem, error: Exception, message: str) -> Self:
+        """The error for the user, of an operation's error."""
+        found = cls(getattr(error, "errno", None), message)
+        found.away = is_unreachable(fs, error) and found.errno not in (errno.EACCES, errno.EPERM)
+        return found
 
     def __str__(self) -> str:
         return str(self.strerror)

@@ -171,7 +171,7 @@ class Checkpoints:
             if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
                 raise
             message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
-            raise CheckpointsUnreachable(getattr(error, "errno", None), message) from error
+            raise CheckpointsUnreachable.of(self._fs, error, message) from error
 
     def _read_if_valid(self, step: int) -> Checkpoint | None:
         try:
@@ -231,8 +231,8 @@ class Checkpoints:
                 self._commit(path, files, history, {"step": step, **facts})
         except Exception as error:  # clients of remote stores define their own exception types
             self._raise_if_lost()
-            number = getattr(error, "errno", None)
-            raise CheckpointNotWritten(number, self._failure_message(path, error)) from None
+            message = self._failure_message(path, error)
+            raise CheckpointNotWritten.of(self._fs, error, message) from None
         try:
             if prune and self._first:
                 self._prune(step, best_first)

@@ -22,6 +22,7 @@ from artifacts import lock
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks import child_process
+from tasks.build_or_reuse import StorageAway
 from tasks.child_process import ChildOutput, JobFailed, run_job, wait_for_result
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
@@ -54,6 +55,13 @@ def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
 def test_wrong_input_of_a_job_is_raised_here(tmp_path: Path) -> None:
     job = GenerateJob("torch", str(tmp_path), (), ("a prompt",), {})
     with pytest.raises(WrongInput, match=r"model_index\.json"):
+        run_job(job)
+
+
+@pytest.mark.slow
+def test_an_outage_of_the_store_has_its_type(s3_away: None) -> None:
+    job = GenerateJob("torch", "s3://models/tiny", (), ("a prompt",), {})
+    with pytest.raises(StorageAway, match=r"^a remote store cannot be used now \(.*Could not conn"):
         run_job(job)
 
 

@@ -34,7 +34,7 @@ from artifacts.store import Artifact, Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
-from tasks.build_or_reuse import TransientError
+from tasks.build_or_reuse import StorageAway, TransientError
 from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
@@ -717,7 +717,7 @@ def test_a_full_disk_raises_and_keeps_committed_shards(
 
     with monkeypatch.context() as patch:
         patch.setattr("artifacts.checksummed_files.shutil.copyfile", full)
-        with pytest.raises(OSError, match="No space left on device"):
+        with pytest.raises(StorageAway, match=f"^no space left for {folder}/{key}"):
             build(recipe)
     assert not (folder / f"{key}.json").exists()
     web.requests.clear()

@@ -135,8 +135,9 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(checkpoints._fs), "ls", busy)
-        with pytest.raises(CheckpointsUnreachable, match="cannot be read: Slow down"):
+        with pytest.raises(CheckpointsUnreachable, match="cannot be read: Slow down") as caught:
             checkpoints.latest()
+        assert caught.value.away == (kind == "memory")
         with pytest.raises(OSError, match="Slow down"):
             checkpoints.discard_after(1)
     latest = checkpoints.latest()
@@ -151,8 +152,10 @@ def test_a_store_that_is_away_costs_the_checkpoint(
     save(checkpoints, 1)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, call, away)
-        with pytest.raises(CheckpointNotWritten, match=r"could not be written: HttpError: .*503"):
+        said = r"could not be written: HttpError: .*503"
+        with pytest.raises(CheckpointNotWritten, match=said) as caught:
             save(checkpoints, 2)
+        assert caught.value.away
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 1
     save(checkpoints, 3)
@@ -394,6 +397,7 @@ def test_a_full_disk_keeps_the_last_good_one_and_says_so(tmp_path: Path) -> None
     ):
         checkpoints.save(2, state(2, size=100_000), [], FACTS)
     assert caught.value.errno == errno.EFBIG and "Errno" not in str(caught.value)
+    assert not caught.value.away
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 1
     assert not (tmp_path / "checkpoints/step-00000002").exists(), "it should make room again"
