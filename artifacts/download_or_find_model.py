@@ -6,10 +6,10 @@ import errno
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from functools import lru_cache, partial
+from functools import lru_cache
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 #: those of a standalone model or of adapters at the top level; and the recipe that a published
 #: model comes with. Single-file checkpoints of pipelines are excluded.
 #: The hub matches with fnmatch, where * also matches /.
-HUB_FILES = ["*.json", "*.txt", "*.model", "*.md", "*/*.safetensors"]
+HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*/*.safetensors"]
 HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
 HUB_FILES += ["pytorch_lora_weights.safetensors", "recipe.yaml"]
 #: Texts that a derived model must come with; of the top level. Most have no suffix.
 LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES += LICENSE_FILES
-HUB_CONFIGS = ["*.json", "*.txt"]
+HUB_CONFIGS = ["*.json", "*.jinja", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
 #: Variants of the same weights, skipped unless one is requested.
 HUB_VARIANTS = ["*.fp16.safetensors", "*.fp16-*.safetensors", "*.non_ema.safetensors"]
@@ -145,20 +145,27 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
     files = {str(p.relative_to(folder)): p for p in found if p.is_file()}
+    names = [name for name in files if not IGNORED.intersection(name.split("/"))]
     above = (place for place in folder.parents if place.name == "snapshots")
-    is_of_hub = any((place.parent / "blobs").is_dir() for place in above)
-    counts = _is_fetched if is_of_hub else _is_content
-    return digest_json({name: digest_model_file(p) for name, p in files.items() if counts(name)})
+    if any((place.parent / "blobs").is_dir() for place in above):
+        names = _fetched(names)
+    return digest_json({name: digest_model_file(files[name]) for name in names})
 
 
-def _is_content(name: str) -> bool:
-    return not IGNORED.intersection(name.split("/"))
+def _fetched(names: Iterable[str]) -> list[str]:
+    """Those of the files in the hub's cache that this program fetches and reads.
+
+    A part without plain weights is read from its variant, such as fp16.
+    """
+    found = [name for name in names if _matches(name, HUB_FILES)]
+    found = [name for name in found if not _matches(name, HUB_SKIPPED)]
+    variants = {name for name in found if _matches(name, HUB_VARIANTS)}
+    plain = {os.path.dirname(n) for n in found if n.endswith(".safetensors") and n not in variants}
+    return [n for n in found if n not in variants or os.path.dirname(n) not in plain]
 
 
-def _is_fetched(name: str) -> bool:
-    skipped = (*HUB_SKIPPED, *HUB_VARIANTS)
-    fetched = any(map(partial(fnmatch, name), HUB_FILES))
-    return _is_content(name) and fetched and not any(map(partial(fnmatch, name), skipped))
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

@@ -13,18 +13,9 @@ from fsspec.config import conf as fsspec_config
 from artifacts.concurrent_requests import AT_ONCE
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
-_CLIENTS = frozenset(
-    {
-        "aiobotocore",
-        "aiohttp",
-        "botocore",
-        "gcsfs",
-        "google",
-        "httpx",
-        "httpx2",
-        "huggingface_hub",
-        "requests",
-    }
+_CLIENTS = (
+    *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
+    *("google.api_core", "google.auth", "google.cloud", "google.resumable_media", "requests"),
 )
 
 
@@ -80,11 +71,25 @@ def is_of_client(error: BaseException) -> bool:
     s3fs raises an OSError of the client's error, whose type says what is missing or forbidden, if
     anything is. It has none of its own for an outage.
     """
+    if any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__):
+        return False  # of the hub's package, for a wrong config.json on a local disk
     if isinstance(error, StoreRefused) or _is_of_client(type(error).__module__):
         return True
     if type(error) is OSError and error.__cause__ is not None:
         return _is_of_client(type(error.__cause__).__module__)
     return isinstance(error, ValueError) and _is_of_client(_raised_in(error))
+
+
+def is_forbidden(error: BaseException) -> bool:
+    """Whether a store denies access: S3's client has no errno, Google's no type of its own."""
+    return isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether a remote store, or the way to it, failed in a way that may pass."""
+    if is_forbidden(error):
+        return False
+    return isinstance(error, ConnectionError | TimeoutError) or is_of_client(error)
 
 
 @contextmanager
@@ -102,7 +107,7 @@ def refusals() -> Iterator[None]:
 
 
 def _is_of_client(module: str) -> bool:
-    return module.partition(".")[0] in _CLIENTS
+    return any(f"{module}.".startswith(f"{package}.") for package in _CLIENTS)
 
 
 def _raised_in(error: BaseException) -> str:

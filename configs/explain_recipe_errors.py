@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
-from itertools import accumulate
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -31,8 +30,9 @@ def explain(
     """
     lines = []
     for item in error.errors():
-        at = "override " if _is_overridden(item, overridden) else f"{where}: "
-        lines.append(at + _explain_one(item, settings, model))
+        origin = _origin(item, where, overridden)
+        between = " " if origin == "override" else ": "
+        lines.append(origin + between + _explain_one(item, settings, model))
     return without_secrets("\n".join(dict.fromkeys(lines)))
 
 
@@ -43,11 +43,14 @@ def _path(item: Any) -> list[str]:
     return where
 
 
-def _is_overridden(item: Any, overridden: Collection[str]) -> bool:
-    sections = list(accumulate(_path(item), "{}.{}".format))
-    is_unknown = item["type"] == "extra_forbidden"  # also a section that an override named
-    below = is_unknown and any(name.startswith(f"{sections[-1]}.") for name in overridden)
-    return below or not set(sections).isdisjoint(overridden)
+def _origin(item: Any, where: str, overridden: Collection[str]) -> str:
+    """Where the value of a fault comes from: the file, an override, or both in one section."""
+    path = ".".join(_path(item))
+    if any(f"{path}.".startswith(f"{name}.") for name in overridden):
+        return "override"
+    if not any(name.startswith(f"{path}." if path else "") for name in overridden):
+        return where
+    return "override" if item["type"] == "extra_forbidden" else f"{where} with overrides"
 
 
 def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:

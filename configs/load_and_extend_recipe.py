@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,17 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     try:
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
-        raise RecipeError(explain(path.name, error, settings, overridden=overrides)) from None
+        leaves = list(_leaves(overrides))
+        raise RecipeError(explain(path.name, error, settings, overridden=leaves)) from None
     return recipe
+
+
+def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{section}{name}.")
+        else:
+            yield f"{section}{name}"
 
 
 def find_recipe(name: str) -> Path:

@@ -39,9 +39,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise _refused(f"{twice[0]} is set twice", node)
+        names = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise _refused(f"{key.value} is set twice", key)
+                names.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: Any) -> Any:

@@ -34,7 +34,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.download_or_find_model import ModelNotFound, resolve_model
 from artifacts.lock import LockLost
-from artifacts.remote_client_options_and_errors import is_of_client
+from artifacts.remote_client_options_and_errors import is_outage
 from configs.settings.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
@@ -45,6 +45,7 @@ from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limi
 from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.sample.generate_job import generate
+from runtimes.train.checkpoint_errors import CheckpointError
 from runtimes.train.detect_divergence import Diverged
 from runtimes.train.training_loop import read_train_settings, train
 
@@ -104,7 +105,7 @@ def main(arguments: list[str]) -> int:
 
 def _is_away(error: Exception) -> bool:
     """Whether a remote store did not respond, which may pass."""
-    return is_of_client(error) or getattr(error, "away", False)
+    return error.away if isinstance(error, CheckpointError) else is_outage(error)
 
 
 def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:

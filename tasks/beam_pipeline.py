@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import errno
 import logging
 import re
 import threading
@@ -38,7 +39,8 @@ LOST = re.compile(
 )
 
 
-#: Errors of the DoFns around that of a stage.
+#: The error of a runner that has no space for its own files.
+FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
 KNOWN = (WorkerDiffers, LockLost, StorageAway, StorageError)
 
 
@@ -206,6 +208,8 @@ def _plain(error: Exception, known: tuple[type[Exception], ...]) -> Exception | 
             message = found[1] if found else None
         if message is not None:
             return kind(message.split(" [while running")[0])
+    if FULL.search(text):
+        return StorageAway(f"beam: a worker's disk is full ({one_line(error)}): free some space")
     if LOST.search(f"{type(error).__name__}: {text}"):
         return WorkersLost(f"beam: workers were lost ({one_line(error)}): run again for the rest")
     return None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
-from artifacts.remote_client_options_and_errors import is_of_client
+from artifacts.remote_client_options_and_errors import is_forbidden, is_of_client
 from artifacts.store import Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter
@@ -223,9 +223,7 @@ def storage_error(store: Store, error: Exception) -> Exception:
     place = getattr(error, "filename", None) or store.url
     if number in (errno.ENOSPC, errno.EDQUOT):
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
-    # S3's client has no errno; Google's has neither an errno nor an own type.
-    forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
-    if forbidden or number in (errno.EPERM, errno.EROFS):
+    if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and not store.is_local:
         return StorageAway(f"{store.url} cannot be used now ({one_line(error)}): run again later")

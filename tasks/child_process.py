@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.lock import LockLost, check_held
+from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import Job, write_job
@@ -175,7 +176,8 @@ def _failure(code: int, error: Event, last_lines: str) -> Exception:
     if error.get("wrong_input"):
         return WrongInput(message)
     if error.get("away"):
-        return StorageAway(f"a remote store cannot be used now ({message}): run again later")
+        why = one_line(OSError(message))
+        return StorageAway(f"a remote store cannot be used now ({why}): run again later")
     if error.get("errno"):  # for example a full disk, which the stage handles
         return OSError(error["errno"], message)
     if code == STOPPED:

@@ -62,7 +62,7 @@ def find_model(settings: Generate) -> EvalModel:
         found = models.find(version) if version else models.champion()
         if found is None and not Path(name).is_dir():
             raise ModelNotFound(
-                f"model {name}: no such folder, and no champion of this name in {settings.store} "
+                f"model {name}: it is neither a folder nor a champion in {models.store.url} "
                 "(`kiln ls` lists the published models)"
             )
     return load_published_model(resolve_model(settings.model if found is None else found.uri))

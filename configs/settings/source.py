@@ -71,7 +71,9 @@ class UrlSource(Section):
 
     @model_validator(mode="after")
     def _is_no_text(self) -> UrlSource:
-        name = re.sub(r"(\?.*|\.gz|\.zst)+$", "", self.path)
+        is_web = self.path.startswith(("http://", "https://"))  # elsewhere ? is of a pattern
+        name = self.path.partition("?")[0] if is_web else self.path
+        name = re.sub(r"\.(gz|zst)$", "", name)
         suffix = name.rpartition(".")[2].lower()
         if self.format == "parquet" and suffix in TEXT_FORMATS:
             raise ValueError(

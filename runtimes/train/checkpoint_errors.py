@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Self, TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.remote_client_options_and_errors import is_of_client
+from artifacts.remote_client_options_and_errors import is_of_client, is_outage
 
 #: Seconds before each further attempt, besides the attempts of a store's own client.
 RETRY_SECONDS = (10, 60, 300)
@@ -29,11 +28,16 @@ class CheckpointError(OSError):
     away = False
 
     @classmethod
+    def make(cls, number: int | None, message: str, *, away: bool) -> Self:
+        """An error with all its facts; OSError's own arguments have none for `away`."""
+        error = cls(number, message)
+        error.away = away
+        return error
+
+    @classmethod
     def of(cls, fs: AbstractFileSystem, error: Exception, message: str) -> Self:
         """The error for the user, of an operation's error."""
-        found = cls(getattr(error, "errno", None), message)
-        found.away = is_unreachable(fs, error) and found.errno not in (errno.EACCES, errno.EPERM)
-        return found
+        return cls.make(getattr(error, "errno", None), message, away=is_away(fs, error))
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -45,6 +49,13 @@ class CheckpointNotWritten(CheckpointError):
 
 class CheckpointsUnreachable(CheckpointError):
     """A remote store did not respond; its checkpoints may be intact."""
+
+
+def is_away(fs: AbstractFileSystem, error: Exception) -> bool:
+    """Whether a remote store failed in a way that may pass."""
+    if isinstance(error, CheckpointError):  # of another rank, which has decided it
+        return error.away
+    return not isinstance(fs, LocalFileSystem) and is_outage(error)
 
 
 def reason_of(error: Exception) -> str:

@@ -45,6 +45,7 @@ from runtimes.train.checkpoint_errors import (
     CheckpointError,
     CheckpointNotWritten,
     CheckpointsUnreachable,
+    is_away,
     is_unreachable,
     reason_of,
     with_retries,
@@ -254,11 +255,13 @@ class Checkpoints:
             self._check()
             report = {"result": work()}
         except Exception as error:  # the other ranks wait for the report
-            report = {"error": [getattr(error, "errno", None), reason_of(error)]}
+            away = is_away(self._fs, error)
+            report = {"error": [getattr(error, "errno", None), reason_of(error), away]}
         reports = [json.loads(r) for r in self._writers.gather(json.dumps(report).encode())]
         for found in reports:
             if "error" in found:
-                raise CheckpointError(*found["error"])
+                number, reason, away = found["error"]
+                raise CheckpointError.make(number, reason, away=away)
         return [found["result"] for found in reports]
 
     def _raise_if_lost(self) -> None:

@@ -84,7 +84,7 @@ def run_pipeline(
         options: Beam pipeline options, of the recipe's `beam` section.
 
     Raises:
-        OSError: the store is full or not writable.
+        StorageError: the store is not writable; StorageAway if it is full or does not answer.
         SourceError: the source changed or cannot be read.
         BeamOptionsError: Beam rejects `options`.
         Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.

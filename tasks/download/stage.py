@@ -127,7 +127,7 @@ def build(
         TransientError: an outage deferred shards; the next run downloads only these.
         Outage: a TransientError, after several such shards in a row.
         TooManyFailed: more rows failed than `download.max_failed` allows.
-        OSError: the store is full or not writable.
+        StorageError: the store is not writable; StorageAway if it is full or does not answer.
     """
     with quiet_import():  # Beam takes seconds to import
         from tasks.download.download_on_beam import run_pipeline

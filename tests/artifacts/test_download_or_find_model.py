@@ -142,6 +142,20 @@ def test_files_that_others_fetch_into_the_cache_of_the_hub_do_not_count(tmp_path
     assert digest_model(folder) != digests[0]
 
 
+def test_a_variant_in_the_cache_of_the_hub_counts_where_it_is_read(tmp_path: Path) -> None:
+    """Without plain weights a part is read from its fp16 variant."""
+    folder = tmp_path / "models--ours--tiny/snapshots/1234"
+    (folder / "vae").mkdir(parents=True)
+    (tmp_path / "models--ours--tiny/blobs").mkdir()
+    (folder / "chat_template.jinja").write_bytes(b"one")
+    (folder / "vae/diffusion_pytorch_model.fp16.safetensors").write_bytes(b"one")
+    digests = {digest_model(folder)}
+    for name in ("vae/diffusion_pytorch_model.fp16.safetensors", "chat_template.jinja"):
+        (folder / name).write_bytes(b"two")
+        digests.add(digest_model(folder))
+    assert len(digests) == 3
+
+
 MISSING = ["memory://none.pth", "none.pth", "memory://", "foo://none.pth", "~nobody-here/none.pth"]
 
 
@@ -398,8 +412,8 @@ def test_a_full_disk_is_no_missing_model(
             },
         ),
         (
-            {"LICENSE", "LICENCE", "NOTICE", "Dockerfile"},
-            {"LICENSE", "LICENCE", "NOTICE"},
+            {"LICENSE", "LICENCE", "NOTICE", "Dockerfile", "tokenizer/chat_template.jinja"},
+            {"LICENSE", "LICENCE", "NOTICE", "tokenizer/chat_template.jinja"},
         ),
         (
             {"config.json", "model.safetensors", "pytorch_model.bin"},

@@ -3,12 +3,15 @@
 from typing import Any
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from gcs_objects import Refused
 from gcs_server import GcsServer
+from google.protobuf.message import DecodeError
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
-from artifacts.remote_client_options_and_errors import StoreRefused, is_of_client
+from artifacts.remote_client_options_and_errors import StoreRefused, is_of_client, is_outage
 from artifacts.store import Store
 from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, StorageError, storing
@@ -70,6 +73,24 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
     with pytest.raises(Exception) as found, storing(Store("memory://store-of-outages")):
         raise error from refused
     assert type(found.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (EndpointConnectionError(endpoint_url="http://127.0.0.1:9"), True),
+        (ConnectionResetError("reset"), True),
+        (TimeoutError(), True),
+        (StoreRefused("503"), True),
+        (StoreRefused("Forbidden: no"), False),
+        (PermissionError("Access Denied"), False),
+        (StrictDataclassFieldValidationError("size", TypeError("many")), False),
+        (DecodeError("a damaged tokenizer"), False),
+        (TypeError("a bug"), False),
+    ],
+)
+def test_only_an_outage_may_pass(error: Exception, passes: bool) -> None:
+    assert is_outage(error) == passes
 
 
 def test_a_valueerror_of_ours_is_not_of_a_client() -> None:

@@ -60,23 +60,36 @@ def test_error_names_the_file_and_the_setting(overrides, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("digits", overrides)
     assert words in str(caught.value) and len(str(caught.value)) < 200
-    assert str(caught.value).startswith(("digits.yaml: ", "override "))
+    assert str(caught.value).startswith(("digits.yaml", "override "))
 
 
 def test_the_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\ntrain: {steps: many}\n", encoding="utf-8")
+    given = {"train.batch_size": 0, "trian.steps": 1, "encode": {"batch_size": 2, "holdout": 7}}
     with pytest.raises(RecipeError) as caught:
-        load_recipe(str(path), {"train.batch_size": 0, "trian.steps": 1})
-    starts = ("mine.yaml: train.steps: ", "override train.batch_size: ", "override trian: ")
+        load_recipe(str(path), given)
+    starts = (
+        *("mine.yaml: train.steps: ", "override encode.holdout: "),
+        *("override train.batch_size: ", "override trian: "),
+    )
     for line, start in zip(sorted(str(caught.value).splitlines()), starts, strict=True):
         assert line.startswith(start)
+    path.write_text("extends: digits\nencode: {hold: 1}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"^mine\.yaml: encode\.hold: unknown setting"):
+        load_recipe(str(path), {"encode": {"batch_size": 2}})
+    path.write_text("extends: digits\ntrain: {processes: 2}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"^mine\.yaml with overrides: train: .*multiple of pro"):
+        load_recipe(str(path), {"train.global_batch_size": 7})
 
 
 def test_an_error_of_yaml_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\ntrain:\n  steps: 7\n lr: 2\n", encoding="utf-8")
     with pytest.raises(RecipeError, match=r"mine\.yaml, line 4: not valid YAML: expected"):
+        load_recipe(str(path))
+    path.write_text("extends: digits\ntrain: {}\ntrain: {}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"mine\.yaml, line 3: not valid YAML: .*train is set tw"):
         load_recipe(str(path))
 
 
@@ -131,7 +144,9 @@ def test_the_same_kind_of_source_keeps_the_other_settings(tmp_path: Path) -> Non
     assert load_recipe("laion-jax", again).source == expected
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.CSV.gz", "*.csv", "https://a.org/a.csv?sig=hidden"])
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.CSV.gz", "*.csv", "a?.csv", "https://a.org/a.csv?sig=hidden"]
+)
 def test_a_list_of_text_is_not_read_as_parquet(name: str) -> None:
     source = {"kind": "urls", "path": name}
     with pytest.raises(RecipeError, match=r"ends in \.csv: set format to csv") as error:

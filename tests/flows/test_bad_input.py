@@ -111,4 +111,4 @@ def test_the_error_of_the_command_is_one_line(
     said = kiln(tmp_path, "run", "digits", overrides=wrong, code=2, api=api)
     assert "no such folder" in only_line(said)
     said = kiln(tmp_path, "generate", "nosuch", "a cat", code=2, api=api)
-    assert "model nosuch: no such folder, and no champion of this name" in only_line(said)
+    assert "model nosuch: it is neither a folder nor a champion in" in only_line(said)

@@ -13,7 +13,7 @@ import pytest
 from artifacts.compare_and_swap import read, swap
 from artifacts.lock import LockLost
 from artifacts.store import Store
-from tasks.beam_pipeline import ShardProgress, _in_turn, run_linear
+from tasks.beam_pipeline import ShardProgress, _in_turn, _plain, run_linear
 from tasks.build_or_reuse import StorageAway
 from tasks.worker_reports import Done, WorkerReports
 
@@ -142,6 +142,13 @@ def test_an_outage_of_the_store_is_waited_for(options: dict[str, Any]) -> None:
         StorageAway, match=r"^memory:.* cannot be used now \(.*slow down\): run again later$"
     ):
         run_linear(range(2), ReadAway(), options, progress)
+
+
+def test_a_full_disk_of_the_runner_is_waited_for() -> None:
+    """Beam keeps the text of an error that its own files cause."""
+    full = "RuntimeError: OSError: [Errno 28] No space left on device: '/tmp/spilled'"
+    assert type(_plain(RuntimeError(full), ())) is StorageAway
+    assert _plain(RuntimeError("[Errno 2] No such file or directory"), ()) is None
 
 
 @on_threads_and_processes

@@ -19,6 +19,8 @@ from transformers import (
     CLIPTokenizer,
     Dinov2Config,
     Dinov2Model,
+    HieraConfig,
+    HieraModel,
     SiglipConfig,
     SiglipImageProcessor,
     SiglipModel,
@@ -221,6 +223,14 @@ def test_an_image_encoder_that_masks_patches_at_random_is_refused(tmp_path: Path
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     with pytest.raises(WrongInput, match="masks patches at random"):
         check_image_encoder(tmp_path)
+
+
+def test_an_image_encoder_that_masks_in_training_alone_is_accepted(tmp_path: Path) -> None:
+    sizes = {"embed_dim": 8, "num_heads": [1, 1], "depths": [1, 1], "num_query_pool": 1}
+    config = HieraConfig(**sizes, image_size=[32, 32], masked_unit_size=[4, 4])
+    HieraModel(config).save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    check_image_encoder(tmp_path)
 
 
 def test_an_image_encoder_that_is_a_clip_needs_its_tokenizer(

@@ -135,13 +135,29 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(type(checkpoints._fs), "ls", busy)
-        with pytest.raises(CheckpointsUnreachable, match="cannot be read: Slow down") as caught:
+        with pytest.raises(CheckpointsUnreachable, match="cannot be read: Slow down"):
             checkpoints.latest()
-        assert caught.value.away == (kind == "memory")
         with pytest.raises(OSError, match="Slow down"):
             checkpoints.discard_after(1)
     latest = checkpoints.latest()
     assert latest is not None and latest.step == 2
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("Access Denied"), OSError("Forbidden: no"), TypeError("a bug")]
+)
+def test_a_store_that_denies_access_is_not_away(
+    url_of: UrlOf, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A retry needs a person, or a mended program, first."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", denied)
+    with pytest.raises(CheckpointNotWritten) as caught:
+        save(Checkpoints(url_of("memory"), keep=1), 1)
+    assert not caught.value.away
 
 
 @pytest.mark.parametrize("call", ["open", "pipe_file", "exists"])
