@@ -13,6 +13,7 @@ from prefect import Task, flow, runtime, task
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
+from artifacts.store import Artifact
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.recipe import STAGES, StageName
@@ -25,10 +26,17 @@ from flows.task_settings import stage_task, without_edges
 from flows.task_states import ended, rejected
 from tasks import download as download_stage
 from tasks import train as train_stage
-from tasks.build_or_reuse import StageResult, build_or_reuse, failing
+from tasks.build_or_reuse import (
+    StageFailed,
+    StageResult,
+    TransientError,
+    build_or_reuse,
+    failing,
+)
 from tasks.code_versions import versions
 from tasks.encode import stage as encode_stage
 from tasks.evaluate import stage as evaluate_stage
+from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import rejection as rejection_artifact
@@ -48,12 +56,13 @@ SHOWS = {
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
     plan = run.plan()
-    again = run.retry_failed
+    again = run.retry_run is not None
     retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
     parts = download_stage.key_parts(run.recipe, plan, retry)
     progress = run.begin(parts)
-    retry_run = run.id if again else None
-    build = partial(download_stage.build, run.recipe, plan, progress=progress, retry_run=retry_run)
+    build = partial(
+        download_stage.build, run.recipe, plan, progress=progress, retry_run=run.retry_run
+    )
     parents = {"plan": plan.artifact}
     result = build_or_reuse(
         run.store, parts, build, parents=parents, send=run.send(parts, progress)
@@ -127,10 +136,22 @@ def evaluate(
         run.store, parts, build, parents=parents, send=run.send(parts, progress)
     )
     measured = result.load(run.store)
-    if (champion := run.champion_to_measure(tuned, measured)) is not None:
-        run.champion_metrics(given, measured)(champion.uri)
+    _measure_champion(run, given, tuned, measured)
     facts = {name: measured.summary[name] for name in ("metrics", "differences")}
     return ended(run.store, run.model_name, replace(result, facts=facts), evaluate_stage.show)
+
+
+def _measure_champion(run: Run, given: EvalInputs, tuned: Artifact, measured: Artifact) -> None:
+    """Measure the champion, if the gate will ask. Raises TransientError if it changes meanwhile."""
+    champion = run.champion_to_measure(tuned, measured)
+    if champion is None:
+        return
+    try:
+        run.champion_metrics(given, measured)(champion.uri)
+    except StageFailed as error:  # of a worker that has found another champion
+        if run.champion_to_measure(tuned, measured) == champion:
+            raise
+        raise TransientError(f"another model became the champion meanwhile: {error}") from error
 
 
 @task(**stage_task("publish"))

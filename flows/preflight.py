@@ -80,7 +80,7 @@ class Run:
     image_encoder: Path | None = None  # vision model of the metrics; None: clip
     preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
     inception: Path | None = None  # weights file; None: no metrics of Inception
-    retry_failed: bool = False  # fetch rows with transient failures again
+    retry_run: str | None = None  # the run that fetches rows with transient failures again
     champion: Champion | None = None  # the champion that a retraining starts from
     force: str | None = None  # the reason to publish a model that fails the gate
     stages: Sequence[StageName] = STAGES  # those that it builds
@@ -175,7 +175,7 @@ class Run:
             "settings": settings_to_send(self.recipe),
             "key": parts.key,
             # Of a later stage the download exists: it must not be tried once more.
-            "retry_failed": self.retry_failed and stage == "download",
+            "retry_run": self.retry_run if stage == "download" else None,
             "champion": self.champion and self.champion.version,
         }
         return partial(send_stage, self.recipe, self.store, stage, parameters, progress)
@@ -243,11 +243,12 @@ def prepare(
     if "train" in stages:
         _check_memory(recipe, model, vae)
     _check_license(recipe, model)
+    run_id = run_id or str(uuid.uuid4())
     return Run(
         *(recipe, store, model, vae),
         **_check_measuring_models(recipe, stages),
-        id=run_id or str(uuid.uuid4()),
-        retry_failed=retry_failed,
+        id=run_id,
+        retry_run=run_id if retry_failed else None,
         force=force,
         stages=built,
     )

@@ -16,7 +16,7 @@ from artifacts.latent_shards import open_latents
 from artifacts.lock import hold
 from artifacts.store import Artifact
 from configs.load_and_extend_recipe import load_recipe
-from configs.redact_errors_and_logs import redacted_errors
+from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, publish, report_of, train
 from flows.logs import log_to_prefect
@@ -35,7 +35,7 @@ from tasks.retrain import continue_training, decision, select_new_and_replayed
 from tasks.retrain.champion import Champion, find_champion
 from tasks.retrain.retraining_summary import show_retraining, verdict_of
 from tasks.retrain.source_changes import Changes, plan_changes
-from tasks.retrain.watch_source import lock_path
+from tasks.retrain.watch_source import forget, lock_path
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 
 log = logging.getLogger("kiln")
@@ -132,9 +132,24 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     log_to_prefect()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        run = prepare(load_recipe(recipe, overrides), run_id=run_id)
-        with one_at_a_time(run.recipe):
-            return _retrain(run)
+        checked = load_recipe(recipe, overrides)
+        with _announced_again(checked):
+            run = prepare(checked, run_id=run_id)
+            with one_at_a_time(run.recipe):
+                return _retrain(run)
+
+
+@contextmanager
+def _announced_again(recipe: Recipe) -> Iterator[None]:
+    """After a failure the next watch announces the source again: its rows wait for a retraining."""
+    try:
+        yield
+    except Exception:
+        try:
+            forget(recipe)
+        except Exception as error:  # of any type; the failure itself matters more
+            log.warning("retrain: the next watch does not repeat the event: %s", one_line(error))
+        raise
 
 
 def _retrain(run: Run) -> Any:

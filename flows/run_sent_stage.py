@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,7 +14,8 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from configs.redact_errors_and_logs import redacted_errors
+from artifacts.remote_client_options_and_errors import is_outage
+from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import STAGES
 from flows.finetune import report_of, stages_of, train
@@ -24,13 +29,17 @@ from tasks.build_or_reuse import StageFailed
 from tasks.check_places import received_recipe
 from tasks.retrain.champion import find_champion
 
+#: Seconds before each further attempt of the checks before a stage.
+PAUSES = (10.0, 60.0, 300.0)
+log = logging.getLogger("kiln")
+
 
 @flow(name=FLOW)
 def run_stage(
     stage: PlacedStage,
     settings: Settings,
     key: str,
-    retry_failed: bool = False,
+    retry_run: str | None = None,
     champion: str | None = None,
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Build a stage that another run sent; the stages before it are reused from the store.
@@ -39,7 +48,7 @@ def run_stage(
         stage: The stage to build.
         settings: The resolved recipe of the sender.
         key: Key of the artifact that the sender expects; another one is not built.
-        retry_failed: Whether to fetch rows with transient failures again.
+        retry_run: The run that fetches rows with transient failures again; None: no run does.
         champion: Version of the champion that a retraining starts from.
 
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
@@ -48,8 +57,9 @@ def run_stage(
     log_to_prefect()
     with redacted_errors():
         recipe = received_recipe(settings)
-        run = prepare(recipe, only=stage, run_id=runtime.flow_run.id, retry_failed=retry_failed)
-        run = _with_champion(replace(run, sent=(stage, key)), champion)
+        check = partial(prepare, recipe, only=stage, run_id=runtime.flow_run.id)
+        run = _patiently(lambda: _with_champion(check(), champion))
+        run = replace(run, sent=(stage, key), retry_run=retry_run)
     continues = champion is not None and recipe.retrain.start == "champion"
     stages = stages_of(run, continue_from_champion if continues else train)
     states = list(islice(stages, 1 + STAGES.index(stage)))
@@ -57,6 +67,22 @@ def run_stage(
     if states[-1].name == REUSED:
         return Completed(name=REUSED, message=states[-1].message, data=report)
     return report
+
+
+def _patiently(check: Callable[[], Run]) -> Run:
+    """The run, once the remote store and the network answer: this flow has no retries.
+
+    The stages before it may have taken days, so an outage must not end the run that sent it.
+    """
+    for seconds in PAUSES:
+        try:
+            return check()
+        except Exception as error:
+            if not is_outage(error.__cause__ or error):
+                raise
+            log.warning("%s; next attempt in %g seconds", one_line(error), seconds)
+            time.sleep(seconds)
+    return check()
 
 
 def _with_champion(run: Run, version: str | None) -> Run:

@@ -9,6 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
+from artifacts.remote_client_options_and_errors import is_outage
 from flows.accelerator_limit import ACCELERATOR
 from tasks.build_or_reuse import TransientError
 
@@ -40,10 +41,10 @@ def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
     """Whether a failed task should be retried."""
     try:
         state.result()
-    except (TransientError, ConnectionError, TimeoutError):
+    except TransientError:
         return True
-    except BaseException:
-        return False
+    except BaseException as error:
+        return is_outage(error)
     return False
 
 

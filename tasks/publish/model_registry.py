@@ -64,6 +64,14 @@ def registry_url(store: str, registry: str | None = None) -> str:
     return registry or Store(store).url_of("registry")
 
 
+def _apart_from_champion(manifest: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """Settings and inputs of a version, without the champion that its gate compared it with."""
+    if not isinstance(manifest, dict) or "inputs" not in manifest:
+        return None
+    inputs = {name: value for name, value in manifest["inputs"].items() if name != "champion"}
+    return {"settings": manifest.get("settings"), "inputs": inputs}
+
+
 class Registry:
     """The versions of one model name in a registry. Raises StoreError for an invalid URL."""
 
@@ -247,7 +255,8 @@ class Registry:
     def was_champion(self, version: str) -> bool:
         """Whether a version is or was the champion, or was it as a version that `keep` deleted.
 
-        A copy of the present champion was not: it replaces one with damaged files.
+        So was one that differs from a rolled-back version in the champion it was compared with
+        alone. A copy of the present champion was not: it replaces one with damaged files.
         """
         moves = self.history()
         if any(move["version"] == version for move in moves):
@@ -255,7 +264,13 @@ class Registry:
         manifest = self._manifest(version)
         key = manifest.get("key") if isinstance(manifest, dict) else None
         champions = {move["version"] for move in moves if key and move.get("key") == key}
-        return bool(champions) and last(moves) not in champions
+        if champions:
+            return last(moves) not in champions
+        rolled_back = {move["version"] for move in moves}.difference(not_rolled_back(moves))
+        candidate = _apart_from_champion(manifest)
+        return candidate is not None and any(
+            _apart_from_champion(self._manifest(name)) == candidate for name in rolled_back
+        )
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""

@@ -34,10 +34,12 @@ HOST_MEMORY = (
     ("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
     ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
 )
-#: A traceback's line of any error that memory causes; loaders wrap it in errors of their own.
-OUT_OF_MEMORY = re.compile(
+#: A traceback's line of any error that memory, or a device that is not ready, causes; loaders wrap
+#: it in errors of their own.
+OF_THE_MACHINE = re.compile(
     r"^(?=\w).*(?:out of memory|MemoryError|allocate (?:memory|\d)|bad_alloc|map segment"
-    r"|start new thread).*",
+    r"|start new thread|busy or unavailable|uncorrectable ECC|no CUDA-capable device"
+    r"|unspecified launch failure|driver version|NVML|hardware error).*",
     re.MULTILINE | re.IGNORECASE,
 )
 
@@ -77,7 +79,7 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
         raise TransientError(f"smoke test: killed by {name}: run again")
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-        if (lack := OUT_OF_MEMORY.search(result.stderr)) is not None:
+        if (lack := OF_THE_MACHINE.search(result.stderr)) is not None:
             raise TransientError(f"smoke test: {lack[0]}: run again")
         raise SmokeTestFailed(lines[-1])
 

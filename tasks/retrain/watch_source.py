@@ -71,3 +71,12 @@ def remember(recipe: Recipe, found: str) -> None:
     make_folder_of(registry.fs, path)
     while not swap(registry.fs, path, read(registry.fs, path), data):
         pass  # another watcher stored its stamp at this moment
+
+
+def forget(recipe: Recipe) -> None:
+    """Let the next watch announce the source again, if one has announced it.
+
+    Raises OSError if the registry cannot be written.
+    """
+    if last_stamp(recipe) is not None:
+        remember(recipe, "")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
@@ -16,7 +17,10 @@ from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageResult, TransientError
 
-PASSING = [TransientError("away"), ConnectionError("reset"), TimeoutError("too long")]
+PASSING = [
+    *(TransientError("away"), ConnectionError("reset"), TimeoutError("too long")),
+    EndpointConnectionError(endpoint_url="http://127.0.0.1:9"),
+]
 FULL = OSError(errno.ENOSPC, "full")  # a TransientError by the time that Prefect sees it
 
 

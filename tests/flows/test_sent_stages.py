@@ -13,12 +13,14 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
+from artifacts.remote_client_options_and_errors import StoreRefused
 from artifacts.store import Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.place import PLACED_STAGES
 from flows import cli, finetune, send_stage
 from flows.preflight import Run, _stages_here
 from flows.retrain import continue_from_champion
+from flows.run_sent_stage import _patiently
 from flows.runner import _sends_a_stage
 from tasks.build_or_reuse import StageFailed, TransientError, build_or_reuse
 from tasks.check_places import received_recipe
@@ -195,9 +197,31 @@ def test_pools_of_stages_after_the_last_need_no_lasting_server() -> None:
 
 
 def test_only_the_download_is_told_to_retry_failed_rows(run: Run) -> None:
-    run = replace(run, retry_failed=True)
-    assert sending(run, "download")["retry_failed"]
-    assert not sending(run, "train")["retry_failed"]
+    """As a try of the run that sends it: `download.retry_failed` counts runs."""
+    run = replace(run, retry_run=run.id)
+    assert sending(run, "download")["retry_run"] == run.id
+    assert sending(run, "train")["retry_run"] is None
+
+
+def test_a_sent_run_waits_for_a_store_that_is_away(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited, errors = list[float](), [StoreRefused("503"), StoreRefused("503")]
+
+    def check() -> Run:
+        if errors:
+            raise RecipeError("store: it cannot be used now") from errors.pop()
+        return run
+
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert _patiently(check) is run and waited == [10.0, 60.0]
+    errors.append(StoreRefused("Forbidden: no"))
+    with pytest.raises(RecipeError):
+        _patiently(check)
+    errors += [StoreRefused("503")] * 9
+    with pytest.raises(RecipeError):
+        _patiently(check)
+    assert waited == [10.0, 60.0, 10.0, 60.0, 300.0]
 
 
 def test_a_retraining_names_its_champion(run: Run) -> None:

@@ -221,6 +221,28 @@ def test_the_champion_is_measured_where_the_new_model_is(run: Run) -> None:
     assert not measures(run), "the model is published"
 
 
+def test_a_champion_that_changes_while_a_pool_measures_it_is_no_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, registry = run.store, publish.registry_of(run.recipe)
+    for n in (0, 1):
+        registry.publish(commit(store, "publish", n, {}))
+    registry.promote("v1")
+    trained, evaluated = (commit(store, stage, 1, {}) for stage in ("train", "evaluate"))
+
+    def measured(*_: Any) -> Any:
+        def call(_: str) -> None:
+            registry.promote("v2")
+            raise StageFailed("the sender expects another key")
+
+        return call
+
+    monkeypatch.setattr(Run, "champion_metrics", measured)
+    for expected in (TransientError, StageFailed):  # the second time it stays the champion
+        with pytest.raises(expected):
+            finetune._measure_champion(publishing(run), None, trained, evaluated)  # type: ignore
+
+
 def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,29 @@ def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
     assert not found.was_champion(found.publish(model(store, 4)).name)
 
 
+def test_a_rolled_back_model_stays_rolled_back_whoever_is_the_champion(
+    registry: tuple[Store, Registry],
+) -> None:
+    """The key has the champion that the gate compared it with, which a rollback changes."""
+    store, found = registry
+
+    def compared(n: int, champion: str) -> str:
+        inputs = {"model": f"m{n}", "champion": champion}
+        draft = store.draft(KeyParts("publish", 1, {"gate": "old"}, inputs))
+        draft.write("model_index.json", f"{n}".encode())
+        return found.publish(draft.commit({}, {})).name
+
+    for n in (1, 2, 3):
+        found.promote(compared(n, f"m{n - 1}"))
+    assert [found.rollback().name for _ in range(2)] == ["v2", "v1"]
+    assert found.was_champion(compared(3, "m1"))
+    assert not found.was_champion(compared(4, "m1"))
+    changed = KeyParts("publish", 1, {"gate": "new"}, {"model": "m3", "champion": "m1"})
+    draft = store.draft(changed)
+    draft.write("model_index.json", b"3")
+    assert not found.was_champion(found.publish(draft.commit({}, {})).name)
+
+
 def test_a_version_promoted_while_it_is_deleted_stays(
     registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
 ) -> None:

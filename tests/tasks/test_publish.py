@@ -336,6 +336,7 @@ def test_a_folder_that_fails_the_smoke_test_is_rejected(
     [
         ("import os; os.kill(os.getpid(), 9)", "smoke test: killed by SIGKILL: run again"),
         ("raise RuntimeError('CUDA out of memory. Tried')", "CUDA out of memory.*: run again"),
+        ("raise RuntimeError('CUDA error: devices are busy or unavailable')", "busy.*: run again"),
         ("raise MemoryError", "smoke test: MemoryError: run again"),
         ("raise OSError(12, 'Cannot allocate memory')", "Cannot allocate memory: run again"),
         ("raise ImportError('a.so: failed to map segment')", "a.so: failed to map.*: run again"),
@@ -346,7 +347,7 @@ def test_a_folder_that_fails_the_smoke_test_is_rejected(
         ),
         ("import time; time.sleep(60)", "smoke test: no picture after 1 s: run again"),
     ],
-    ids=["killed", "memory", "MemoryError", "errno", "import", "wrapped", "time"],
+    ids=["killed", "memory", "device", "MemoryError", "errno", "import", "wrapped", "time"],
 )
 def test_a_smoke_test_that_could_not_end_is_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str

@@ -19,7 +19,7 @@ from artifacts.store import Store, StoreError
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
-from flows.retrain import one_at_a_time
+from flows.retrain import _announced_again, one_at_a_time
 from tasks.build_or_reuse import TransientError
 from tasks.retrain import watch_source
 from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
@@ -69,6 +69,20 @@ def test_a_stamp_is_remembered_in_the_registry(tmp_path: Path) -> None:
     for found in ("one", "two"):
         remember(recipe, found)
         assert last_stamp(recipe) == found
+
+
+def test_a_failed_retraining_lets_the_next_watch_repeat_its_event(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"kind": "digits"})
+    for before, after in ((None, None), ("one", "")):
+        if before is not None:
+            remember(recipe, before)
+        with pytest.raises(TransientError), _announced_again(recipe):
+            raise TransientError("away")
+        assert last_stamp(recipe) == after
+    remember(recipe, "two")
+    with _announced_again(recipe):
+        pass
+    assert last_stamp(recipe) == "two"
 
 
 def test_a_stamp_is_not_remembered_in_a_missing_bucket(
