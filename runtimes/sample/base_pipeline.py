@@ -56,8 +56,10 @@ class BasePipeline(ABC):
         return 0.0
 
     def _release(self) -> None:
-        """Drop references to the previous model before the next one is loaded."""
+        """Drop references to the previous model: the device need not hold two of them."""
         self._network = None
+        if self._sampler is not None:
+            self._sampler.release_network()
 
     def _use_network(self) -> None:
         """Set the sampler's network and scheduler."""

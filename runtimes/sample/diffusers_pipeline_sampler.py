@@ -60,6 +60,10 @@ class PipelineSampler(ABC):
         own = {} if scheduler is None else {"scheduler": scheduler}
         self._pipe.register_modules(**{**self._defaults, **parts, **own})
 
+    def release_network(self) -> None:
+        """Drop the references to the model of `use`, to free its memory for the next one."""
+        self._pipe.register_modules(**self._defaults, **{self._family.denoiser: None})
+
     def draw(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:

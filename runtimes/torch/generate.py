@@ -12,7 +12,7 @@ from runtimes.families import detect_family
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.load_network import load_network
-from runtimes.torch.device import make_deterministic, open_device
+from runtimes.torch.device import free_memory, make_deterministic, open_device
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -30,6 +30,10 @@ class ThePipeline(BasePipeline):
         check_family("torch", detect_family(job.model_folder).name, self._device.type)
         self._dtype = getattr(torch, job.dtype)
         super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
+
+    def _release(self) -> None:
+        super()._release()
+        free_memory()  # compiled and hooked modules refer to themselves
 
     def _load_network(self, drawing: Drawing) -> Network:
         job = self._job

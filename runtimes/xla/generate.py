@@ -28,11 +28,6 @@ class ThePipeline(BasePipeline):
         self._dtype = getattr(torch, job.dtype)
         self._mesh = Mesh(fsdp=1, hosts=Ranks.here().world)
 
-    def _release(self) -> None:
-        super()._release()
-        if self._sampler is not None:
-            self._sampler.release_network()
-
     def _load_network(self, drawing: Drawing) -> Network:
         job = self._job
         given = (self._dtype, torch.device("cpu"), job.text_dtype)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jobs import HOLDOUT, SAMPLER
 from PIL import Image
 
 import runtimes.sample.generate_job
+import runtimes.torch.generate as torch_generate
 from runtimes.contract import WrongInput
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.weight_files import weight_variant
@@ -77,6 +79,23 @@ def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
 def elsewhere(job: GenerateJob, folder: Path) -> GenerateJob:
     moved = [replace(d, out=str(folder / Path(d.out).name)) for d in job.drawings]
     return replace(job, drawings=tuple(moved))
+
+
+def test_the_device_holds_one_denoiser_at_a_time(
+    job: GenerateJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of a large model do not fit, and plans of memory count one."""
+    load, denoisers, alive = torch_generate.load_network, list[Any](), list[int]()
+
+    def counted(*given: Any) -> Any:
+        alive.append(sum(denoiser() is not None for denoiser in denoisers))
+        network = load(*given)
+        denoisers.append(weakref.ref(network.denoiser))
+        return network
+
+    monkeypatch.setattr(torch_generate, "load_network", counted)
+    generate(job)
+    assert alive == [0, 0]
 
 
 def test_the_same_pictures_each_time(job: GenerateJob, tmp_path: Path) -> None:
