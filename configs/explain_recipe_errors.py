@@ -28,11 +28,10 @@ def explain(
         model: the class they were validated with.
         overridden: dotted settings whose values are not those of `where`.
     """
-    lines = []
-    for item in error.errors():
-        origin = _origin(item, where, overridden)
-        between = " " if origin == "override" else ": "
-        lines.append(origin + between + _explain_one(item, settings, model))
+    lines = [
+        _origin(item, where, overridden) + _explain_one(item, settings, model)
+        for item in error.errors()
+    ]
     return without_secrets("\n".join(dict.fromkeys(lines)))
 
 
@@ -44,13 +43,13 @@ def _path(item: Any) -> list[str]:
 
 
 def _origin(item: Any, where: str, overridden: Collection[str]) -> str:
-    """Where the value of a fault comes from: the file, an override, or both in one section."""
+    """The start of a line: a value comes from the file, an override, or a section from both."""
     path = ".".join(_path(item))
     if any(f"{path}.".startswith(f"{name}.") for name in overridden):
-        return "override"
+        return "override "
     if not any(name.startswith(f"{path}." if path else "") for name in overridden):
-        return where
-    return "override" if item["type"] == "extra_forbidden" else f"{where} with overrides"
+        return f"{where}: "
+    return "override " if item["type"] == "extra_forbidden" else f"{where} with overrides: "
 
 
 def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:

@@ -23,7 +23,7 @@ from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate_rules, prepare
 from flows.send_stage import waiting_task
-from flows.task_settings import stage_task, without_edges
+from flows.task_settings import may_pass, stage_task, without_edges
 from flows.task_states import ended
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
@@ -141,12 +141,16 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
 
 @contextmanager
 def _announced_again(recipe: Recipe) -> Iterator[None]:
-    """After a failure the next watch announces the source again: its rows wait for a retraining."""
+    """After an outage the next watch announces the source again: its rows wait for a retraining.
+
+    Another failure needs a person first; each watch would start an equal one.
+    """
     try:
         yield
-    except Exception:
+    except Exception as failure:
         try:
-            forget(recipe)
+            if may_pass(failure):
+                forget(recipe)
         except Exception as error:  # of any type; the failure itself matters more
             log.warning("retrain: the next watch does not repeat the event: %s", one_line(error))
         raise

@@ -14,7 +14,6 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from artifacts.remote_client_options_and_errors import is_outage
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import STAGES
@@ -24,6 +23,7 @@ from flows.parameters import Settings
 from flows.preflight import Run, prepare
 from flows.retrain import continue_from_champion
 from flows.send_stage import FLOW
+from flows.task_settings import may_pass
 from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed
 from tasks.check_places import received_recipe
@@ -70,7 +70,7 @@ def run_stage(
 
 
 def _patiently(check: Callable[[], Run]) -> Run:
-    """The run, once the remote store and the network answer: this flow has no retries.
+    """The run, once the remote store answers: this flow has no retries.
 
     The stages before it may have taken days, so an outage must not end the run that sent it.
     """
@@ -78,7 +78,7 @@ def _patiently(check: Callable[[], Run]) -> Run:
         try:
             return check()
         except Exception as error:
-            if not is_outage(error.__cause__ or error):
+            if not may_pass(error):
                 raise
             log.warning("%s; next attempt in %g seconds", one_line(error), seconds)
             time.sleep(seconds)

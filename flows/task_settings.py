@@ -10,6 +10,7 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from artifacts.remote_client_options_and_errors import is_outage
+from configs.load_and_extend_recipe import RecipeError
 from flows.accelerator_limit import ACCELERATOR
 from tasks.build_or_reuse import TransientError
 
@@ -37,14 +38,18 @@ LIMITS = {
 }
 
 
-def may_pass(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether a failed task should be retried."""
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed."""
+    cause = error.__cause__ if isinstance(error, RecipeError) else None  # see writable_store
+    return isinstance(error, TransientError) or is_outage(cause or error)
+
+
+def should_retry(task: Any, run: Any, state: State[Any]) -> bool:
+    """Whether Prefect tries a failed task again."""
     try:
         state.result()
-    except TransientError:
-        return True
     except BaseException as error:
-        return is_outage(error)
+        return may_pass(error)
     return False
 
 
@@ -61,7 +66,7 @@ def stage_task(name: str) -> dict[str, Any]:
         "timeout_seconds": limits.days * DAY,
         "tags": {limits.tag},
         "cache_policy": NO_CACHE,
-        "retry_condition_fn": may_pass,
+        "retry_condition_fn": should_retry,
         "retry_jitter_factor": 0.5,
     }
 

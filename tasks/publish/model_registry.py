@@ -28,6 +28,7 @@ from artifacts.checksummed_files import (
     write_atomic,
 )
 from artifacts.compare_and_swap import create
+from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, files, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
@@ -64,12 +65,10 @@ def registry_url(store: str, registry: str | None = None) -> str:
     return registry or Store(store).url_of("registry")
 
 
-def _apart_from_champion(manifest: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """Settings and inputs of a version, without the champion that its gate compared it with."""
-    if not isinstance(manifest, dict) or "inputs" not in manifest:
-        return None
+def _key_without_champion(manifest: dict[str, Any]) -> str:
+    """A version's key, whichever champion its gate compared it with."""
     inputs = {name: value for name, value in manifest["inputs"].items() if name != "champion"}
-    return {"settings": manifest.get("settings"), "inputs": inputs}
+    return digest_json([manifest["settings"], inputs])
 
 
 class Registry:
@@ -153,7 +152,9 @@ class Registry:
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
             return version
 
-        self._champions.move(chosen, why, key=found.manifest["key"])
+        facts = {"key": found.manifest["key"]}
+        facts["key_without_champion"] = _key_without_champion(found.manifest)
+        self._champions.move(chosen, why, **facts)
         return found
 
     def version(self, name: str) -> Version:
@@ -262,15 +263,14 @@ class Registry:
         if any(move["version"] == version for move in moves):
             return True
         manifest = self._manifest(version)
-        key = manifest.get("key") if isinstance(manifest, dict) else None
-        champions = {move["version"] for move in moves if key and move.get("key") == key}
+        if not isinstance(manifest, dict):
+            return False
+        champions = {move["version"] for move in moves if move.get("key") == manifest["key"]}
         if champions:
             return last(moves) not in champions
-        rolled_back = {move["version"] for move in moves}.difference(not_rolled_back(moves))
-        candidate = _apart_from_champion(manifest)
-        return candidate is not None and any(
-            _apart_from_champion(self._manifest(name)) == candidate for name in rolled_back
-        )
+        kept, mine = not_rolled_back(moves), _key_without_champion(manifest)
+        rolled_back = [move for move in moves if move["version"] not in kept]
+        return any(move.get("key_without_champion") == mine for move in rolled_back)
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""

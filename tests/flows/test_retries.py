@@ -140,12 +140,12 @@ def test_every_stage_backs_off_and_has_a_time_limit(name: str) -> None:
     from prefect.cache_policies import NO_CACHE
 
     from flows import finetune
-    from flows.task_settings import may_pass
+    from flows.task_settings import should_retry
 
     task: Any = getattr(finetune, name)
     delays = task.retry_delay_seconds
     assert len(delays) == task.retries >= 3
     assert all(later == 2 * sooner for sooner, later in pairwise(delays))
-    assert task.retry_jitter_factor and task.retry_condition_fn is may_pass
+    assert task.retry_jitter_factor and task.retry_condition_fn is should_retry
     assert task.timeout_seconds and task.tags
     assert task.cache_policy is NO_CACHE  # the store alone says what is reused

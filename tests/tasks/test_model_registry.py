@@ -160,7 +160,9 @@ def test_a_rolled_back_model_stays_rolled_back_whoever_is_the_champion(
     for n in (1, 2, 3):
         found.promote(compared(n, f"m{n - 1}"))
     assert [found.rollback().name for _ in range(2)] == ["v2", "v1"]
-    assert found.was_champion(compared(3, "m1"))
+    again = compared(3, "m1")
+    assert again == "v4" and found.was_champion(again)
+    assert found.keep(1) == ["v2", "v3"] and found.was_champion(again)
     assert not found.was_champion(compared(4, "m1"))
     changed = KeyParts("publish", 1, {"gate": "new"}, {"model": "m3", "champion": "m1"})
     draft = store.draft(changed)

@@ -20,7 +20,7 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
-from tasks.build_or_reuse import TransientError
+from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.retrain import watch_source
 from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
 
@@ -71,7 +71,7 @@ def test_a_stamp_is_remembered_in_the_registry(tmp_path: Path) -> None:
         assert last_stamp(recipe) == found
 
 
-def test_a_failed_retraining_lets_the_next_watch_repeat_its_event(tmp_path: Path) -> None:
+def test_after_an_outage_in_a_retraining_the_next_watch_repeats_its_event(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
     for before, after in ((None, None), ("one", "")):
         if before is not None:
@@ -82,6 +82,8 @@ def test_a_failed_retraining_lets_the_next_watch_repeat_its_event(tmp_path: Path
     remember(recipe, "two")
     with _announced_again(recipe):
         pass
+    with pytest.raises(StageFailed), _announced_again(recipe):
+        raise StageFailed("wrong input")
     assert last_stamp(recipe) == "two"
 
 

@@ -11,10 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runtimes.__main__ import _fail_for
 from runtimes.process import launcher
+from runtimes.process.events import Events
 from runtimes.process.launcher import Launcher, LostRank
 from runtimes.process.ranks import FOLLOWER, Ranks, is_follower
 
@@ -98,6 +101,18 @@ def test_the_killed_rank_is_reported_before_the_one_that_noticed() -> None:
     assert min((noticed, killed), key=lambda lost: lost.failed_at) is killed
     assert str(killed) == "process 2 of the run (from 0) was killed by SIGKILL"
     assert killed.code == 1
+
+
+def test_an_outage_that_a_rank_reports_is_one_of_the_run() -> None:
+    found = list[dict[str, Any]]()
+
+    class Recorded(Events):
+        def emit(self, event: str, **fields: Any) -> None:
+            found.append(fields)
+
+    for away in (True, False):
+        assert _fail_for(LostRank(1, 1, {"message": "503", "away": away}), Recorded()) == 1
+    assert [fields["away"] for fields in found] == [True, False]
 
 
 def test_a_stop_reaches_a_rank_that_the_others_wait_for(
