@@ -84,7 +84,7 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     return np.stack([np.asarray(picture).astype(int) for picture in drawn])
 
 
-@subjects_and_families(extended="xla mindspore hpu-eager npu")
+@subjects_and_families(extended="xla mindspore hpu-eager hpu-lazy npu")
 def test_the_same_prompts_and_noise_give_the_same_pictures(
     runtime: Subject, family: str, models: dict[str, Path], once: Once, tmp_path: Path
 ) -> None:
@@ -117,7 +117,7 @@ def seeing(model: Path, folder: Path) -> None:
     unet.save_pretrained(folder)
 
 
-@subjects(without="torch", soak="xla hpu-eager hpu-lazy npu")
+@subjects(without="torch", extended="mindspore", soak="xla hpu-eager hpu-lazy npu")
 def test_what_sees_a_mask_and_a_score_draws_alike(
     runtime: Subject, models: dict[str, Path], once: Once, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_the_card_opens_with_front_matter() -> None:
     assert "python -m demo.make_base" in body and "kiln run digits-base" in body
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_code_of_the_card_draws_without_a_warning() -> None:
     (code,) = (b.body for b in blocks_of("demo/base/README.md") if b.language == "python")
@@ -126,6 +127,7 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
     assert (found == digit[:200] * len(STYLES) + style).mean() >= 0.85
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_it_draws_the_styles_it_knows(pipe: StableDiffusionXLPipeline) -> None:
     asked = prompts(BASE_STYLES, 40)
@@ -134,6 +136,7 @@ def test_it_draws_the_styles_it_knows(pipe: StableDiffusionXLPipeline) -> None:
     assert right["style"].mean() >= 0.9
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_it_does_not_draw_the_new_style_before_fine_tuning(pipe: StableDiffusionXLPipeline) -> None:
     asked = prompts((NEW_STYLE,), 40)

@@ -197,6 +197,7 @@ def test_the_exit_code_reports_a_missing_part(
     assert said[-1] == "not ready"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_every_runtime_answers_from_its_own_environment(here: Here) -> None:
     found = json.loads(here("doctor", "--json"))["runtimes"]

@@ -92,6 +92,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert int(checkpoint.parent.name.removeprefix("step-")) > 0
 
 
+@pytest.mark.extended
 def test_the_last_line_of_a_run_is_its_result(
     smallest: dict[str, Any], tmp_path: Path, api: str
 ) -> None:

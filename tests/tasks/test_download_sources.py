@@ -258,7 +258,9 @@ def test_a_text_file_has_one_url_for_each_line(tmp_path: Path) -> None:
     assert found == [Row("http://a/1.jpg?x=1,2", ("",)), Row("http://a/2.jpg", ("",))]
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["a.csv", "a.jsonl.gz", pytest.param("a.parquet", marks=pytest.mark.extended)]
+)
 def test_rows_and_their_order_do_not_depend_on_threads(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -701,6 +703,7 @@ def test_rows_that_duckdb_accepts_are_rows_of_both_readers(tmp_path: Path) -> No
     assert by_both[0] == by_both[1] and len(by_both[0]) == len(rows) - 1
 
 
+@pytest.mark.extended
 def test_records_of_many_lines_with_stray_quotes_are_read_in_bounded_memory(tmp_path: Path) -> None:
     """Quotes that close one field and open the next one could make one record of all lines."""
     lines = [f'http://x/{n}.jpg","c\n' for n in range(100_000)]

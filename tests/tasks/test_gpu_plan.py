@@ -228,6 +228,7 @@ def test_the_command_prints_peak_advice_time_and_cost(
         show_plan(recipe, "v5p-8", "12GB", search=False, as_json=False)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_step_itself_is_planned_in_a_process_of_its_own(
     tiny_sd: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -96,6 +96,7 @@ def published(tiny_sdxl: Path, tmp_path: Path) -> tuple[Path, Path]:
     return model, adapters
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_half_precision_files_draw_bare_and_in_any_dtype_with_and_without_adapters(
     published: tuple[Path, Path],

@@ -146,6 +146,7 @@ def test_the_shift_of_sampling_is_the_pipeline_s(tokens: int, steps: int) -> Non
         assert found == pytest.approx(shift.mu_of(tokens), abs=1e-4)
 
 
+@pytest.mark.extended
 def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
     flux2_job: MakeJob, tiny_flux2: Path
 ) -> None:

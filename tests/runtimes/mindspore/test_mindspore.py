@@ -306,6 +306,7 @@ def test_a_fresh_denoiser_depends_on_the_seed_alone(
     assert first == same != other
 
 
+@pytest.mark.extended
 def test_a_cpu_whose_operators_mindspore_lacks_is_refused(python: Path) -> None:
     paths = os.environ["PYTHONPATH"].replace(str(chips.MINDSPORE_HOST), "").strip(":")
 

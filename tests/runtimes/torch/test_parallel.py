@@ -119,6 +119,7 @@ class GatheredInFloat32(FullySharded):
         self._gathered = torch.float32
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_gathers_in_bfloat16_change_no_bit(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch

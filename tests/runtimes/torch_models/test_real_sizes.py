@@ -87,11 +87,12 @@ def test_weights_and_operations_are_those_of_the_real_model(
     assert 0.985 * teraflop < counted / 1e12 < 1.002 * teraflop
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("guidance", "millions", "side", "tokens", "teraflop"),
     [  # MLPerf's shape is schnell at 256 x 256 pixels, with 256 tokens of T5: 20.3 TFLOP
-        pytest.param(False, 11891.2, 32, 256, 20.3, marks=pytest.mark.extended),
+        (False, 11891.2, 32, 256, 20.3),
         (True, 11901.4, 128, 512, None),
     ],
     ids=["schnell", "dev"],
