@@ -80,3 +80,22 @@ def check_training(where: TpuSlice, settings: Train) -> None:
             f"{where.hosts} hosts of {where.name}: make it a multiple"
         )
     mesh_shape(where.chips, settings.fsdp)
+
+
+def check_rows(settings: Train, hosts: int, devices: int) -> None:
+    """Raise WrongInput for micro-batches that the devices of each of several hosts cannot share.
+
+    PyTorch/XLA takes equal rows of each device there; on one host it fills up a batch.
+
+    Args:
+        devices: count of a host.
+    """
+    share = settings.global_batch_size // hosts
+    micro = min(settings.micro_batch_size or share, share)
+    for rows in (micro, share % micro):
+        if hosts > 1 and rows % devices:
+            raise WrongInput(
+                f"{rows} samples of a host cannot be shared by its {devices} devices: make "
+                f"train.micro_batch_size a multiple of {devices}, and train.global_batch_size one "
+                f"of {devices * hosts}"
+            )

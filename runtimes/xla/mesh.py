@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
-from runtimes.contract import WrongInput
 from runtimes.data.padding import padded_rows
 from runtimes.spmd.mesh_shape_and_sharding import AXES, mesh_shape, shard_axes
 
@@ -49,14 +48,6 @@ class Mesh:
             from runtimes.xla.attention import XlaAttention  # imports JAX
 
             XlaAttention(shape).register()
-
-    def check_rows(self, count: int) -> None:
-        """Raise WrongInput if a host's rows of a batch do not divide evenly over its devices."""
-        if self._hosts > 1 and count % self.local:
-            raise WrongInput(
-                f"{count} samples of a host cannot be shared by its {self.local} devices: change "
-                "train.global_batch_size or micro_batch_size"
-            )
 
     def padded_rows(self, rows: int) -> int:
         """The smallest multiple of this host's device count that is at least `rows`."""

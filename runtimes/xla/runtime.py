@@ -20,6 +20,7 @@ from runtimes.data.padding import pad_batch
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.spmd.join_hosts import join_hosts
+from runtimes.spmd.tpu_slices import check_rows
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.micro_batches import Inputs
@@ -47,7 +48,7 @@ class TheRuntime(BaseRuntime):
         self._mesh = Mesh(settings.fsdp, ranks.world)
         share = settings.global_batch_size // ranks.world
         self._rows = min(settings.micro_batch_size or share, share)
-        self._mesh.check_rows(self._rows)
+        check_rows(settings, ranks.world, self._mesh.local)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, plain)
         self._counter = FlopCounter(network)

@@ -14,15 +14,22 @@ PENDING_STATES = frozenset({"CREATING", "STARTING", "RESTARTING", "REPAIRING"})
 DEAD_STATES = frozenset({"PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDDEN"})
 #: States of `QueuedResourceState` of a request that is never fulfilled.
 FAILED_REQUESTS = frozenset({"FAILED", "SUSPENDING", "SUSPENDED", "DELETING"})
+#: The label of a slice that a run deletes at its end; its value is the run's `Slice.owner`.
+LABEL = "kiln_run"
 #: Keep-alive of ssh and scp: a lost worker is detected within two minutes.
 ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The gcloud commands for one slice."""
+    """The gcloud commands for one slice.
+
+    Attributes:
+        owner: value of LABEL; '' for a slice that is kept.
+    """
 
     tpu: Tpu
+    owner: str = ""
 
     def create(self) -> Command:
         """Create the slice; with `queued`, request it without waiting."""
@@ -34,14 +41,16 @@ class Slice:
             which += [f"--version={tpu.software}"]
         if tpu.capacity != "on_demand":
             which.append(f"--{tpu.capacity}")
+        if self.owner:
+            which.append(f"--labels={LABEL}={self.owner}")
         for name in ("network", "subnetwork", "service_account"):
             if (value := getattr(tpu, name)) is not None:
                 which.append(f"--{name.replace('_', '-')}={value}")
         return [*self._about("queued-resources" if tpu.queued else "tpu-vm", "create"), *which]
 
     def describe(self) -> Command:
-        """Print the slice's state; fails if it does not exist."""
-        return [*self._about("tpu-vm", "describe"), "--format=value(state)"]
+        """Print the slice's state, a tab and its owner; fails if it does not exist."""
+        return [*self._about("tpu-vm", "describe"), f"--format=value(state,labels.{LABEL})"]
 
     def describe_request(self) -> Command:
         """Print the state of the queued request for the slice."""

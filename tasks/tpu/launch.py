@@ -19,16 +19,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.image_shards import add_member
+from artifacts.lock import LockLost
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
 from configs.settings.tpu import Tpu
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
-from runtimes.spmd.tpu_slices import check_training, parse_accelerator_type
+from runtimes.spmd.tpu_slices import check_rows, check_training, parse_accelerator_type
 from tasks.build_or_reuse import TransientError
 from tasks.child_process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice
@@ -41,6 +43,7 @@ PACKED = (
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
 STATE_CHECKS = 3  # queries of the state after a failure
+OUTAGE_CHECKS = 30  # further queries of an API that answered before
 COMMAND_SECONDS = 3600.0  # timeout; creation and set-up take minutes
 SIGNAL_SECONDS = 60.0  # timeout of a signal to the workers: a lost slice does not delay the end
 SSH_LOST = 255
@@ -55,6 +58,7 @@ def check(tpu: Tpu, store: str, settings: Train) -> None:
     """Raise WrongInput if this machine or the recipe does not support training on a slice."""
     if (where := parse_accelerator_type(tpu.accelerator_type)) is not None:
         check_training(where, settings)
+        check_rows(settings, where.hosts, where.chips // where.hosts)
     if shutil.which("gcloud") is None:
         raise WrongInput("tpu: gcloud is not installed here (or set `tpu` to null)")
     if not store.startswith("gs://"):
@@ -67,8 +71,9 @@ def check(tpu: Tpu, store: str, settings: Train) -> None:
 
 def list_commands(tpu: Tpu) -> list[tuple[str, Command]]:
     """The (purpose, gcloud command) pairs of a run, in order; none is executed."""
-    tpu_slice = Slice(tpu)
+    tpu_slice = Slice(tpu, "" if tpu.keep else "run")
     home = _home(_pack())
+    job = f"{home}/job.json"
     queue = [("wait until it is ACTIVE", tpu_slice.describe_request())] if tpu.queued else []
     deletion = [] if tpu.keep else [("delete it", tpu_slice.delete())]
     return [
@@ -78,8 +83,8 @@ def list_commands(tpu: Tpu) -> list[tuple[str, Command]]:
         ("wait until it is READY", tpu_slice.describe()),
         ("copy the code to every worker", tpu_slice.copy(Path("kiln.tgz"), f"{home}.tgz")),
         ("set every worker up", tpu_slice.ssh(_set_up(home))),
-        ("copy the job", tpu_slice.copy(Path("job.json"), f"{home}/job.json")),
-        ("train on every worker and stream the first one's log", tpu_slice.ssh(_train(home, tpu))),
+        ("copy the job", tpu_slice.copy(Path("job.json"), job)),
+        ("train on every worker and stream the first one's log", tpu_slice.ssh(_train(job, tpu))),
         *deletion,
     ]
 
@@ -95,7 +100,8 @@ def run_on_slice(
 ) -> Event:
     """Run a train job on a slice, as `process.run_job` does on this machine.
 
-    After a preemption, training resumes from its last checkpoint on a new slice.
+    After a preemption, training resumes from its last checkpoint on a new slice. A slice of this
+    run that an earlier attempt could not delete is used, and deleted at the end.
 
     Args:
         store: a store that the slice can read and write.
@@ -104,15 +110,19 @@ def run_on_slice(
 
     Raises:
         SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
-        WrongInput, OSError, JobFailed, TransientError: as `process.run_job`.
+        WrongInput, OSError, JobFailed, TransientError, LockLost: as `process.run_job`.
     """
+    owner = "" if tpu.keep else hashlib.sha256(job.work.encode()).hexdigest()[:20]
     vae = None if job.vae is None else _in_store(store, job.vae)
     job = replace(job, model=_in_store(store, job.model), vae=vae)
-    run = _SliceRun(Slice(tpu), job, on_event, grace_seconds, poll_seconds)
+    run = _SliceRun(Slice(tpu, owner), job, on_event, grace_seconds, poll_seconds)
     try:
         return run.train_with_restarts(tpu.restarts)
+    except LockLost:
+        run.is_ours = False  # the other builder has the same owner, and trains on the slice
+        raise
     finally:
-        if run.created and not tpu.keep:
+        if run.is_ours:
             run.delete()
 
 
@@ -123,12 +133,19 @@ class _SliceRun:
     on_event: Callable[[Event], None]
     grace_seconds: float
     poll_seconds: float
-    created: bool = False  # by this run, which therefore deletes it
+    is_ours: bool = False  # made for this run, which therefore deletes it
     code: bytes = field(default_factory=lambda: _pack())
+    attempt: str = field(default_factory=lambda: uuid4().hex[:8])
+    _answered: bool = False  # gcloud works, so that a failure is an outage
 
     @property
     def home(self) -> str:
         return _home(self.code)
+
+    @property
+    def job_file(self) -> str:
+        """Path of the job on a worker; no other attempt has it, so that no other one is stopped."""
+        return f"{self.home}/job-{self.attempt}.json"
 
     def train_with_restarts(self, restarts: int) -> Event:
         """Train, on up to `restarts` further slices after preemptions."""
@@ -142,7 +159,7 @@ class _SliceRun:
                 if state != "READY":
                     log.warning("tpu: the slice is %s; %d more restarts", state or "gone", left)
                     self.delete()
-                elif isinstance(error, JobFailed) and error.code == SSH_LOST:
+                elif _is_cut_off(error):
                     log.warning("tpu: the connection was lost; %d more attempts", left)
                 elif isinstance(error, subprocess.CalledProcessError):
                     reason = _message(error)
@@ -161,19 +178,24 @@ class _SliceRun:
                 log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
 
     def _make(self) -> None:
-        """Wait until the slice is ready; create it if it does not exist."""
+        """Wait until the slice is ready; create it if it does not exist.
+
+        Raises SliceUnavailable, also for a slice that another run will delete.
+        """
         state, request = self._state(), self._request()
         if state in DEAD_STATES or request in FAILED_REQUESTS:
             self.delete()
             state = request = None
         if state is None and request is None:
             log.info("tpu: creating %s", self.slice.tpu.name)
-            self.created = True
             try:
                 _run_command(self.slice.create())
             except subprocess.CalledProcessError as error:
+                with suppress(SliceUnavailable):
+                    self._state()  # whether it is ours: gcloud may have waited too long for it
                 reason = _message(error)
                 raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
+            self.is_ours = bool(self.slice.owner)
         self._wait()
 
     def _wait(self) -> None:
@@ -196,13 +218,41 @@ class _SliceRun:
         return "READY"
 
     def _state(self) -> str | None:
-        return _state_of(self.slice.describe())
+        """The slice's state; None without one. Raises SliceUnavailable for that of another run."""
+        state, _, owner = self._ask(self.slice.describe()).partition("\t")
+        if owner and owner == self.slice.owner:
+            self.is_ours = True
+        elif owner and state not in DEAD_STATES:
+            raise SliceUnavailable(
+                f"the slice {self.slice.tpu.name} is of another run, which deletes it: give this "
+                "one another tpu.name; or, if no such run is left, delete it: "
+                f"{shlex.join(self.slice.delete())}"
+            )
+        return state or None
 
     def _request(self) -> str | None:
         """The state of the queued request; None without one."""
         if not self.slice.tpu.queued:
             return None
-        return _state_of(self.slice.describe_request())
+        return self._ask(self.slice.describe_request()) or None
+
+    def _ask(self, command: Command) -> str:
+        """The output of a `describe` command, '' if there is no such resource.
+
+        An outage is waited for, unless gcloud never worked: a slice that trains is not given up.
+        """
+        for _ in range(OUTAGE_CHECKS):
+            try:
+                found = _describe(command)
+            except SliceUnavailable as error:
+                if not self._answered:
+                    raise
+                log.warning("tpu: %s; asking again", error)
+                time.sleep(self.poll_seconds)
+            else:
+                self._answered = True
+                return found
+        return _describe(command)
 
     def _send(self) -> None:
         """Copy code and job to every worker, and set up the environment."""
@@ -213,11 +263,11 @@ class _SliceRun:
             log.info("tpu: setting up (minutes, once per slice)")
             _run_command(self.slice.copy(code, f"{self.home}.tgz"))
             _run_command(self.slice.ssh(_set_up(self.home)))
-            _run_command(self.slice.copy(job, f"{self.home}/job.json"))
+            _run_command(self.slice.copy(job, self.job_file))
 
     def _train(self) -> Event:
         child = subprocess.Popen(
-            self.slice.ssh(_train(self.home, self.slice.tpu)),
+            self.slice.ssh(_train(self.job_file, self.slice.tpu)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -234,7 +284,7 @@ class _SliceRun:
         """Signal every worker to checkpoint and exit; kill them after the grace period."""
         log.info("tpu: stopping (it has %g s to checkpoint)", self.grace_seconds)
         with suppress(subprocess.CalledProcessError):
-            _run_command(self.slice.ssh(_signal(self.home, signal.SIGTERM)), SIGNAL_SECONDS)
+            _run_command(self.slice.ssh(_signal(self.job_file, signal.SIGTERM)), SIGNAL_SECONDS)
         try:
             child.wait(self.grace_seconds)
         except BaseException:
@@ -243,7 +293,7 @@ class _SliceRun:
     def _kill(self, child: subprocess.Popen[str]) -> None:
         """Kill the job on every worker, then the connection to them."""
         with suppress(subprocess.CalledProcessError):
-            _run_command(self.slice.ssh(_signal(self.home, signal.SIGKILL)), SIGNAL_SECONDS)
+            _run_command(self.slice.ssh(_signal(self.job_file, signal.SIGKILL)), SIGNAL_SECONDS)
         child.kill()
         child.wait()
 
@@ -252,13 +302,20 @@ def _set_up(home: str) -> str:
     return f"mkdir -p {home} && tar -xzf {home}.tgz -C {home} && bash {home}/deploy/tpu/setup.sh"
 
 
-def _train(home: str, tpu: Tpu) -> str:
+def _is_cut_off(error: Exception) -> bool:
+    """Whether the job may go on where it was: ssh was lost, or a worker's, which stops all."""
+    lost = isinstance(error, JobFailed) and error.code == SSH_LOST
+    return lost or type(error) is TransientError  # not an outage of the store
+
+
+def _train(job: str, tpu: Tpu) -> str:
     flags = f"LIBTPU_INIT_ARGS={shlex.quote(tpu.libtpu_args)} " if tpu.libtpu_args else ""
-    return f"{flags}bash {home}/deploy/tpu/worker.sh {home}/job.json"
+    return f"{flags}bash {Path(job).parent}/deploy/tpu/worker.sh {job}"
 
 
-def _signal(home: str, number: signal.Signals) -> str:
-    return f"pkill --signal {number.name} -f 'runtimes .*/{home}/job[.]json' || true"
+def _signal(job: str, number: signal.Signals) -> str:
+    pattern = job.replace(".", "[.]")  # no pattern of the shell that has it as an argument
+    return f"pkill --signal {number.name} -f 'runtimes .*/{pattern}' || true"
 
 
 def _pack() -> bytes:
@@ -308,13 +365,13 @@ def _run_command(command: Command, seconds: float = COMMAND_SECONDS) -> str:
     return done.stdout.strip()
 
 
-def _state_of(command: Command) -> str | None:
-    """The output of a `describe` command; None if the resource does not exist."""
+def _describe(command: Command) -> str:
+    """The output of a `describe` command; '' if the resource does not exist."""
     try:
-        return _run_command(command) or None
+        return _run_command(command)
     except subprocess.CalledProcessError as error:
         if _is_missing(error):
-            return None
+            return ""
         raise SliceUnavailable(f"gcloud does not answer: {_message(error)}") from None
 
 

@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from artifacts.lock import LockLost
 from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.holdout_divergence_profile_wandb import Wandb
 from configs.settings.tpu import Tpu
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob
 from runtimes.spmd.tpu_slices import parse_accelerator_type
+from tasks.build_or_reuse import StorageAway, TransientError
+from tasks.child_process import JobFailed
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
 
@@ -35,11 +39,12 @@ def test_the_commands_have_the_recipes_settings() -> None:
         "gcloud compute tpus queued-resources delete kiln --zone=us-east5-a --project=mine "
         "--force --quiet"
     )
-    reserved = Slice(Tpu(**SLICE, capacity="reserved"))
+    reserved = Slice(Tpu(**SLICE, capacity="reserved"), "a-run")
     assert " ".join(reserved.create()) == (
         "gcloud compute tpus tpu-vm create kiln --zone=us-east5-a --accelerator-type=v5p-16 "
-        "--version=v2-alpha-tpuv5 --reserved"
+        "--version=v2-alpha-tpuv5 --reserved --labels=kiln_run=a-run"
     )
+    assert reserved.describe()[-1] == "--format=value(state,labels.kiln_run)"
     assert reserved.ssh("ls")[-1] == "--command=ls" and "--worker=all" in reserved.ssh("ls")
     for command, flag in ((reserved.ssh("ls"), "ssh"), (reserved.copy(Path("a"), "b"), "scp")):
         assert f"--{flag}-flag=-oServerAliveInterval=30" in command
@@ -154,6 +159,120 @@ def test_a_deletion_that_hangs_is_logged_and_hides_no_error(
     assert "kiln may remain and cost money" in caplog.text
 
 
+class Cloud:
+    """Stands in for gcloud: one slice with its label. `fails` are verbs that fail once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.told, self.fails = list[str](), list[str]()
+        self.state, self.owner = "", ""
+        self.trains: list[BaseException] = []  # errors of the first trainings
+        monkeypatch.setattr(launch, "_run_command", self.run)
+        monkeypatch.setattr(launch._SliceRun, "_train", self.train)
+        self.store = Store(str(tmp_path / "store"))
+        place = str(tmp_path)
+        self.job = TrainJob("xla", place, "", {}, work="gs://bucket/run", out=place)
+        (tmp_path / "model_index.json").write_text("{}")
+
+    def run(self, command: list[str], seconds: float = 0) -> str:
+        verb = command[4]
+        self.told.append(verb)
+        if verb == "create":
+            labels = [one for one in command if one.startswith("--labels=")]
+            self.state = "READY"
+            self.owner = labels[0].rpartition("=")[2] if labels else ""
+        if verb in self.fails:
+            self.fails.remove(verb)
+            raise subprocess.CalledProcessError(1, command, "", "Unable to reach the API")
+        if verb == "describe" and not self.state:
+            raise subprocess.CalledProcessError(1, command, "", "NOT_FOUND")
+        if verb == "delete":
+            self.state = ""
+        return f"{self.state}\t{self.owner}".strip()
+
+    def train(self) -> dict[str, str]:
+        if self.trains:
+            raise self.trains.pop(0)
+        return {"event": "result"}
+
+    def attempt(self, **tpu: Any) -> Any:
+        self.told.clear()
+        given = (Tpu(**SLICE, **tpu), self.job, lambda event: None)
+        return launch.run_on_slice(*given, store=self.store, poll_seconds=0.0)
+
+
+@pytest.fixture
+def cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cloud:
+    return Cloud(monkeypatch, tmp_path)
+
+
+def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(cloud: Cloud) -> None:
+    cloud.fails, cloud.trains = ["delete"], [StorageAway("the bucket is away")]
+    with pytest.raises(StorageAway):
+        cloud.attempt()
+    assert cloud.state == "READY"
+    cloud.attempt()
+    assert "create" not in cloud.told and cloud.told[-1] == "delete" and not cloud.state
+
+
+def test_a_slice_whose_creation_took_too_long_is_deleted(cloud: Cloud) -> None:
+    cloud.fails = ["create"]
+    with pytest.raises(launch.SliceUnavailable, match="did not create the slice"):
+        cloud.attempt()
+    assert cloud.told[-1] == "delete"
+
+
+@pytest.mark.parametrize(
+    ("failure", "outage"),
+    [
+        (JobFailed("ssh is lost", launch.SSH_LOST), 4),
+        (TransientError("stopped, since another worker's connection is lost"), 0),
+    ],
+)
+def test_a_lost_connection_or_an_outage_gives_no_slice_up(
+    cloud: Cloud, failure: Exception, outage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(run: launch._SliceRun) -> dict[str, str]:
+        cloud.fails += ["describe"] * outage
+        monkeypatch.setattr(launch._SliceRun, "_train", cloud.train)
+        raise failure
+
+    monkeypatch.setattr(launch._SliceRun, "_train", lost)
+    assert cloud.attempt() == {"event": "result"}
+    assert cloud.told.count("create") == cloud.told.count("delete") == 1 and not cloud.fails
+
+
+def test_a_cloud_that_never_answered_is_not_waited_for(cloud: Cloud) -> None:
+    cloud.fails = ["describe"]
+    with pytest.raises(launch.SliceUnavailable, match="does not answer"):
+        cloud.attempt()
+    assert cloud.told == ["describe"]
+
+
+def test_a_run_that_lost_its_lock_leaves_the_slice_to_its_successor(cloud: Cloud) -> None:
+    cloud.trains = [LockLost("another process builds the artifact")]
+    with pytest.raises(LockLost):
+        cloud.attempt()
+    assert "delete" not in cloud.told
+    attempts = {launch._SliceRun(*[None] * 5, code=b"").job_file for _ in range(2)}  # type: ignore
+    assert len(attempts) == 2, "a signal to one attempt's job does not reach the other's"
+
+
+def test_a_slice_that_another_run_deletes_is_refused(cloud: Cloud) -> None:
+    cloud.state, cloud.owner = "READY", "another"
+    with pytest.raises(launch.SliceUnavailable, match=r"of another run.*tpu-vm delete kiln"):
+        cloud.attempt()
+    assert cloud.told == ["describe"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_slice_that_was_there_or_is_kept_stays(cloud: Cloud, is_there: bool) -> None:
+    cloud.state = "READY" if is_there else ""
+    cloud.attempt(keep=not is_there)
+    assert cloud.state == "READY" and ("create" in cloud.told) != is_there
+    cloud.attempt()
+    assert cloud.state == "READY", "it has no label"
+
+
 @pytest.mark.parametrize(
     ("kind", "software"),
     [
@@ -198,6 +317,9 @@ def test_unsupported_software_is_refused_before_gcloud(
     ("accelerator_type", "settings", "words"),
     [
         ("v5p-64", {"global_batch_size": 10}, "10 is not divisible by the 8 hosts of v5p-64"),
+        ("v5p-64", {"global_batch_size": 48}, "6 samples of a host .* its 4 devices"),
+        ("v5p-64", {"micro_batch_size": 6}, "6 samples of a host cannot be shared"),
+        ("v5p-64", {"global_batch_size": 80, "micro_batch_size": 8}, "2 samples of a host"),
         ("v5p-64", {"fsdp": 5}, "train.fsdp 5 does not divide 32 devices"),
         ("v5p-9", {}, "topology v5p-9: no such slice .known: v5p-8, "),
         ("v5litepod-12", {}, "topology v5litepod-12: no such slice"),
