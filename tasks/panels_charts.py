@@ -6,7 +6,7 @@ Colours are those of the page around them (CSS variables), else the light ones g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -158,13 +158,15 @@ def trials_chart(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     return str(drawing)
 
 
-def intervals_chart(metrics: Metrics) -> str:
+def intervals_chart(metrics: Metrics, lower_is_better: Callable[[str], bool]) -> str:
     """A row per metric: each model's value as a mark, its 95% interval as a whisker.
 
     Args:
-        metrics: metric -> model -> {value, ci: [low, high]}. Each row has its own scale.
+        metrics: metric -> model -> {value, ci: [low, high]}. Each row has its own scale, whose
+            ends are written below it.
+        lower_is_better: of a metric; an arrow says so.
     """
-    row, first = 46, 46
+    row, first = 58, 46
     models = [name for name in MODELS if any(name in found for found in metrics.values())]
     alt = "; ".join(
         f"{metric}: " + ", ".join(f"{m} {human(float(found[m]['value']))}" for m in found)
@@ -174,30 +176,35 @@ def intervals_chart(metrics: Metrics) -> str:
     for number, name in enumerate(models):
         drawing.mark(230 + 110 * number, 17, name)
         drawing.text(242 + 110 * number, 21, name)
+    drawing.text(8, 21, "↑ higher or ↓ lower is better", f"fill: {MUTED}")
     drawing.text(WIDTH - 8, 21, "tuned", f"fill: {MUTED}", "end")
     for number, (metric, found) in enumerate(metrics.items()):
         known = {name: found[name] for name in models if name in found}
-        _interval_row(drawing, first + row * number, row, metric, known)
+        title = f"{metric} {'↓' if lower_is_better(metric) else '↑'}"
+        _interval_row(drawing, first + row * number, row, title, known)
     return str(drawing)
 
 
 def _interval_row(
-    drawing: _Drawing, top: float, height: float, metric: str, found: Mapping[str, Any]
+    drawing: _Drawing, top: float, height: float, title: str, found: Mapping[str, Any]
 ) -> None:
     left, right = 230, WIDTH - 110
     edges = [float(edge) for one in found.values() for edge in (*one["ci"], one["value"])]
     edges = [edge for edge in edges if math.isfinite(edge)] or [0.0]
-    low, high = min(edges), max(edges)
-    room = (high - low or abs(high) or 1) * 0.04
-    low, high = low - room, high + room
+    least, most = min(edges), max(edges)
+    room = (most - least or abs(most) or 1) * 0.04
+    low, high = least - room, most + room
 
     def x(value: float) -> float:
         place = min(max((float(value) - low) / (high - low), 0), 1)
         return left + (right - left) * place
 
-    middle = top + height / 2
+    middle = top + height / 2 - 4
     drawing.line([(0, top), (WIDTH, top)], LINE, 1)
-    drawing.text(8, middle + 4, metric, "font-weight: 600")
+    drawing.text(8, middle + 4, title, "font-weight: 600")
+    for edge in sorted({least, most}):
+        style = f"fill: {MUTED}; font-size: 10px"
+        drawing.text(x(edge), top + height - 4, human(edge), style, "middle")
     tuned = found.get("tuned")
     if tuned is not None:
         drawing.text(WIDTH - 8, middle + 4, human(float(tuned["value"])), anchor="end")

@@ -74,7 +74,8 @@ def _damaged(folder: Path, path: str) -> Damaged:
     first = f"delete this copy of the model ({folder}) and run again; or " if copied else ""
     return Damaged(
         f"{folder / path} is missing or damaged, its sha256 is not that of the manifest: {first}"
-        "`kiln verify` lists what is damaged, `kiln rollback` restores the champion before it"
+        "`kiln verify` lists what is damaged, `kiln run` of its recipe writes it again, and `kiln "
+        "rollback` restores the champion before it"
     )
 
 

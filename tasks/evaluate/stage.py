@@ -44,6 +44,7 @@ from tasks.evaluate.metric_names import (
     all_prompts,
     by_set,
     compared_sets,
+    lower_is_better,
     metric_names,
     slices_by_set,
 )
@@ -296,7 +297,7 @@ def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
         }
     panels: list[Panel] = [
         compare_pictures(artifact, champion),
-        Chart("Metrics", intervals_chart(metrics)),
+        Chart("Metrics", intervals_chart(metrics, lower_is_better)),
         Table(
             "Metrics and paired differences, with 95% confidence intervals",
             metric_rows(metrics, compared),

@@ -71,12 +71,15 @@ def test_whiskers_have_the_ends_of_the_interval_and_each_model_its_mark() -> Non
             "tuned": {"value": 3.0, "ci": [2.5, 4.0]},
         }
     }
-    svg = intervals_chart(metrics)
-    assert "<script" not in svg and "tuned 3" in svg
+    svg = intervals_chart(metrics, lambda name: name == HOSTILE)
+    assert "<script" not in svg and "tuned 3" in svg and "↓</text>" in svg
+    assert "↑</text>" in intervals_chart(metrics, lambda name: False)
     (whisker, *ends) = shapes(svg, "polyline", f"stroke: {TUNED}")
     (left, _), (right, _) = points(whisker)
     assert [points(end)[0][0] for end in ends] == [left, right]
     _, mark = shapes(svg, "rect", TUNED)  # the first is in the legend
+    scale = {one.text: float(one.get("x", "")) for one in shapes(svg, "text", "10px")}
+    assert scale.keys() == {"0", "4"} and abs(scale["4"] - right) < 0.1
     middle = float(mark.get("x", "")) + 4
     assert abs((middle - left) / (right - left) - 0.5 / 1.5) < 0.01
     assert mark.get("transform", "").startswith("rotate(45")
@@ -85,8 +88,9 @@ def test_whiskers_have_the_ends_of_the_interval_and_each_model_its_mark() -> Non
 def test_metrics_without_spread_and_with_infinite_values_are_drawn() -> None:
     same = {"value": 1.0, "ci": [1.0, 1.0]}
     odd = {"value": 0.0, "ci": [float("-inf"), float("inf")]}
-    assert "NaN" not in intervals_chart({"a": {"base": same, "tuned": same}, "b": {"tuned": odd}})
-    assert intervals_chart({})
+    metrics = {"a": {"base": same, "tuned": same}, "b": {"tuned": odd}}
+    assert "NaN" not in intervals_chart(metrics, lambda name: True)
+    assert intervals_chart({}, lambda name: True)
 
 
 def test_the_lineage_runs_from_inputs_on_the_left() -> None:

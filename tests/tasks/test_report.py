@@ -159,7 +159,7 @@ def largest_panels(artifact: Artifact) -> list[Panel]:
         Chart("Loss", loss_chart(history)),
         Strip("Samples", [(f"step {n}", frame) for n in range(SAMPLES_SHOWN + 1)]),
         Comparison("Pictures", models, [(words, pictures) for _ in range(20)], pair),
-        Chart("Metrics", intervals_chart(metrics)),
+        Chart("Metrics", intervals_chart(metrics, lambda name: False)),
         Table("Metrics", rows),
         PicturePanel("Samples closest to training pictures", noise(LARGE)),
     ]
