@@ -45,6 +45,10 @@ class ModelNotFound(ValueError):
     """The model's files cannot be found; the message states the searched location."""
 
 
+class HubAway(ModelNotFound):
+    """The hub cannot be reached, or is overloaded, and the model was not fetched before."""
+
+
 def cache_folder() -> Path:
     """Local cache of remote models and shards: $KILN_CACHE, $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("KILN_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -246,8 +250,19 @@ def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequ
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # a full local disk does not mean that the model is missing
         why = hub_refusal(error, repo, revision)
-        raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
+        kind = HubAway if _is_away(error) else ModelNotFound
+        raise kind(f"model {repo}: no such folder, and {why}") from None
     return Path(folder)
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether the hub may answer later."""
+    from httpx2 import TransportError
+
+    cause = error.__cause__ or error
+    if (answer := getattr(cause, "response", None)) is not None:
+        return answer.status_code in (408, 429) or answer.status_code >= 500
+    return isinstance(error, TransportError) or isinstance(cause, TransportError)
 
 
 def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:

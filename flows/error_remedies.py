@@ -139,6 +139,7 @@ REMEDIES = {
     "SourceError": "Correct the section `source` ([recipes.md](recipes.md#sources)).",
     "TooManyFailed": "Look at the outcomes. Raise the named limit of `download`, or mend the list.",
     "ModelNotFound": "Correct the path or the hub id. Check the network, and `HF_TOKEN`.",
+    "HubAway": "Check the network, and run again later. A run on a work pool waits.",
     "GateError": "Correct the rule ([recipes.md](recipes.md#the-gate)).",
     "Rejected": "Change training, data or rules. The exit code is 3.",
     "SmokeTestFailed": "The gate rejects such a model. Look at the reason; it cannot be forced.",

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 from uuid import uuid4
 
-from prefect import Task, flow, runtime, task
+from prefect import flow, runtime, task
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
@@ -65,7 +65,7 @@ def download(run: Run) -> StageResult:
     )
     parents = {"plan": plan.artifact}
     result = build_or_reuse(
-        run.store, parts, build, parents=parents, send=run.send(parts, progress)
+        run.store, parts, build, parents=parents, send=run.send(parts, progress, [plan.artifact])
     )
     download_stage.check_data(result.load(run.store).summary, run.recipe.download)
     return ended(run.store, run.model_name, result, download_stage.show)
@@ -88,7 +88,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
         parents=parents,
         help_builder=share,
         versions=partial(versions, run.recipe.runtime),
-        send=run.send(parts, progress),
+        send=run.send(parts, progress, [images]),
     )
     encode_stage.check(result.load(run.store).summary, run.recipe.encode.max_bad)
     return ended(run.store, run.model_name, result, encode_stage.show)
@@ -112,7 +112,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
     )
     parents = {"latents": encoded}
     result = build_or_reuse(
-        run.store, parts, build, parents=parents, send=run.send(parts, progress)
+        run.store, parts, build, parents=parents, send=run.send(parts, progress, [latents])
     )
     return ended(run.store, run.model_name, result, train_stage.show)
 
@@ -126,28 +126,35 @@ def evaluate(
 
     The champion is measured too, where a rule of the gate names it and it was measured otherwise.
     """
-    pictures, encoded, tuned = (one.load(run.store) for one in (images, latents, trained))
+    before = (images, latents, trained)
+    pictures, encoded, tuned = (one.load(run.store) for one in before)
     given = run.eval_inputs(pictures, encoded)
     parts = evaluate_stage.key_parts(given, tuned)
     progress = run.begin(parts)
     build = partial(evaluate_stage.build, given, tuned, progress=progress)
     parents = {"images": given.images, "latents": given.latents, "model": tuned}
     result = build_or_reuse(
-        run.store, parts, build, parents=parents, send=run.send(parts, progress)
+        run.store, parts, build, parents=parents, send=run.send(parts, progress, before)
     )
     measured = result.load(run.store)
-    _measure_champion(run, given, tuned, measured)
+    _measure_champion(run, given, tuned, measured, before)
     facts = {name: measured.summary[name] for name in ("metrics", "differences")}
     return ended(run.store, run.model_name, replace(result, facts=facts), evaluate_stage.show)
 
 
-def _measure_champion(run: Run, given: EvalInputs, tuned: Artifact, measured: Artifact) -> None:
+def _measure_champion(
+    run: Run,
+    given: EvalInputs,
+    tuned: Artifact,
+    measured: Artifact,
+    before: Sequence[StageResult],
+) -> None:
     """Measure the champion, if the gate will ask. Raises TransientError if it changes meanwhile."""
     champion = run.champion_to_measure(tuned, measured)
     if champion is None:
         return
     try:
-        run.champion_metrics(given, measured)(champion.uri)
+        run.champion_metrics(given, measured, before)(champion.uri)
     except StageFailed as error:  # of a worker that has found another champion
         if run.champion_to_measure(tuned, measured) == champion:
             raise
@@ -173,7 +180,7 @@ def publish(
     build = partial(
         publish_stage.build,
         *(run.recipe, tuned, measured, lineage, run.base, run.vae),
-        run.champion_metrics(given, measured),
+        run.champion_metrics(given, measured, before[:3]),
         progress=run.begin(parts),
         force=run.force,
     )
@@ -230,17 +237,12 @@ def finetune(
     return report
 
 
-def stages_of(run: Run, training: Task[Any, Any] = train) -> Iterator[Any]:
-    """The final state of each stage, in order.
-
-    Args:
-        training: the task of stage train.
-    """
+def stages_of(run: Run) -> Iterator[Any]:
+    """The final state of each stage, in order."""
     recipe, given = run.recipe, without_edges(run)
     yield (images := waiting_task(download, recipe)(given))
     yield (latents := waiting_task(encode, recipe)(given, images))
-    trained: Any = waiting_task(training, recipe)(given, latents)
-    yield trained
+    yield (trained := waiting_task(train, recipe)(given, latents))
     yield (evaluated := waiting_task(evaluate, recipe)(given, images, latents, trained))
     yield publish(given, images, latents, trained, evaluated)
 

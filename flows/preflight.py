@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelNotFound, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
+from artifacts.run_records import record_run
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError, dump
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
@@ -41,7 +42,7 @@ from runtimes.pipeline_folder.describe_encoders import read_config as read_model
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import BEAM_STAGES, Workers, beam_options, check_workers, workers_of
-from tasks.build_or_reuse import StageFailed, storage_error
+from tasks.build_or_reuse import StageFailed, StageResult, storage_error, storing
 from tasks.check_places import check_places, settings_to_send
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
@@ -68,6 +69,15 @@ log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A stage that another run waits for, on another machine."""
+
+    stage: PlacedStage
+    key: str  # of its artifact
+    before: Mapping[str, str]  # stage -> key of the artifacts that it is built from
+
+
+@dataclass(frozen=True)
 class Run:
     """A run of a checked recipe, with a writable store and local models."""
 
@@ -84,7 +94,7 @@ class Run:
     champion: Champion | None = None  # the champion that a retraining starts from
     force: str | None = None  # the reason to publish a model that fails the gate
     stages: Sequence[StageName] = STAGES  # those that it builds
-    sent: tuple[PlacedStage, str] | None = None  # the stage and key that another run waits for
+    sent: Sent | None = None  # what another run waits for; None: the run builds `stages`
 
     @property
     def model_name(self) -> str:
@@ -114,12 +124,16 @@ class Run:
     def plan(self) -> download.DownloadPlan:
         """The shards of the source; a retraining keeps those of the champion.
 
-        The run records that it needs the plan before it looks for one. Raises DiskTooSmall.
+        A run that was sent takes the plan of its sender: the source may have grown since. Another
+        run records that it needs the plan before it looks for one. Raises DiskTooSmall.
         """
-        if self.champion is None:
+        if self.sent is None:
             found = download.plan(self.recipe, self.begin)
         else:
-            found = plan_changes(self.recipe, self.store, self.champion, self.begin)[0]
+            (plan,) = self.results_before()
+            found = download.planned(self.recipe, plan.load(self.store))
+        if self.champion is not None:
+            found = plan_changes(self.recipe, self.store, self.champion, found)[0]
         keys = {shard.key for shard in found.shards}
         given = (self.recipe, self.store, self.base, self.vae)
         check_disk(*given, rows=found.rows, stages=self.stages, shards=keys)
@@ -137,15 +151,20 @@ class Run:
             is_due = publish.STAGE in self.stages
             if not is_due or self.store.find(publish.STAGE, parts.key) is not None:
                 return None
-        elif self.sent == (evaluated.stage, evaluated.key):
+        elif self.sent.key == evaluated.key:
             return None
         return publish.compared_champion(self.recipe, parts.inputs)
 
     def champion_metrics(
-        self, given: EvalInputs, evaluated: Artifact
+        self, given: EvalInputs, evaluated: Artifact, before: Sequence[StageResult]
     ) -> Callable[[str], evaluate.PublishedMetrics]:
-        """A call that returns the metrics of a published version, comparable with `evaluated`."""
-        return partial(evaluate.metrics_of_published, given, evaluated, self.begin, send=self.send)
+        """A call that returns the metrics of a published version, comparable with `evaluated`.
+
+        Args:
+            before: the results that the evaluation was built from.
+        """
+        send = partial(self.send, before=before)
+        return partial(evaluate.metrics_of_published, given, evaluated, self.begin, send=send)
 
     def check_champion(self, model: str) -> None:
         """Raise StageFailed unless the champion is the start of a retraining, or its own model.
@@ -160,13 +179,33 @@ class Run:
         """Record that this run needs a stage; returns the progress of building it."""
         return begin(self.store, self.id, parts, self.model_name, {"recipe": dump(self.recipe)})
 
-    def send(self, parts: KeyParts, progress: Progress) -> Callable[[], str] | None:
+    def results_before(self) -> list[StageResult]:
+        """The results that a sent stage is built from, in the order of the stages.
+
+        The run records that it needs them before it looks for them. Raises StageFailed if one was
+        deleted.
+        """
+        assert self.sent is not None
+        keys = {stage: [key] for stage, key in self.sent.before.items()}
+        with storing(self.store):
+            record_run(self.store, self.id, {"recipe": dump(self.recipe), "stages": keys})
+        stages = sorted(self.sent.before, key=("plan", *STAGES).index)
+        return [
+            StageResult.of_reused(self.store, stage, self.sent.before[stage]) for stage in stages
+        ]
+
+    def send(
+        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
+    ) -> Callable[[], str] | None:
         """A call that lets the stage's work pool build it; None for a stage that is built here.
 
-        Of a run that was sent, every other artifact must be in the store: the call raises.
+        Of a run that was sent, the call raises if the artifact is not the one that is waited for.
+
+        Args:
+            before: what the stage is built from: results of the stages before, or the plan.
         """
         if self.sent is not None:
-            return self._check_sent(parts, *self.sent)
+            return None if parts.key == self.sent.key else partial(self._fail, parts, self.sent)
         stage = next((one for one in PLACED_STAGES if one == progress.stage), None)
         if stage is None or stage not in self.recipe.place.pools():
             return None
@@ -174,33 +213,19 @@ class Run:
             "stage": stage,
             "settings": settings_to_send(self.recipe),
             "key": parts.key,
+            "before": {one.stage: one.key for one in before},
             # Of a later stage the download exists: it must not be tried once more.
             "retry_run": self.retry_run if stage == "download" else None,
             "champion": self.champion and self.champion.version,
         }
         return partial(send_stage, self.recipe, self.store, stage, parameters, progress)
 
-    def _check_sent(
-        self, parts: KeyParts, stage: PlacedStage, key: str
-    ) -> Callable[[], str] | None:
-        if (parts.stage, parts.key) == (stage, key):
-            return None
-        why = "the source, the models or the version of Kilnworks differ between sender and worker"
-        if parts.stage == stage:
-            error = StageFailed(
-                f"{stage}: the sender expects {key[:12]}, this run would build {parts.key[:12]}: "
-                f"{why}: run again"
-            )
-        else:
-            error = StageFailed(
-                f"{stage}: the store has no {parts.stage} {parts.key[:12]} for it: {why}, or it "
-                "was deleted: run again"
-            )
-
-        def fail() -> NoReturn:
-            raise error
-
-        return fail
+    def _fail(self, parts: KeyParts, sent: Sent) -> NoReturn:
+        raise StageFailed(
+            f"{sent.stage}: the sender expects {sent.key[:12]}, this run would build "
+            f"{parts.key[:12]}: the models or the version of Kilnworks differ between sender and "
+            "worker: run again"
+        )
 
 
 def prepare(
@@ -236,7 +261,8 @@ def prepare(
             launch.check(recipe.tpu, recipe.store, recipe.train)
         _check_monitoring(recipe)
         _warn_of_a_long_warmup(recipe.train)
-    download.check(recipe)
+    if "download" in built:  # a sent stage may be on a pool that does not reach the source
+        download.check(recipe)
     evaluate.check(recipe)
     _check_workers(recipe, stages)
     model, vae = _check_models(recipe)
@@ -363,8 +389,8 @@ def _check_monitoring(recipe: Recipe) -> None:
 
 def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     """Check the models; returns the base's folder and that of a separate VAE, if any."""
-    model = resolve_model(recipe.model.path, revision=recipe.model.revision)
-    vae = resolve_model(recipe.model.vae) if recipe.model.vae else None
+    model = _resolved("model.path", recipe.model.path, recipe.model.revision)
+    vae = _resolved("model.vae", recipe.model.vae) if recipe.model.vae else None
     found = describe_encoders(model, vae)
     for device in (recipe.train.device, recipe.evaluate.device):
         check_support.check_family(recipe.runtime, found["family"], device)
@@ -380,15 +406,26 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     return model, None if vae is None else vae_path(model, vae)
 
 
+def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
+    """A model's local folder. Raises ModelNotFound, with the setting's name."""
+    try:
+        return resolve_model(path, revision=revision)
+    except ModelNotFound as error:
+        raise type(error)(f"{setting}: {error}") from None
+
+
 def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, Any]:
     """Check the models that measure pictures; returns their folders and the weights file."""
     settings = recipe.evaluate
-    clip, encoder = resolve_model(settings.clip), None
+    clip, encoder = _resolved("evaluate.clip", settings.clip), None
     check_clip(clip)
     if settings.image_encoder is not None:
-        encoder = resolve_model(settings.image_encoder)
+        encoder = _resolved("evaluate.image_encoder", settings.image_encoder)
         check_image_encoder(encoder)
-    judges = {name: resolve_model(path) for name, path in settings.preference_models.items()}
+    judges = {
+        name: _resolved(f"evaluate.judges.{name}", path)
+        for name, path in settings.preference_models.items()
+    }
     for name, folder in judges.items():
         check_clip(folder, f"evaluate.judges.{name}")
     inception = None

@@ -25,6 +25,7 @@ from flows.preflight import Run, check_gate_rules, prepare
 from flows.send_stage import waiting_task
 from flows.task_settings import may_pass, stage_task, without_edges
 from flows.task_states import ended
+from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
 from tasks.evaluate.prompts import sample_prompts
@@ -55,7 +56,8 @@ def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
     with failing("retrain"):
         champion = find_champion(run.recipe, run.store)
-        _, changes = plan_changes(run.recipe, run.store, champion, run.begin)
+        plan = download_stage.plan(run.recipe, run.begin)
+        _, changes = plan_changes(run.recipe, run.store, champion, plan)
         models = run.model_digests()
         if champion is None or changes.new_rows >= run.recipe.retrain.min_new_rows:
             # Before it is looked for: `kiln gc` keeps what recent runs need.
@@ -94,7 +96,8 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         progress=progress,
     )
     parents = {"latents": selected, "start": start}
-    result = build_or_reuse(store, parts, build, parents=parents, send=run.send(parts, progress))
+    send = run.send(parts, progress, [latents])
+    result = build_or_reuse(store, parts, build, parents=parents, send=send)
     facts = {name: selected.summary[name] for name in ("new", "replayed")}
     result = replace(result, facts={"samples": {**facts, "steps": recipe.train.steps}})
     return ended(store, run.model_name, result, train_stage.show)

@@ -6,9 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -16,22 +14,23 @@ from prefect.states import Completed
 
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.place import PlacedStage
-from configs.settings.recipe import STAGES
-from flows.finetune import report_of, stages_of, train
+from configs.settings.recipe import Recipe
+from flows.finetune import download, encode, evaluate, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import Settings
-from flows.preflight import Run, prepare
+from flows.preflight import Run, Sent, prepare
 from flows.retrain import continue_from_champion
 from flows.send_stage import FLOW
-from flows.task_settings import may_pass
+from flows.task_settings import may_pass, without_edges
 from flows.task_states import REUSED
-from tasks.build_or_reuse import StageFailed
+from tasks.build_or_reuse import StageFailed, StageResult
 from tasks.check_places import received_recipe
 from tasks.retrain.champion import find_champion
 
 #: Seconds before each further attempt of the checks before a stage.
 PAUSES = (10.0, 60.0, 300.0)
 log = logging.getLogger("kiln")
+T = TypeVar("T")
 
 
 @flow(name=FLOW)
@@ -39,15 +38,17 @@ def run_stage(
     stage: PlacedStage,
     settings: Settings,
     key: str,
+    before: dict[str, str],
     retry_run: str | None = None,
     champion: str | None = None,
 ) -> dict[str, Any] | State[dict[str, Any]]:
-    """Build a stage that another run sent; the stages before it are reused from the store.
+    """Build a stage that another run sent, from the artifacts that it names.
 
     Args:
         stage: The stage to build.
         settings: The resolved recipe of the sender.
         key: Key of the artifact that the sender expects; another one is not built.
+        before: Stage to key of the artifacts that it is built from.
         retry_run: The run that fetches rows with transient failures again; None: no run does.
         champion: Version of the champion that a retraining starts from.
 
@@ -56,21 +57,31 @@ def run_stage(
     """
     log_to_prefect()
     with redacted_errors():
-        recipe = received_recipe(settings)
-        check = partial(prepare, recipe, only=stage, run_id=runtime.flow_run.id)
-        run = _patiently(lambda: _with_champion(check(), champion))
-        run = replace(run, sent=(stage, key), retry_run=retry_run)
-    continues = champion is not None and recipe.retrain.start == "champion"
-    stages = stages_of(run, continue_from_champion if continues else train)
-    states = list(islice(stages, 1 + STAGES.index(stage)))
-    report = report_of([state.result() for state in states])
-    if states[-1].name == REUSED:
-        return Completed(name=REUSED, message=states[-1].message, data=report)
+        recipe, sent = received_recipe(settings), Sent(stage, key, before)
+
+        def check() -> tuple[Run, list[StageResult]]:
+            run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
+            run = replace(_with_champion(run, champion), sent=sent, retry_run=retry_run)
+            return run, [] if stage == "download" else run.results_before()
+
+        run, given = _patiently(check)
+    state = _task(recipe, stage, champion)(without_edges(run), *given)
+    report = report_of([*given, state.result()])
+    if state.name == REUSED:
+        return Completed(name=REUSED, message=state.message, data=report)
     return report
 
 
-def _patiently(check: Callable[[], Run]) -> Run:
-    """The run, once the remote store answers: this flow has no retries.
+def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
+    """The Prefect task that builds the stage."""
+    if stage == "train":
+        continues = champion is not None and recipe.retrain.start == "champion"
+        return continue_from_champion if continues else train
+    return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
+
+
+def _patiently(check: Callable[[], T]) -> T:
+    """What the check returns, once the remote store answers: this flow has no retries.
 
     The stages before it may have taken days, so an outage must not end the run that sent it.
     """

@@ -67,13 +67,23 @@ class StageResult:
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)  # added to the run's report
 
+    @classmethod
+    def of_reused(cls, store: Store, stage: str, key: str) -> StageResult:
+        """The result of reusing an artifact. Raises StageFailed if it was deleted."""
+        artifact = _load(store, stage, key)
+        return cls(stage, key, artifact.uri, artifact.digest, "reused", 0.0)
+
     def load(self, store: Store) -> Artifact:
         """The artifact. Raises StageFailed if it was deleted."""
-        with storing(store):
-            artifact = store.load(self.stage, self.key)
-        if artifact is None:
-            raise StageFailed(f"{self.stage} {self.key[:12]}: it was deleted: run again")
-        return artifact
+        return _load(store, self.stage, self.key)
+
+
+def _load(store: Store, stage: str, key: str) -> Artifact:
+    with storing(store):
+        artifact = store.load(stage, key)
+    if artifact is None:
+        raise StageFailed(f"{stage} {key[:12]}: it was deleted: run again")
+    return artifact
 
 
 def build_or_reuse(

@@ -14,6 +14,7 @@ from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import RECIPES, RecipeError, anchored
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe, StageName
+from configs.settings.source import Source
 from tasks.beam_workers import Workers, is_hub_id, out_of_reach
 
 #: Models that come with the code: each machine has its own copy.
@@ -29,7 +30,7 @@ def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
     for stage, pool in recipe.place.pools().items():
         if stage not in stages:
             continue
-        for setting, place in _places(recipe):
+        for setting, place in _places(recipe, stage):
             if (why := _why_not(setting, place, recipe.shared_folders)) is not None:
                 raise RecipeError(
                     f"{setting}: workers of pool {pool} (place.{stage}) cannot reach "
@@ -64,15 +65,11 @@ def received_recipe(settings: dict[str, Any]) -> Recipe:
         raise RecipeError(explain("the sent recipe", error, settings)) from None
 
 
-def _places(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(setting, place) of what a sent run reads or writes: it plans the source, and checks all."""
+def _places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, str]]:
+    """(setting, place) of what a sent stage reads, writes or checks."""
     yield "store", recipe.store
-    source = recipe.source
-    is_on_hub = source.kind == "dataset" and is_hub_id(source.path)
-    if source.kind != "digits" and not is_on_hub:  # each machine draws the digits itself
-        yield "source.path", source.path
-    if source.kind == "urls" and source.base_url is not None:
-        yield "source.base_url", source.base_url
+    if stage == "download":
+        yield from _source_places(recipe.source)
     measuring = recipe.evaluate
     others = [("model.path", recipe.model.path), ("model.vae", recipe.model.vae)]
     others += [("train.denoiser_config", recipe.train.denoiser_config)]
@@ -85,6 +82,14 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, str]]:
     ]
     others += [("publish.registry", recipe.publish.registry)]
     yield from ((setting, place) for setting, place in others if place is not None)
+
+
+def _source_places(source: Source) -> Iterator[tuple[str, str]]:
+    is_on_hub = source.kind == "dataset" and is_hub_id(source.path)
+    if source.kind != "digits" and not is_on_hub:  # each machine draws the digits itself
+        yield "source.path", source.path
+    if source.kind == "urls" and source.base_url is not None:
+        yield "source.base_url", source.base_url
 
 
 def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:

@@ -9,6 +9,7 @@ from tasks.download.stage import (
     choose_retry,
     key_parts,
     plan,
+    planned,
     settings_for_key,
     show,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "choose_retry",
     "key_parts",
     "plan",
+    "planned",
     "settings_for_key",
     "show",
 ]

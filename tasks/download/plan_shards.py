@@ -81,7 +81,6 @@ class DownloadPlan:
     source_digest: str  # sha256 (hex) over the digests of all shards, in order
     rows: int
     shards: tuple[ShardSpec, ...]  # each key once
-    parts: KeyParts = field(compare=False, repr=False)
     artifact: Artifact = field(compare=False, repr=False)
     layout: str | None = None  # sha256 over the shards' keys, if they do not follow from the rows
 
@@ -143,10 +142,11 @@ def plan_shards(
         artifact = build_or_reuse(store, parts, build, parents={}).load(store)
     except StageFailed as error:
         raise error.__cause__ or error from None
-    return _load(artifact, parts, shard_key)
+    return read_plan(artifact, shard_key)
 
 
-def _load(artifact: Artifact, parts: KeyParts, shard_key: Callable[[str], str]) -> DownloadPlan:
+def read_plan(artifact: Artifact, shard_key: Callable[[str], str]) -> DownloadPlan:
+    """A plan from the store; the source is not asked. See plan_shards."""
     index = _table(artifact.read(INDEX))
     folder = artifact.store.url_of(f"{STAGE}/{SHARDS}")
     shards: dict[str, ShardSpec] = {}
@@ -159,7 +159,7 @@ def _load(artifact: Artifact, parts: KeyParts, shard_key: Callable[[str], str]) 
         shards[key] = ShardSpec(key, rows, (Span(f"{folder}/{file}", group, 0, rows),))
     rows = sum(shard.rows for shard in shards.values())
     source_digest = hashlib.sha256(b"".join(index["digest"].to_pylist())).hexdigest()
-    return DownloadPlan(source_digest, rows, tuple(shards.values()), parts, artifact)
+    return DownloadPlan(source_digest, rows, tuple(shards.values()), artifact)
 
 
 class _Rest(NamedTuple):

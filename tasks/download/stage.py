@@ -31,7 +31,7 @@ from tasks.download.download_shard import (
 )
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.plan_parquet import plan_key
-from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards
+from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards, read_plan
 from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.source_protocol import Source
 from tasks.download.sources import SOURCES
@@ -77,6 +77,11 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
     download = recipe.download
     key = shard_key(download)
     return plan_shards(_source(recipe), Store(recipe.store), download.shard_size, key, begin)
+
+
+def planned(recipe: Recipe, artifact: Artifact) -> DownloadPlan:
+    """The plan that an artifact of stage `plan` has; the source may have changed since."""
+    return read_plan(artifact, shard_key(recipe.download))
 
 
 def key_parts(recipe: Recipe, plan: DownloadPlan, retry: int = 0) -> KeyParts:

@@ -12,10 +12,8 @@ from artifacts.hashing import digest_json
 from artifacts.image_shards import read_rows
 from artifacts.store import SHARDS, Artifact, Store
 from configs.settings.recipe import Recipe
-from tasks.download import stage as download
 from tasks.download.download_shard import STAGE, shard_key
 from tasks.download.plan_shards import (
-    Begin,
     DownloadPlan,
     ShardSpec,
     Span,
@@ -63,10 +61,7 @@ class _Compared:
 
 
 def plan_changes(
-    recipe: Recipe,
-    store: Store,
-    champion: Champion | None,
-    begin: Begin = lambda parts: None,
+    recipe: Recipe, store: Store, champion: Champion | None, plan: DownloadPlan
 ) -> tuple[DownloadPlan, Changes]:
     """The shards to train on, and what changed since the champion.
 
@@ -75,13 +70,12 @@ def plan_changes(
     an old row may count as new.
 
     Args:
-        begin: see plan_shards.
+        plan: the source's rows as they would be cut for a first training.
 
     Raises:
-        SourceError: the source cannot be read, or has no rows.
+        SourceError: the plan's rows cannot be read.
         WrongInput: the store lacks the champion's images.
     """
-    plan = download.plan(recipe, begin)
     if champion is None:
         count = len(plan.shards)
         fetched = Changes(plan.source_digest, plan.rows, plan.rows, 0, plan.rows, 0, count)

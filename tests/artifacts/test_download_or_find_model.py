@@ -21,6 +21,7 @@ from artifacts.download_or_find_model import (
     HUB_FILES,
     HUB_SKIPPED,
     HUB_VARIANTS,
+    HubAway,
     ModelNotFound,
     cache_folder,
     digest_model,
@@ -274,10 +275,15 @@ def test_a_missing_model_is_a_one_line_error(url: str, words: str, hub: HubServe
     assert words in refused(url)
 
 
-def refused(url: str, revision: str | None = None) -> str:
-    """The one line that says why there is no such model."""
+def refused(url: str, revision: str | None = None, *, away: bool = False) -> str:
+    """The one line that says why there is no such model.
+
+    Args:
+        away: whether the hub may have it later.
+    """
     with pytest.raises(ModelNotFound) as raised:
         resolve_model(url, revision=revision)
+    assert isinstance(raised.value, HubAway) == away
     line = str(raised.value)
     assert line.startswith(f"model {url}: ") and "\n" not in line
     return line
@@ -357,7 +363,7 @@ def test_hub_errors_are_one_line_errors(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own tries
     hub.fault = fault
-    assert words in refused("some/model")
+    assert words in refused("some/model", away=fault in (500, 429, "cut"))
 
 
 def test_without_a_network_only_what_was_fetched_before_is_there(
@@ -366,7 +372,7 @@ def test_without_a_network_only_what_was_fetched_before_is_there(
     folder = resolve_model("some/model")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert resolve_model("some/model") == folder
-    assert "the hub cannot be reached at http://127.0.0.1:9" in refused("other/model")
+    assert "the hub cannot be reached at http://127.0.0.1:9" in refused("other/model", away=True)
 
 
 def test_a_full_disk_is_no_missing_model(

@@ -48,7 +48,7 @@ def test_until_must_be_a_stage(here: Here) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ({"model.path": "nowhere/at/all"}, "model nowhere/at/all: no such folder"),
+        ({"model.path": "nowhere/at/all"}, "model.path: model nowhere/at/all: no such folder"),
         ({"publish.gate": ["cmd < base"]}, "cmd is not measured (did you mean cmmd?)"),
         ({"source": {"kind": "urls", "path": "no.parquet"}}, "no.parquet"),
         ({"evaluate.clip": "./nowhere"}, "nowhere"),

@@ -10,19 +10,24 @@ import pytest
 import typer.testing
 from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.states import Completed
 
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
+from artifacts.download_or_find_model import HubAway
 from artifacts.remote_client_options_and_errors import StoreRefused
-from artifacts.store import Store
+from artifacts.run_records import runs
+from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.place import PLACED_STAGES
-from flows import cli, finetune, send_stage
-from flows.preflight import Run, _stages_here
+from configs.settings.recipe import STAGES
+from configs.settings.source import UrlSource
+from flows import cli, finetune, run_sent_stage, send_stage
+from flows.preflight import Run, Sent, _stages_here
 from flows.retrain import continue_from_champion
 from flows.run_sent_stage import _patiently
 from flows.runner import _sends_a_stage
-from tasks.build_or_reuse import StageFailed, TransientError, build_or_reuse
+from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.check_places import received_recipe
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
@@ -66,9 +71,9 @@ def test_another_artifact_than_that_of_the_sender_is_an_error(run: Run) -> None:
         build_or_reuse(run.store, PARTS, build, parents={}, send=lambda: "built")
 
 
-def sending(run: Run, stage: str) -> Any:
+def sending(run: Run, stage: str, *before: Artifact) -> Any:
     """The parameters that a stage is sent with; None if it is not sent."""
-    found: Any = run.send(KeyParts(stage, 1, {}, {}), Progress(stage))
+    found: Any = run.send(KeyParts(stage, 1, {}, {}), Progress(stage), before)
     return found and found.args[3]
 
 
@@ -82,22 +87,56 @@ def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
 
 
 def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
-    sent = replace(run, sent=("train", PARTS.key))
-    assert sent.send(PARTS, Progress("train")) is None
+    sent = replace(run, sent=Sent("train", PARTS.key, {}))
+    assert sent.send(PARTS, Progress("train"), []) is None
     other = KeyParts("train", 1, {"steps": 2}, {})
-    differs = sent.send(other, Progress("train"))
+    differs = sent.send(other, Progress("train"), [])
     with pytest.raises(StageFailed, match=f"the sender expects {PARTS.key[:12]}"):
         build_or_reuse(run.store, other, build, parents={}, send=differs)
 
 
-def test_a_sent_run_builds_no_stage_before_its_own(run: Run) -> None:
-    sent, parts = replace(run, sent=("train", PARTS.key)), KeyParts("download", 1, {}, {})
-    given: Any = (run.store, parts, build)
-    missing = sent.send(parts, Progress("download"))
-    with pytest.raises(StageFailed, match="train: the store has no download"):
-        build_or_reuse(*given, parents={}, send=missing)
-    run.store.draft(parts).commit({}, {})
-    assert build_or_reuse(*given, parents={}, send=missing).outcome == "reused"
+def test_a_sent_run_takes_the_plan_of_its_sender(run: Run, tmp_path: Path) -> None:
+    """The source may grow while the run waits for a worker."""
+    rows = tmp_path / "list.csv"
+    rows.write_text("url,caption\nhttp://127.0.0.1/1,a\n")
+    source = UrlSource(kind="urls", path=str(rows), format="csv")
+    recipe = run.recipe.model_copy(update={"source": source})
+    run = replace(run, recipe=recipe, base=Path(recipe.model.path))
+    plan = run.plan()
+    rows.write_text(rows.read_text() + "http://127.0.0.1/2,b\n")
+    assert run.plan() != plan
+    given = sending(run, "download", plan.artifact)["before"]
+    assert replace(run, sent=Sent("download", PARTS.key, given)).plan() == plan
+
+
+def test_a_sent_stage_is_built_from_what_its_sender_names(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the source has by now; the store keeps the artifacts for this run too."""
+    latents = run.store.draft(KeyParts("encode", 1, {}, {})).commit({}, {})
+    parameters, asked = sending(run, "train", latents), list[Any]()
+
+    def train(run: Any, *given: StageResult) -> State[StageResult]:
+        asked.append([one.load(run.value.store).key for one in given])
+        return Completed(data=given[0])
+
+    monkeypatch.setattr(run_sent_stage, "train", train)
+    parameters["settings"]["source"] = {"kind": "folder", "path": str(tmp_path / "gone")}
+    run_sent_stage.run_stage.fn(**parameters)
+    assert asked == [[latents.key]]
+    (record,) = runs(run.store)
+    assert ("encode", latents.key) in record.keys
+    run.store.fs.rm(latents.path, recursive=True)
+    with pytest.raises(StageFailed, match=r"encode .*: it was deleted"):
+        run_sent_stage.run_stage.fn(**parameters)
+
+
+def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
+    made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in reversed(STAGES[:3])}
+    keys = {stage: artifact.key for stage, artifact in made.items()}
+    before = replace(run, sent=Sent("evaluate", PARTS.key, keys)).results_before()
+    assert [one.stage for one in before] == ["download", "encode", "train"]
+    assert [one.digest for one in before] == [made[one.stage].digest for one in before]
 
 
 class Pool:
@@ -222,6 +261,18 @@ def test_a_sent_run_waits_for_a_store_that_is_away(
     with pytest.raises(RecipeError):
         _patiently(check)
     assert waited == [10.0, 60.0, 10.0, 60.0, 300.0]
+
+
+def test_a_sent_run_waits_for_the_hub(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, waited = [HubAway("model.path: the hub cannot be reached")], list[float]()
+
+    def check() -> Run:
+        if errors:
+            raise errors.pop()
+        return run
+
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert _patiently(check) is run and waited == [10.0]
 
 
 def test_a_retraining_names_its_champion(run: Run) -> None:

@@ -19,7 +19,7 @@ from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES
 from flows import finetune, generate
-from flows.preflight import Run
+from flows.preflight import Run, Sent
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode import stage as encode
@@ -215,8 +215,8 @@ def test_the_champion_is_measured_where_the_new_model_is(run: Run) -> None:
     assert not measures(run, gate=["clip_score > base"]), "no rule names it"
     assert not measures(replace(run, stages=STAGES[:4])), "nothing is published"
     on_pool = replace(run, stages=("evaluate",))
-    assert not measures(replace(on_pool, sent=("evaluate", evaluated.key)))
-    assert measures(replace(on_pool, sent=("evaluate", "the champion's key")))
+    assert not measures(replace(on_pool, sent=Sent("evaluate", evaluated.key, {})))
+    assert measures(replace(on_pool, sent=Sent("evaluate", "the champion's key", {})))
     store.draft(publish.key_parts(run.recipe, trained, evaluated, run.base)).commit({}, {})
     assert not measures(run), "the model is published"
 
@@ -240,7 +240,7 @@ def test_a_champion_that_changes_while_a_pool_measures_it_is_no_failure(
     monkeypatch.setattr(Run, "champion_metrics", measured)
     for expected in (TransientError, StageFailed):  # the second time it stays the champion
         with pytest.raises(expected):
-            finetune._measure_champion(publishing(run), None, trained, evaluated)  # type: ignore
+            finetune._measure_champion(publishing(run), None, trained, evaluated, ())  # type: ignore
 
 
 def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(

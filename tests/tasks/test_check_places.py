@@ -24,8 +24,6 @@ DATASET = {"kind": "dataset", "path": "somebody/pictures"}
         ({"store": "store"}, "store", "a path relative to this folder"),
         ({"store": "/data/store"}, "store", "a folder of this machine"),
         ({"store": "memory://store"}, "store", "the memory of this process"),
-        ({"source": {**URLS, "path": "/data/list.parquet"}}, "source.path", "a folder of"),
-        ({"source": {**URLS, "base_url": "http://127.0.0.1/"}}, "source.base_url", "an address of"),
         ({"model.path": "/models/sdxl"}, "model.path", "a folder of this machine"),
         ({"model.vae": "models/sdxl/vae/x"}, "model.vae", "a path relative to this folder"),
         ({"evaluate.clip": "/models/clip"}, "evaluate.clip", "a folder of this machine"),
@@ -33,7 +31,6 @@ DATASET = {"kind": "dataset", "path": "somebody/pictures"}
         ({"evaluate.prompts.more.file": PROMPTS}, "evaluate.prompts.more.file", "a folder of"),
         ({"store": "new/store"}, "store", "a path relative to this folder"),
         ({"publish.registry": "registry"}, "publish.registry", "a path relative"),
-        ({"source": {**DATASET, "path": "/data/pictures"}}, "source.path", "a folder of"),
         (
             {"train.init": "random", "train.denoiser_config": "/data/unet.json"},
             "train.denoiser_config",
@@ -51,6 +48,26 @@ def test_what_a_pool_cannot_reach_is_refused(
     assert message.startswith(f"{setting}: workers of pool gpu (place.train) cannot reach ")
     assert why in message and "\n" not in message
     check_places(recipe, ("download", "encode"))  # a run that does not train sends nothing
+
+
+@pytest.mark.parametrize(
+    ("source", "setting", "why"),
+    [
+        ({**URLS, "path": "/data/list.parquet"}, "source.path", "a folder of"),
+        ({**URLS, "base_url": "http://127.0.0.1/"}, "source.base_url", "an address of"),
+        ({**DATASET, "path": "/data/pictures"}, "source.path", "a folder of"),
+    ],
+)
+def test_only_the_pool_of_the_download_must_reach_the_source(
+    source: dict[str, Any], setting: str, why: str
+) -> None:
+    given = {**ON_GPU, "source": source}
+    check_places(load_recipe("digits", given), STAGES)
+    with pytest.raises(RecipeError) as error:
+        check_places(load_recipe("digits", {**given, "place.download": "cpu"}), STAGES)
+    message = str(error.value)
+    assert message.startswith(f"{setting}: workers of pool cpu (place.download) cannot reach ")
+    assert why in message
 
 
 @pytest.mark.parametrize(
