@@ -250,8 +250,9 @@ def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequ
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise  # a full local disk does not mean that the model is missing
         why = hub_refusal(error, repo, revision)
-        kind = HubAway if _is_away(error) else ModelNotFound
-        raise kind(f"model {repo}: no such folder, and {why}") from None
+        if _is_away(error):
+            raise HubAway(f"model {repo}: no such folder, and {why}") from None
+        raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
     return Path(folder)
 
 

@@ -131,7 +131,7 @@ class Run:
             found = download.plan(self.recipe, self.begin)
         else:
             (plan,) = self.results_before()
-            found = download.planned(self.recipe, plan.load(self.store))
+            found = download.planned(self.recipe, plan.load(self.store), self.begin)
         if self.champion is not None:
             found = plan_changes(self.recipe, self.store, self.champion, found)[0]
         keys = {shard.key for shard in found.shards}
@@ -224,7 +224,7 @@ class Run:
         raise StageFailed(
             f"{sent.stage}: the sender expects {sent.key[:12]}, this run would build "
             f"{parts.key[:12]}: the models or the version of Kilnworks differ between sender and "
-            "worker: run again"
+            "worker, or what the sender had built was deleted: run again"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shlex
@@ -19,6 +20,7 @@ from configs.load_and_extend_recipe import RecipeError
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
+from tasks.build_or_reuse import StorageAway
 from tasks.publish.champion_history import RegistryError
 from tasks.publish.lineage import CHAMPION_EVALUATION, remeasured_champion
 from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
@@ -150,6 +152,7 @@ def collect_garbage(
 
     Raises:
         GarbageUnsure: a damaged record hides what is needed.
+        StorageAway: the disk is too full for the lock of a collection.
     """
     store = Store(url)
 
@@ -159,9 +162,16 @@ def collect_garbage(
     collector = Collector(store, marked, days=days, min_age=hours * 3600)
     items: Iterable[Garbage] = list(collector.garbage())
     count = size = 0
-    for item in collector.delete(items) if delete else items:
-        print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
-        count, size = count + 1, size + item.size
+    try:
+        for item in collector.delete(items) if delete else items:
+            print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
+            count, size = count + 1, size + item.size
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise StorageAway(
+            f"gc: no space left for its lock in {store.url}: delete any other file there first"
+        ) from error
     if delete:
         print(f"deleted {count} things, {_size(size)}")
     else:

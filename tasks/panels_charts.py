@@ -190,8 +190,8 @@ def _interval_row(
 ) -> None:
     left, right = 230, WIDTH - 110
     edges = [float(edge) for one in found.values() for edge in (*one["ci"], one["value"])]
-    edges = [edge for edge in edges if math.isfinite(edge)] or [0.0]
-    least, most = min(edges), max(edges)
+    known = [edge for edge in edges if math.isfinite(edge)]
+    least, most = min(known, default=0.0), max(known, default=0.0)
     room = (most - least or abs(most) or 1) * 0.04
     low, high = least - room, most + room
 
@@ -202,9 +202,10 @@ def _interval_row(
     middle = top + height / 2 - 4
     drawing.line([(0, top), (WIDTH, top)], LINE, 1)
     drawing.text(8, middle + 4, title, "font-weight: 600")
-    for edge in sorted({least, most}):
+    labels = {human(edge): x(edge) for edge in (least, most)}
+    for label, place in labels.items() if known else ():
         style = f"fill: {MUTED}; font-size: 10px"
-        drawing.text(x(edge), top + height - 4, human(edge), style, "middle")
+        drawing.text(place, top + height - 4, label, style, "middle")
     tuned = found.get("tuned")
     if tuned is not None:
         drawing.text(WIDTH - 8, middle + 4, human(float(tuned["value"])), anchor="end")

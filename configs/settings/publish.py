@@ -65,6 +65,6 @@ class Publish(Section):
     )
     keep_versions: PositiveInt | None = Field(
         None,
-        description="Versions to keep in the registry, beside the champion, the champions that a "
-        "rollback restores, and the candidate; null: all.",
+        description="Newest versions to keep in the registry, beside the champion and the one "
+        "before it, which a rollback restores; null: all.",
     )

@@ -20,7 +20,7 @@ export MASTER_ADDR=${workers[0]##*:} MASTER_PORT=${MASTER_PORT:-8476}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 KILN_EVENT_FD=3
 
 # A process of an earlier attempt would hold the chips.
-pkill -KILL -f "runtimes $(dirname "$PWD")/kiln-[0-9a-f]*/job-[0-9a-f]*[.]json" || true
+pkill -KILL -f "runtimes $(dirname "$PWD")/kiln-[0-9a-f]*/job[^ /]*[.]json" || true
 train() { .venv-xla/bin/python -P -m runtimes "$job"; }
 # Standard input closes with the connection; the job then stops.
 if [ "$rank" = 0 ]; then

@@ -96,6 +96,6 @@ def check_rows(settings: Train, hosts: int, devices: int) -> None:
         if hosts > 1 and rows % devices:
             raise WrongInput(
                 f"{rows} samples of a host cannot be shared by its {devices} devices: make "
-                f"train.micro_batch_size a multiple of {devices}, and train.global_batch_size one "
-                f"of {devices * hosts}"
+                f"train.micro_batch_size a multiple of {devices}, and train.global_batch_size a "
+                f"multiple of {devices * hosts}"
             )

@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
 from itertools import groupby
@@ -83,6 +83,39 @@ class DownloadPlan:
     shards: tuple[ShardSpec, ...]  # each key once
     artifact: Artifact = field(compare=False, repr=False)
     layout: str | None = None  # sha256 over the shards' keys, if they do not follow from the rows
+
+
+def is_readable(plan: Artifact) -> bool:
+    """Whether this machine made the plan: its rows have secrets, which only its key decrypts."""
+    return bool(plan.manifest["settings"]["key"] == key_id(plan_key()))
+
+
+def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
+    """A plan's shards, with their rows at the places of another plan of the source.
+
+    Args:
+        plan: of another machine, whose hashes of rows need no key.
+        own: of this machine; the source may have grown meanwhile.
+
+    Raises SourceError if the source no longer has a row.
+    """
+    planned = {spec.key: spec for spec in own.shards}
+    theirs = {spec.key for spec in plan.shards}
+    places: dict[bytes, Span] = {}
+    for row_hash, span in planned_hashes(spec for spec in own.shards if spec.key not in theirs):
+        places.setdefault(row_hash, span)
+    shards = []
+    for spec in plan.shards:
+        if spec.key not in planned:
+            try:
+                spans = [places[row_hash] for row_hash, _ in planned_hashes([spec])]
+            except KeyError:
+                raise SourceError(
+                    "source: it no longer has all rows that this download was sent for: run again"
+                ) from None
+            spec = replace(spec, spans=join_spans(spans))
+        shards.append(planned.get(spec.key, spec))
+    return replace(plan, shards=tuple(shards))
 
 
 def planned_hashes(shards: Iterable[ShardSpec]) -> Iterator[tuple[bytes, Span]]:

@@ -31,7 +31,14 @@ from tasks.download.download_shard import (
 )
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.plan_parquet import plan_key
-from tasks.download.plan_shards import Begin, DownloadPlan, plan_shards, read_plan
+from tasks.download.plan_shards import (
+    Begin,
+    DownloadPlan,
+    is_readable,
+    place_rows,
+    plan_shards,
+    read_plan,
+)
 from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.source_protocol import Source
 from tasks.download.sources import SOURCES
@@ -79,9 +86,13 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
     return plan_shards(_source(recipe), Store(recipe.store), download.shard_size, key, begin)
 
 
-def planned(recipe: Recipe, artifact: Artifact) -> DownloadPlan:
-    """The plan that an artifact of stage `plan` has; the source may have changed since."""
-    return read_plan(artifact, shard_key(recipe.download))
+def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
+    """The plan that an artifact of stage `plan` has; the source may have grown since.
+
+    The plan of another machine is read beside one of this machine. Raises SourceError.
+    """
+    found = read_plan(artifact, shard_key(recipe.download))
+    return found if is_readable(artifact) else place_rows(found, plan(recipe, begin))
 
 
 def key_parts(recipe: Recipe, plan: DownloadPlan, retry: int = 0) -> KeyParts:

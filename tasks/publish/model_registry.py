@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import EllipsisType
 from typing import Any
 
@@ -172,7 +173,7 @@ class Registry:
         return MANIFEST in map(name_of, held)
 
     def rollback(self) -> Version:
-        """Restore the previous champion; repeated calls go further back.
+        """Restore the previous champion; repeated calls go back to the oldest that is kept.
 
         Raises:
             RegistryError: there is no champion or no earlier one.
@@ -185,9 +186,7 @@ class Registry:
                 raise RegistryError(f"{self.name}: there is no champion to roll back from")
             stack = [name for name in not_rolled_back(moves) if name != current and name in known]
             if not stack:
-                raise RegistryError(
-                    f"{self.name}: {current} is the first champion; nothing is before it"
-                )
+                raise RegistryError(f"{self.name}: no champion before {current} is kept")
             return stack[-1]
 
         return known[self._champions.move(earlier, ROLLED_BACK)]
@@ -211,7 +210,7 @@ class Registry:
         return found
 
     def keep(self, count: int) -> list[str]:
-        """Delete all but the newest `count` versions and the champions that a rollback may restore.
+        """Delete all but the newest `count` versions, the champion and the one before it.
 
         Returns the names of the deleted versions.
         """
@@ -234,19 +233,27 @@ class Registry:
                 self.fs.rm(f"{self.root}/{name}", recursive=True)
 
     def _delete(self, name: str, lock: Lock) -> bool:
-        """Delete a version; False if it is a champion, also if it has become one meanwhile."""
+        """Delete a version; False if it is the champion, or the one that a rollback restores.
+
+        So it is if it has become one meanwhile.
+        """
         root = f"{self.root}/{name}"
-        if name in not_rolled_back(self.history()):
+        if name in self._restorable(self.history(), name):
             return False
         lock.check()
         manifest = self.fs.cat_file(f"{root}/{MANIFEST}")
         self.fs.rm_file(f"{root}/{MANIFEST}")
         # A promotion that found the manifest is among the moves, or looks for it again.
-        if name in not_rolled_back(self._champions.settle()):
+        if name in self._restorable(self._champions.settle(), name):
             create(self.fs, f"{root}/{MANIFEST}", manifest)
             return False
         self.fs.rm(root, recursive=True)
         return True
+
+    def _restorable(self, moves: Moves, known: str) -> list[str]:
+        """The champion and the one that a rollback restores, given one that exists."""
+        newest_first = reversed(not_rolled_back(moves))
+        return list(islice((n for n in newest_first if n == known or self.has(n)), 2))
 
     def mend_alias(self) -> None:
         """Write the alias if it is not the champion, as after a store's error in a promotion."""

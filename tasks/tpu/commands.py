@@ -14,7 +14,7 @@ PENDING_STATES = frozenset({"CREATING", "STARTING", "RESTARTING", "REPAIRING"})
 DEAD_STATES = frozenset({"PREEMPTED", "TERMINATED", "STOPPED", "STOPPING", "DELETING", "HIDDEN"})
 #: States of `QueuedResourceState` of a request that is never fulfilled.
 FAILED_REQUESTS = frozenset({"FAILED", "SUSPENDING", "SUSPENDED", "DELETING"})
-#: The label of a slice that a run deletes at its end; its value is the run's `Slice.owner`.
+#: The label of a slice that a run deletes at its end; its value is `Slice.owner`.
 LABEL = "kiln_run"
 #: Keep-alive of ssh and scp: a lost worker is detected within two minutes.
 ALIVE = ("-oServerAliveInterval=30", "-oServerAliveCountMax=4")
@@ -25,11 +25,11 @@ class Slice:
     """The gcloud commands for one slice.
 
     Attributes:
-        owner: value of LABEL; '' for a slice that is kept.
+        owner: names the training, whose attempts share the slice.
     """
 
     tpu: Tpu
-    owner: str = ""
+    owner: str
 
     def create(self) -> Command:
         """Create the slice; with `queued`, request it without waiting."""
@@ -41,7 +41,7 @@ class Slice:
             which += [f"--version={tpu.software}"]
         if tpu.capacity != "on_demand":
             which.append(f"--{tpu.capacity}")
-        if self.owner:
+        if not tpu.keep:
             which.append(f"--labels={LABEL}={self.owner}")
         for name in ("network", "subnetwork", "service_account"):
             if (value := getattr(tpu, name)) is not None:
@@ -53,8 +53,12 @@ class Slice:
         return [*self._about("tpu-vm", "describe"), f"--format=value(state,labels.{LABEL})"]
 
     def describe_request(self) -> Command:
-        """Print the state of the queued request for the slice."""
-        return [*self._about("queued-resources", "describe"), "--format=value(state.state)"]
+        """Print the state of the queued request for the slice, a tab and its owner."""
+        label = f"tpu.nodeSpec[0].node.labels.{LABEL}"
+        return [
+            *self._about("queued-resources", "describe"),
+            f"--format=value(state.state,{label})",
+        ]
 
     def delete(self) -> Command:
         """Delete the slice and its queued request."""

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.image_shards import add_member
-from artifacts.lock import LockLost
+from artifacts.lock import LockLost, check_held
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
 from configs.settings.tpu import Tpu
@@ -43,8 +43,10 @@ PACKED = (
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
 STATE_CHECKS = 3  # queries of the state after a failure
-OUTAGE_CHECKS = 30  # further queries of an API that answered before
+OUTAGE_SECONDS = 600.0  # for which an API that answered before is asked again
+DELETIONS = 3  # attempts
 COMMAND_SECONDS = 3600.0  # timeout; creation and set-up take minutes
+QUERY_SECONDS = 60.0  # timeout of a query of a state
 SIGNAL_SECONDS = 60.0  # timeout of a signal to the workers: a lost slice does not delay the end
 SSH_LOST = 255
 log = logging.getLogger("kiln")
@@ -71,7 +73,7 @@ def check(tpu: Tpu, store: str, settings: Train) -> None:
 
 def list_commands(tpu: Tpu) -> list[tuple[str, Command]]:
     """The (purpose, gcloud command) pairs of a run, in order; none is executed."""
-    tpu_slice = Slice(tpu, "" if tpu.keep else "run")
+    tpu_slice = Slice(tpu, "run")
     home = _home(_pack())
     job = f"{home}/job.json"
     queue = [("wait until it is ACTIVE", tpu_slice.describe_request())] if tpu.queued else []
@@ -112,18 +114,14 @@ def run_on_slice(
         SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
         WrongInput, OSError, JobFailed, TransientError, LockLost: as `process.run_job`.
     """
-    owner = "" if tpu.keep else hashlib.sha256(job.work.encode()).hexdigest()[:20]
+    owner = hashlib.sha256(job.work.encode()).hexdigest()[:20]
     vae = None if job.vae is None else _in_store(store, job.vae)
     job = replace(job, model=_in_store(store, job.model), vae=vae)
     run = _SliceRun(Slice(tpu, owner), job, on_event, grace_seconds, poll_seconds)
     try:
         return run.train_with_restarts(tpu.restarts)
-    except LockLost:
-        run.is_ours = False  # the other builder has the same owner, and trains on the slice
-        raise
     finally:
-        if run.is_ours:
-            run.delete()
+        run.end()
 
 
 @dataclass
@@ -133,7 +131,7 @@ class _SliceRun:
     on_event: Callable[[Event], None]
     grace_seconds: float
     poll_seconds: float
-    is_ours: bool = False  # made for this run, which therefore deletes it
+    is_ours: bool = False  # made for this training, which therefore deletes it
     code: bytes = field(default_factory=lambda: _pack())
     attempt: str = field(default_factory=lambda: uuid4().hex[:8])
     _answered: bool = False  # gcloud works, so that a failure is an outage
@@ -155,6 +153,7 @@ class _SliceRun:
                 self._send()
                 return self._train()
             except (JobFailed, OSError, TransientError, subprocess.CalledProcessError) as error:
+                check_held(ask=True)  # a successor trains on the slice, or has deleted it
                 state = self._settled_state()
                 if state != "READY":
                     log.warning("tpu: the slice is %s; %d more restarts", state or "gone", left)
@@ -166,16 +165,35 @@ class _SliceRun:
                     raise SliceUnavailable(f"the slice cannot be set up: {reason}") from None
                 else:
                     raise  # the job itself failed, so a new slice would not help
-        raise SliceUnavailable("the slice was preempted too often: raise tpu.restarts or run again")
+        raise SliceUnavailable(
+            "the slice was preempted or cut off too often: raise tpu.restarts or run again"
+        )
+
+    def end(self) -> None:
+        """Delete the slice if it is of this run, and no successor has it."""
+        if not self.is_ours or self.slice.tpu.keep:
+            return
+        try:
+            check_held(ask=True)
+        except LockLost:
+            command = shlex.join(self.slice.delete())
+            log.warning("tpu: the slice is left to another builder; else delete it: %s", command)
+        else:
+            self.delete()
 
     def delete(self) -> None:
         """Delete the slice if it exists; a failure is logged, since it must not hide another."""
-        try:
-            _run_command(self.slice.delete())
-        except subprocess.CalledProcessError as error:
-            if not _is_missing(error):
-                name, why = self.slice.tpu.name, _message(error)
-                log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
+        for left in reversed(range(DELETIONS)):
+            try:
+                _run_command(self.slice.delete())
+                return
+            except subprocess.CalledProcessError as error:
+                if _is_missing(error):
+                    return
+                if not left:
+                    name, why = self.slice.tpu.name, _message(error)
+                    log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
+            time.sleep(self.poll_seconds)
 
     def _make(self) -> None:
         """Wait until the slice is ready; create it if it does not exist.
@@ -188,14 +206,15 @@ class _SliceRun:
             state = request = None
         if state is None and request is None:
             log.info("tpu: creating %s", self.slice.tpu.name)
+            check_held(ask=True)
+            self.is_ours = True  # also if gcloud is interrupted: Google goes on
             try:
                 _run_command(self.slice.create())
             except subprocess.CalledProcessError as error:
                 with suppress(SliceUnavailable):
-                    self._state()  # whether it is ours: gcloud may have waited too long for it
+                    self._state(), self._request()  # another run may have created it before
                 reason = _message(error)
                 raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
-            self.is_ours = bool(self.slice.owner)
         self._wait()
 
     def _wait(self) -> None:
@@ -219,40 +238,44 @@ class _SliceRun:
 
     def _state(self) -> str | None:
         """The slice's state; None without one. Raises SliceUnavailable for that of another run."""
-        state, _, owner = self._ask(self.slice.describe()).partition("\t")
-        if owner and owner == self.slice.owner:
-            self.is_ours = True
-        elif owner and state not in DEAD_STATES:
+        return self._owned(self.slice.describe(), DEAD_STATES)
+
+    def _request(self) -> str | None:
+        """The state of the queued request; None without one. Raises as `_state`."""
+        if not self.slice.tpu.queued:
+            return None
+        return self._owned(self.slice.describe_request(), FAILED_REQUESTS)
+
+    def _owned(self, command: Command, dead: frozenset[str]) -> str | None:
+        """The state that a `describe` command prints; it says whether the resource is ours."""
+        state, _, owner = self._ask(command).partition("\t")
+        if owner:
+            self.is_ours = owner == self.slice.owner
+        if owner and not self.is_ours and state not in dead:
             raise SliceUnavailable(
-                f"the slice {self.slice.tpu.name} is of another run, which deletes it: give this "
-                "one another tpu.name; or, if no such run is left, delete it: "
+                f"the slice {self.slice.tpu.name} is of another training, whose run deletes it: "
+                "give this one another tpu.name; or, if no such run is left, delete it: "
                 f"{shlex.join(self.slice.delete())}"
             )
         return state or None
-
-    def _request(self) -> str | None:
-        """The state of the queued request; None without one."""
-        if not self.slice.tpu.queued:
-            return None
-        return self._ask(self.slice.describe_request()) or None
 
     def _ask(self, command: Command) -> str:
         """The output of a `describe` command, '' if there is no such resource.
 
         An outage is waited for, unless gcloud never worked: a slice that trains is not given up.
         """
-        for _ in range(OUTAGE_CHECKS):
+        end = time.monotonic() + OUTAGE_SECONDS
+        while True:
             try:
                 found = _describe(command)
             except SliceUnavailable as error:
-                if not self._answered:
+                if not self._answered or time.monotonic() > end:
                     raise
                 log.warning("tpu: %s; asking again", error)
                 time.sleep(self.poll_seconds)
             else:
                 self._answered = True
                 return found
-        return _describe(command)
 
     def _send(self) -> None:
         """Copy code and job to every worker, and set up the environment."""
@@ -266,6 +289,7 @@ class _SliceRun:
             _run_command(self.slice.copy(job, self.job_file))
 
     def _train(self) -> Event:
+        check_held(ask=True)  # the set-up took minutes, and the job stops that of a successor
         child = subprocess.Popen(
             self.slice.ssh(_train(self.job_file, self.slice.tpu)),
             stdin=subprocess.PIPE,
@@ -368,7 +392,7 @@ def _run_command(command: Command, seconds: float = COMMAND_SECONDS) -> str:
 def _describe(command: Command) -> str:
     """The output of a `describe` command; '' if the resource does not exist."""
     try:
-        return _run_command(command)
+        return _run_command(command, QUERY_SECONDS)
     except subprocess.CalledProcessError as error:
         if _is_missing(error):
             return ""

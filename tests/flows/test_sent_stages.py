@@ -29,6 +29,9 @@ from flows.run_sent_stage import _patiently
 from flows.runner import _sends_a_stage
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.check_places import received_recipe
+from tasks.download import SourceError
+from tasks.download.plan_parquet import plan_key
+from tasks.download.plan_shards import read_spans
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
 
@@ -95,18 +98,39 @@ def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
         build_or_reuse(run.store, other, build, parents={}, send=differs)
 
 
-def test_a_sent_run_takes_the_plan_of_its_sender(run: Run, tmp_path: Path) -> None:
-    """The source may grow while the run waits for a worker."""
-    rows = tmp_path / "list.csv"
-    rows.write_text("url,caption\nhttp://127.0.0.1/1,a\n")
-    source = UrlSource(kind="urls", path=str(rows), format="csv")
-    recipe = run.recipe.model_copy(update={"source": source})
+def rows_of(run: Run) -> list[tuple[str, list[str]]]:
+    """(key, URLs) of each planned shard."""
+    key = plan_key()
+    return [
+        (spec.key, read_spans(spec.spans, key)["url"].to_pylist()) for spec in run.plan().shards
+    ]
+
+
+@pytest.mark.parametrize("cache", ["cache", "cache-of-another-machine"])
+def test_a_sent_run_takes_the_plan_of_its_sender(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    """The source may grow while the run waits for a worker, whose machine has another plan key."""
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    path, rows = tmp_path / "list.csv", [f"http://127.0.0.1/{n},a\n" for n in range(40)]
+    path.write_text("url,caption\n" + "".join(rows))
+    source = UrlSource(kind="urls", path=str(path), format="csv")
+    download = run.recipe.download.model_copy(update={"shard_size": 5})
+    recipe = run.recipe.model_copy(update={"source": source, "download": download})
     run = replace(run, recipe=recipe, base=Path(recipe.model.path))
-    plan = run.plan()
-    rows.write_text(rows.read_text() + "http://127.0.0.1/2,b\n")
-    assert run.plan() != plan
-    given = sending(run, "download", plan.artifact)["before"]
-    assert replace(run, sent=Sent("download", PARTS.key, given)).plan() == plan
+    given, expected = sending(run, "download", run.plan().artifact)["before"], rows_of(run)
+    sent = replace(run, sent=Sent("download", PARTS.key, given))
+
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / cache))
+    assert rows_of(sent) == expected
+    path.write_text("url,caption\nhttp://127.0.0.1/new,a\n" + "".join(rows) + "http://b/,b\n")
+    assert rows_of(run) != expected == rows_of(sent)
+    path.write_text("url,caption\n" + "".join(rows[:-1]))
+    if cache == "cache":
+        assert rows_of(sent) == expected
+    else:
+        with pytest.raises(SourceError, match="it no longer has all rows"):
+            sent.plan()
 
 
 def test_a_sent_stage_is_built_from_what_its_sender_names(

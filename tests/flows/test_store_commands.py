@@ -11,6 +11,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure
 from artifacts.store import Artifact, Store
 from flows.store_commands import NotInStore, collect_garbage, list_store, verify_store
+from tasks.build_or_reuse import StorageAway
 from tasks.publish.model_registry import Registry
 
 
@@ -131,6 +132,20 @@ def test_nothing_is_deleted_while_a_version_is_unreadable(
     with pytest.raises(GarbageUnsure, match="nothing is deleted"):
         collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
+
+
+def test_a_collection_on_a_full_disk_says_what_to_do(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs a lock: "try `kiln gc`" would lead nowhere."""
+    model(store)
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("artifacts.gc_delete_unneeded.hold", full)
+    with pytest.raises(StorageAway, match=r"no space left for its lock .*: delete any other file"):
+        collect_garbage(store.root, days=0, hours=0, delete=True)
 
 
 def test_a_registry_elsewhere_is_known_without_being_named(store: Store, tmp_path: Path) -> None:

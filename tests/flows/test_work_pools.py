@@ -87,7 +87,7 @@ def sent_runs(server: Server) -> list[dict[str, Any]]:
 
 
 def send(recipe: Recipe) -> str:
-    given = {"stage": "train", "settings": settings_to_send(recipe), "key": 64 * "0"}
+    given = {"stage": "train", "settings": settings_to_send(recipe), "key": 64 * "0", "before": {}}
     clock = Clock(sleep=lambda seconds: None)
     here = Store("memory://store-of-work-pools")
     progress = Progress("train", "digits")

@@ -158,7 +158,7 @@ def test_too_many_preemptions_are_an_error(world: Path, make_job: MakeJob, tmp_p
     job = make_job("often", **SETTINGS)
     (world / "run").symlink_to(job.work)
     (world / "spot").touch()
-    with pytest.raises(launch.SliceUnavailable, match="preempted too often"):
+    with pytest.raises(launch.SliceUnavailable, match="preempted or cut off too often"):
         run_on_slice(job, tmp_path, restarts=0)
 
 

@@ -88,7 +88,7 @@ def test_the_champion_moves_and_rolls_back_step_by_step(
         found.promote(found.publish(model(store, n)).name)
     steps = [found.champion().name, found.rollback().name, found.rollback().name]
     assert steps == ["v3", "v2", "v1"]
-    with pytest.raises(RegistryError, match="nothing is before it"):
+    with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
         found.rollback()
     found.promote("v3")
     assert found.rollback().name == "v1"
@@ -129,6 +129,21 @@ def test_old_versions_are_deleted_but_no_champion_that_a_rollback_restores(
     assert found.rollback().name == "v1"
     assert found.publish(model(store, 9)).name == "v7"
     assert found.keep(9) == []
+
+
+def test_of_many_champions_the_newest_and_the_one_before_the_champion_are_kept(
+    registry: tuple[Store, Registry],
+) -> None:
+    """Each published version becomes the champion: all would stay, with their artifacts."""
+    store, found = registry
+    for n in range(1, 8):
+        found.promote(found.publish(model(store, n)).name)
+    assert found.keep(3) == ["v1", "v2", "v3", "v4"]
+    assert found.rollback().name == "v6"
+    assert found.keep(1) == [], "a rollback restores v5"
+    assert found.rollback().name == "v5"
+    with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
+        found.rollback()
 
 
 def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(

@@ -29,11 +29,11 @@ SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type
 
 def test_the_commands_have_the_recipes_settings() -> None:
     tpu = Tpu(**SLICE, project="mine", capacity="spot", queued=True, service_account="a@b")
-    there = Slice(tpu)
+    there = Slice(tpu, "a-run")
     assert " ".join(there.create()) == (
         "gcloud compute tpus queued-resources create kiln --zone=us-east5-a --project=mine "
         "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --node-id=kiln --spot "
-        "--service-account=a@b"
+        "--labels=kiln_run=a-run --service-account=a@b"
     )
     assert " ".join(there.delete()) == (
         "gcloud compute tpus queued-resources delete kiln --zone=us-east5-a --project=mine "
@@ -45,6 +45,7 @@ def test_the_commands_have_the_recipes_settings() -> None:
         "--version=v2-alpha-tpuv5 --reserved --labels=kiln_run=a-run"
     )
     assert reserved.describe()[-1] == "--format=value(state,labels.kiln_run)"
+    assert not [one for one in Slice(Tpu(**SLICE, keep=True), "a-run").create() if "label" in one]
     assert reserved.ssh("ls")[-1] == "--command=ls" and "--worker=all" in reserved.ssh("ls")
     for command, flag in ((reserved.ssh("ls"), "ssh"), (reserved.copy(Path("a"), "b"), "scp")):
         assert f"--{flag}-flag=-oServerAliveInterval=30" in command
@@ -130,7 +131,8 @@ def slice_run(monkeypatch: pytest.MonkeyPatch) -> launch._SliceRun:
     monkeypatch.setattr(launch, "write_job", lambda job, path: None)
     monkeypatch.setattr(launch._SliceRun, "_train", lambda run: {"event": "result"})
     job: Any = None
-    return launch._SliceRun(Slice(Tpu(**SLICE)), job, lambda event: None, 0.0, 0.0, code=b"")
+    there = Slice(Tpu(**SLICE), "a-run")
+    return launch._SliceRun(there, job, lambda event: None, 0.0, 0.0, code=b"")
 
 
 def test_a_slice_that_is_taken_away_while_scp_hangs_is_made_anew(
@@ -154,19 +156,22 @@ def test_a_signal_that_hangs_does_not_keep_the_connection(
 def test_a_deletion_that_hangs_is_logged_and_hides_no_error(
     monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    HangingCloud(monkeypatch, "delete")
+    HangingCloud(monkeypatch, *["delete"] * launch.DELETIONS)
     slice_run.delete()
     assert "kiln may remain and cost money" in caplog.text
 
 
 class Cloud:
-    """Stands in for gcloud: one slice with its label. `fails` are verbs that fail once."""
+    """Stands in for gcloud: one slice with its label. `fails` are verbs that fail once each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.told, self.fails = list[str](), list[str]()
-        self.state, self.owner = "", ""
+        self.state, self.request, self.owner = "", "", ""
+        self.interrupted = ""  # verb after which the run is interrupted, once
+        self.lock_is_lost = False
         self.trains: list[BaseException] = []  # errors of the first trainings
         monkeypatch.setattr(launch, "_run_command", self.run)
+        monkeypatch.setattr(launch, "check_held", self.check_held)
         monkeypatch.setattr(launch._SliceRun, "_train", self.train)
         self.store = Store(str(tmp_path / "store"))
         place = str(tmp_path)
@@ -174,25 +179,36 @@ class Cloud:
         (tmp_path / "model_index.json").write_text("{}")
 
     def run(self, command: list[str], seconds: float = 0) -> str:
-        verb = command[4]
+        kind, verb = command[3:5]
         self.told.append(verb)
         if verb == "create":
             labels = [one for one in command if one.startswith("--labels=")]
-            self.state = "READY"
             self.owner = labels[0].rpartition("=")[2] if labels else ""
+            if kind == "queued-resources":
+                self.request = "WAITING_FOR_RESOURCES"
+            else:
+                self.state = "READY"
+        if verb == self.interrupted:
+            self.interrupted = ""
+            raise KeyboardInterrupt
         if verb in self.fails:
             self.fails.remove(verb)
             raise subprocess.CalledProcessError(1, command, "", "Unable to reach the API")
-        if verb == "describe" and not self.state:
+        state = self.request if kind == "queued-resources" else self.state
+        if verb == "describe" and not state:
             raise subprocess.CalledProcessError(1, command, "", "NOT_FOUND")
         if verb == "delete":
-            self.state = ""
-        return f"{self.state}\t{self.owner}".strip()
+            self.state = self.request = ""
+        return f"{state}\t{self.owner}".strip()
 
     def train(self) -> dict[str, str]:
         if self.trains:
             raise self.trains.pop(0)
         return {"event": "result"}
+
+    def check_held(self, *, ask: bool) -> None:
+        if self.lock_is_lost:
+            raise LockLost("another process builds the artifact")
 
     def attempt(self, **tpu: Any) -> Any:
         self.told.clear()
@@ -206,7 +222,8 @@ def cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cloud:
 
 
 def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(cloud: Cloud) -> None:
-    cloud.fails, cloud.trains = ["delete"], [StorageAway("the bucket is away")]
+    cloud.fails = ["delete"] * launch.DELETIONS
+    cloud.trains = [StorageAway("the bucket is away")]
     with pytest.raises(StorageAway):
         cloud.attempt()
     assert cloud.state == "READY"
@@ -214,11 +231,27 @@ def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(clou
     assert "create" not in cloud.told and cloud.told[-1] == "delete" and not cloud.state
 
 
-def test_a_slice_whose_creation_took_too_long_is_deleted(cloud: Cloud) -> None:
-    cloud.fails = ["create"]
-    with pytest.raises(launch.SliceUnavailable, match="did not create the slice"):
+def test_a_request_that_could_not_be_deleted_is_deleted_by_the_retry(cloud: Cloud) -> None:
+    cloud.interrupted, cloud.fails = "create", ["delete"] * launch.DELETIONS
+    with pytest.raises(KeyboardInterrupt):
+        cloud.attempt(queued=True)
+    assert cloud.request
+    cloud.interrupted = "scp"
+    cloud.state = "READY"
+    with pytest.raises(KeyboardInterrupt):
+        cloud.attempt(queued=True)
+    assert "create" not in cloud.told and cloud.told[-1] == "delete" and not cloud.request
+
+
+@pytest.mark.parametrize("end", ["fails", "interrupted"])
+def test_a_slice_whose_creation_does_not_end_is_deleted(cloud: Cloud, end: str) -> None:
+    if end == "fails":
+        cloud.fails = ["create"]
+    else:
+        cloud.interrupted = "create"
+    with pytest.raises((launch.SliceUnavailable, KeyboardInterrupt)):
         cloud.attempt()
-    assert cloud.told[-1] == "delete"
+    assert cloud.told[-1] == "delete" and not cloud.state
 
 
 @pytest.mark.parametrize(
@@ -248,20 +281,61 @@ def test_a_cloud_that_never_answered_is_not_waited_for(cloud: Cloud) -> None:
     assert cloud.told == ["describe"]
 
 
-def test_a_run_that_lost_its_lock_leaves_the_slice_to_its_successor(cloud: Cloud) -> None:
-    cloud.trains = [LockLost("another process builds the artifact")]
+def test_a_run_that_lost_its_lock_leaves_the_slice_to_its_successor(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(run: launch._SliceRun) -> None:
+        cloud.lock_is_lost = True
+        raise JobFailed("ssh is lost", launch.SSH_LOST)
+
+    monkeypatch.setattr(launch._SliceRun, "_train", lost)
     with pytest.raises(LockLost):
         cloud.attempt()
-    assert "delete" not in cloud.told
-    attempts = {launch._SliceRun(*[None] * 5, code=b"").job_file for _ in range(2)}  # type: ignore
-    assert len(attempts) == 2, "a signal to one attempt's job does not reach the other's"
-
-
-def test_a_slice_that_another_run_deletes_is_refused(cloud: Cloud) -> None:
-    cloud.state, cloud.owner = "READY", "another"
-    with pytest.raises(launch.SliceUnavailable, match=r"of another run.*tpu-vm delete kiln"):
+    assert "delete" not in cloud.told and "tpu-vm delete kiln" in caplog.text
+    with pytest.raises(LockLost):  # it creates none
+        cloud.attempt()
+    cloud.state = ""
+    with pytest.raises(LockLost):
         cloud.attempt()
     assert cloud.told == ["describe"]
+
+
+def test_a_run_that_loses_its_lock_during_the_set_up_does_not_train(
+    slice_run: launch._SliceRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*, ask: bool) -> None:
+        raise LockLost("another process builds the artifact")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "check_held", lost)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(LockLost):
+        slice_run._train()
+
+
+def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(slice_run: launch._SliceRun) -> None:
+    other = launch._SliceRun(slice_run.slice, slice_run.job, print, 0.0, 0.0, code=b"")
+    assert slice_run.job_file != other.job_file
+
+
+def test_a_slice_of_another_training_is_refused_and_stays(cloud: Cloud) -> None:
+    cloud.state, cloud.owner = "READY", "another"
+    with pytest.raises(launch.SliceUnavailable, match=r"of another training.*tpu-vm delete kiln"):
+        cloud.attempt()
+    assert cloud.told == ["describe"]
+
+
+def test_a_slice_that_another_run_made_after_a_preemption_stays(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def preempted(run: launch._SliceRun) -> None:
+        cloud.owner = "another"
+        raise JobFailed("ssh is lost", launch.SSH_LOST)
+
+    monkeypatch.setattr(launch._SliceRun, "_train", preempted)
+    with pytest.raises(launch.SliceUnavailable, match="of another training"):
+        cloud.attempt()
+    assert "delete" not in cloud.told
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -286,13 +360,13 @@ def test_a_slice_has_the_software_of_its_kind(kind: str, software: str) -> None:
     """As Cloud TPU's page "TPU software versions" lists them."""
     for queued, option in ((False, "--version"), (True, "--runtime-version")):
         tpu = Tpu(**{**SLICE, "accelerator_type": kind}, queued=queued)
-        assert f"{option}={software}" in Slice(tpu).create()
+        assert f"{option}={software}" in Slice(tpu, "a-run").create()
 
 
 def test_software_of_its_own_is_kept() -> None:
     for kind in ("v6e-16", "v9-8"):
         tpu = Tpu(**{**SLICE, "accelerator_type": kind}, version="nightly")
-        assert "--version=nightly" in Slice(tpu).create()
+        assert "--version=nightly" in Slice(tpu, "a-run").create()
 
 
 @pytest.mark.parametrize(
