@@ -167,7 +167,7 @@ def collect_garbage(
             print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
             count, size = count + 1, size + item.size
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise StorageAway(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"

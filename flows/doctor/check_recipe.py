@@ -18,7 +18,7 @@ from configs.settings.recipe import Recipe
 from flows.doctor.findings import Finding, fine, limited, note, problem
 from flows.preflight import devices_here, must_fit_one_gpu, stages_without_pool
 from runtimes.contract import Probe, WrongInput
-from runtimes.hosts.detect_nvidia import find_gpus
+from runtimes.hosts.detect_nvidia import usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import download
 from tasks.build_or_reuse import storage_error
@@ -76,7 +76,7 @@ def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
 
 
 def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
-    plan, gpus = memory_of(recipe), find_gpus()
+    plan, gpus = memory_of(recipe), usable_gpus()
     here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
     if not here or not gpus:
         return

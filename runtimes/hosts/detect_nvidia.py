@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import dataclass
@@ -33,9 +34,15 @@ def find_gpus() -> list[NvidiaGpu]:
         return []
 
 
-def gpu_memory() -> list[int]:
-    """Bytes of memory of each GPU; empty without a GPU, driver or tool."""
-    return [gpu.memory for gpu in find_gpus()]
+def usable_gpus() -> list[NvidiaGpu]:
+    """Those of `find_gpus`; empty if PyTorch uses none: a CPU build, or hidden GPUs.
+
+    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order is not that of the tool.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
+    if not shown or shown.startswith("-") or torch_cuda_version() is None:
+        return []
+    return find_gpus()
 
 
 def driver_version() -> str | None:

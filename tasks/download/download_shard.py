@@ -153,6 +153,7 @@ def _download(
         **shard_statistics(
             *(rows, outcomes, costs, context.settings, context.rows),
             earlier=None if present is None else present.meta,
+            base_url=context.served_at.base_url,
         ),
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}

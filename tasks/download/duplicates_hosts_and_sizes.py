@@ -33,10 +33,12 @@ def shard_statistics(
     settings: Download,
     planned: int,
     earlier: Mapping[str, Any] | None = None,
+    base_url: str | None = None,
 ) -> dict[str, Any]:
     """The facts.
 
     Args:
+        base_url: of relative URLs.
         costs: seconds and fetched bytes of each row, in this download of the shard.
         planned: rows of the whole download.
         earlier: the facts of an earlier download, whose bytes and times count too.
@@ -49,7 +51,7 @@ def shard_statistics(
     ]
     for row, outcome, (seconds, _) in zip(rows, outcomes, costs, strict=True):
         failed = int(outcome["status"] != "success")
-        _add(hosts, host_of(row.url), [1, failed, round(1000 * seconds)])
+        _add(hosts, host_of(row.url, base_url), [1, failed, round(1000 * seconds)])
     fetched = sum(size for _, size in costs)
     before: Mapping[str, Any] = {"bytes": 0, "hosts": {}} if earlier is None else earlier
     for name, (_, _, milliseconds) in before["hosts"].items():

@@ -82,7 +82,7 @@ class Fetcher:
 
     def expect(self, rows: Iterable[Row]) -> None:
         """Keep connections to the hosts of rows that `get` will fetch."""
-        self._rows.update(host_of(row.url) for row in rows)
+        self._rows.update(host_of(row.url, self.base_url) for row in rows)
 
     async def get(self, row: Row, room: Room) -> Fetched:
         """A row's picture. Raises FetchFailed, with the number of `attempts`.

@@ -14,9 +14,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from io import BytesIO
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +40,8 @@ from tasks.download.stage_errors import SourceError
 STAGE = "plan"
 VERSION = 3
 INDEX = "shards.parquet"
+#: Row groups whose hashes are kept while rows of many groups are read.
+RECENT_GROUPS = 64
 #: Tables that are read while one is written.
 READ_AHEAD = 2
 #: Columns of an index: sha256 of the hashes of a shard's rows, and the place of the row group.
@@ -94,16 +95,17 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
     """A plan's shards, with their rows at the places of another plan of the source.
 
     Args:
-        plan: of another machine, whose hashes of rows need no key.
-        own: of this machine; the source may have grown meanwhile.
+        plan: perhaps of another machine: hashes of rows need no key.
+        own: of this machine; the source may have changed meanwhile.
 
     Raises SourceError if the source no longer has a row.
     """
     planned = {spec.key: spec for spec in own.shards}
     theirs = {spec.key for spec in plan.shards}
-    places: dict[bytes, Span] = {}
-    for row_hash, span in planned_hashes(spec for spec in own.shards if spec.key not in theirs):
-        places.setdefault(row_hash, span)
+    lost = [spec for spec in plan.shards if spec.key not in planned]
+    places = _places(spec for spec in own.shards if spec.key not in theirs) if lost else {}
+    if any(row_hash not in places for row_hash, _ in planned_hashes(lost)):
+        places = _places(own.shards)  # it may be a repetition of another shard's row
     shards = []
     for spec in plan.shards:
         if spec.key not in planned:
@@ -118,20 +120,33 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
     return replace(plan, shards=tuple(shards))
 
 
+def _places(shards: Iterable[ShardSpec]) -> dict[bytes, Span]:
+    """The first place of each row."""
+    places: dict[bytes, Span] = {}
+    for row_hash, span in planned_hashes(shards):
+        places.setdefault(row_hash, span)
+    return places
+
+
 def planned_hashes(shards: Iterable[ShardSpec]) -> Iterator[tuple[bytes, Span]]:
     """The hash of each row of shards, and its place. Raises SourceError."""
+    read = lru_cache(RECENT_GROUPS)(read_hashes)
     for file, group, start, stop in (span for shard in shards for span in shard.spans):
-        hashes = read_hashes(file, group)[start:stop]
+        hashes = read(file, group)[start:stop]
         yield from ((h, Span(file, group, n, n + 1)) for n, h in enumerate(hashes, start))
 
 
 def read_spans(spans: Iterable[Span], key: str) -> pa.Table:
-    """The rows of HASHED at spans; neighbours share a reading. Raises SourceError."""
-    tables = [HASHED.empty_table()]
-    for (file, group), found in groupby(spans, lambda span: span[:2]):
+    """The rows of HASHED at spans; each row group is read once. Raises SourceError."""
+    groups: dict[tuple[str, int], list[tuple[int, Span]]] = {}
+    for number, span in enumerate(spans):
+        groups.setdefault(span[:2], []).append((number, span))
+    tables: dict[int, pa.Table] = {}
+    for (file, group), found in groups.items():
         rows = read_group(file, group, key)
-        tables += [rows.slice(span.start, span.stop - span.start) for span in found]
-    return pa.concat_tables(tables)
+        for number, span in found:
+            tables[number] = rows.slice(span.start, span.stop - span.start)
+    return pa.concat_tables([HASHED.empty_table(), *(tables[n] for n in sorted(tables))])
 
 
 def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:

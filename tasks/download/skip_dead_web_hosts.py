@@ -13,6 +13,7 @@ from tasks.download.retryable_and_final_failures import (
     FetchFailed,
     is_transient,
 )
+from tasks.download.row_fields_and_hash import absolute
 
 #: Failures without any answer of the host.
 SILENT = {"timeout", "name not resolved", "connection refused", "connection broken"}
@@ -78,9 +79,9 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
     return failed.total() > limit * len(urls) and len(down) > limit * len(rows)
 
 
-def host_of(url: str) -> str:
-    """Host and port in a URL; empty for a relative or an invalid one."""
+def host_of(url: str, base_url: str | None = None) -> str:
+    """Host and port of a URL, joined to `base_url` if there is one; empty for an invalid one."""
     try:
-        return urllib.parse.urlsplit(url).netloc.rpartition("@")[2].lower()
+        return urllib.parse.urlsplit(absolute(url, base_url)).netloc.rpartition("@")[2].lower()
     except ValueError:
         return ""

@@ -176,6 +176,20 @@ class Folder:
             yield from hash_rows(rows())
 
 
+def _ascending(places: Iterable[PictureLocation]) -> Iterator[tuple[str, list[int]]]:
+    """(file, ascending numbers of rows): a file is read again for a number that goes back."""
+    file, numbers = "", list[int]()
+    for place in places:
+        row = int(place.row or 0)
+        if numbers and (place.file != file or row <= numbers[-1]):
+            yield file, numbers
+            numbers = []
+        file = place.file
+        numbers.append(row)
+    if numbers:
+        yield file, numbers
+
+
 class Dataset:
     """Parquet files with embedded pictures: bytes, or Hugging Face's {bytes, path} structs."""
 
@@ -191,11 +205,11 @@ class Dataset:
             yield Piece(identity(self.settings, [file]), partial(self._rows, file.name))
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
-        for file, found in groupby(places, lambda place: place.file):
-            wanted = {int(place.row or 0) for place in found}
+        for file, wanted in _ascending(places):
             image = self.settings.image_column
-            for number, values in _parquet_rows(file, [image], min(wanted), max(wanted) + 1):
-                if number in wanted:
+            selected = set(wanted)
+            for number, values in _parquet_rows(file, [image], wanted[0], wanted[-1] + 1):
+                if number in selected:
                     yield self._picture(values[image])
 
     def open(self) -> AbstractContextManager[ServedAt]:

@@ -89,10 +89,16 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
 def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
     """The plan that an artifact of stage `plan` has; the source may have grown since.
 
-    The plan of another machine is read beside one of this machine. Raises SourceError.
+    Its rows are at their places in the source of now. Raises SourceError if one has none, and the
+    plan is of another machine.
     """
-    found = read_plan(artifact, shard_key(recipe.download))
-    return found if is_readable(artifact) else place_rows(found, plan(recipe, begin))
+    found, own = read_plan(artifact, shard_key(recipe.download)), plan(recipe, begin)
+    try:
+        return place_rows(found, own)
+    except SourceError:
+        if not is_readable(artifact):
+            raise
+        return found
 
 
 def key_parts(recipe: Recipe, plan: DownloadPlan, retry: int = 0) -> KeyParts:

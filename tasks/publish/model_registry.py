@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from types import EllipsisType
 from typing import Any
 
@@ -178,18 +177,18 @@ class Registry:
         Raises:
             RegistryError: there is no champion or no earlier one.
         """
-        known = {v.name: v for v in self.versions()}
 
         def earlier(moves: Moves) -> str:
             current = last(moves)
             if current is None:
                 raise RegistryError(f"{self.name}: there is no champion to roll back from")
-            stack = [name for name in not_rolled_back(moves) if name != current and name in known]
-            if not stack:
+            readable = {version.name for version in self.versions()}
+            found = next((n for n in _newest_first(moves) if n != current and n in readable), None)
+            if found is None:
                 raise RegistryError(f"{self.name}: no champion before {current} is kept")
-            return stack[-1]
+            return found
 
-        return known[self._champions.move(earlier, ROLLED_BACK)]
+        return self.version(self._champions.move(earlier, ROLLED_BACK))
 
     def candidate(self) -> Version | None:
         """The newest version, unless it is or was the champion."""
@@ -215,8 +214,8 @@ class Registry:
         Returns the names of the deleted versions.
         """
         with hold(self.fs, f"{self.root}/lock.json") as lock:
-            old = [version.name for version in self.versions()][:-count]
-            deleted = [name for name in old if self._delete(name, lock)]
+            names = [version.name for version in self.versions()]
+            deleted = [name for name in names[:-count] if self._delete(name, {*names}, lock)]
             self._delete_leftovers(lock)
         return deleted
 
@@ -225,35 +224,33 @@ class Registry:
 
         Their numbers are never used again.
         """
-        names, needed = self._version_names(), not_rolled_back(self.history())
+        names, needed = self._version_names(), _newest_first(self.history())[:2]
         complete = [name for name in names if self.has(name)]
         for name in names[: names.index(complete[-1])] if complete else []:
             if name not in (*complete, *needed):
                 lock.check()
                 self.fs.rm(f"{self.root}/{name}", recursive=True)
 
-    def _delete(self, name: str, lock: Lock) -> bool:
+    def _delete(self, name: str, readable: Container[str], lock: Lock) -> bool:
         """Delete a version; False if it is the champion, or the one that a rollback restores.
 
         So it is if it has become one meanwhile.
+
+        Args:
+            readable: the versions whose manifest is whole.
         """
         root = f"{self.root}/{name}"
-        if name in self._restorable(self.history(), name):
+        if name in _restorable(self.history(), readable):
             return False
         lock.check()
         manifest = self.fs.cat_file(f"{root}/{MANIFEST}")
         self.fs.rm_file(f"{root}/{MANIFEST}")
         # A promotion that found the manifest is among the moves, or looks for it again.
-        if name in self._restorable(self._champions.settle(), name):
+        if name in _restorable(self._champions.settle(), readable):
             create(self.fs, f"{root}/{MANIFEST}", manifest)
             return False
         self.fs.rm(root, recursive=True)
         return True
-
-    def _restorable(self, moves: Moves, known: str) -> list[str]:
-        """The champion and the one that a rollback restores, given one that exists."""
-        newest_first = reversed(not_rolled_back(moves))
-        return list(islice((n for n in newest_first if n == known or self.has(n)), 2))
 
     def mend_alias(self) -> None:
         """Write the alias if it is not the champion, as after a store's error in a promotion."""
@@ -385,3 +382,13 @@ class Registry:
             return replace(entry, etag=etag)
         lock.write(target, artifact.read(entry.path))
         return replace(entry, etag=None)
+
+
+def _newest_first(moves: Moves) -> list[str]:
+    """The champions that no rollback has removed, each once; the first is the present one."""
+    return list(dict.fromkeys(reversed(not_rolled_back(moves))))
+
+
+def _restorable(moves: Moves, readable: Container[str]) -> list[str]:
+    """The champion and the one that a rollback restores; a damaged one counts as neither."""
+    return [name for name in _newest_first(moves) if name in readable][:2]

@@ -44,7 +44,6 @@ ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
 STATE_CHECKS = 3  # queries of the state after a failure
 OUTAGE_SECONDS = 600.0  # for which an API that answered before is asked again
-DELETIONS = 3  # attempts
 COMMAND_SECONDS = 3600.0  # timeout; creation and set-up take minutes
 QUERY_SECONDS = 60.0  # timeout of a query of a state
 SIGNAL_SECONDS = 60.0  # timeout of a signal to the workers: a lost slice does not delay the end
@@ -155,6 +154,7 @@ class _SliceRun:
             except (JobFailed, OSError, TransientError, subprocess.CalledProcessError) as error:
                 check_held(ask=True)  # a successor trains on the slice, or has deleted it
                 state = self._settled_state()
+                self._request()  # raises for that of another training
                 if state != "READY":
                     log.warning("tpu: the slice is %s; %d more restarts", state or "gone", left)
                     self.delete()
@@ -174,25 +174,29 @@ class _SliceRun:
         if not self.is_ours or self.slice.tpu.keep:
             return
         try:
-            check_held(ask=True)
+            self.delete()
         except LockLost:
             command = shlex.join(self.slice.delete())
             log.warning("tpu: the slice is left to another builder; else delete it: %s", command)
-        else:
-            self.delete()
 
     def delete(self) -> None:
-        """Delete the slice if it exists; a failure is logged, since it must not hide another."""
-        for left in reversed(range(DELETIONS)):
+        """Delete the slice if it exists; a failure is logged, since it must not hide another.
+
+        An outage is waited for. Raises LockLost: a successor may use a slice of this name.
+        """
+        end = time.monotonic() + OUTAGE_SECONDS
+        while True:
+            check_held(ask=True)
             try:
                 _run_command(self.slice.delete())
                 return
             except subprocess.CalledProcessError as error:
                 if _is_missing(error):
                     return
-                if not left:
+                if time.monotonic() > end:
                     name, why = self.slice.tpu.name, _message(error)
                     log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
+                    return
             time.sleep(self.poll_seconds)
 
     def _make(self) -> None:
@@ -211,8 +215,7 @@ class _SliceRun:
             try:
                 _run_command(self.slice.create())
             except subprocess.CalledProcessError as error:
-                with suppress(SliceUnavailable):
-                    self._state(), self._request()  # another run may have created it before
+                self.is_ours = "already exists" not in error.stderr.lower().replace("_", " ")
                 reason = _message(error)
                 raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
         self._wait()
@@ -237,7 +240,7 @@ class _SliceRun:
         return "READY"
 
     def _state(self) -> str | None:
-        """The slice's state; None without one. Raises SliceUnavailable for that of another run."""
+        """The slice's state; None without one. Raises SliceUnavailable for another training's."""
         return self._owned(self.slice.describe(), DEAD_STATES)
 
     def _request(self) -> str | None:
@@ -249,7 +252,7 @@ class _SliceRun:
     def _owned(self, command: Command, dead: frozenset[str]) -> str | None:
         """The state that a `describe` command prints; it says whether the resource is ours."""
         state, _, owner = self._ask(command).partition("\t")
-        if owner:
+        if state:
             self.is_ours = owner == self.slice.owner
         if owner and not self.is_ours and state not in dead:
             raise SliceUnavailable(

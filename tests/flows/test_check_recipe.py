@@ -165,7 +165,7 @@ def test_a_token_that_the_hub_refuses_is_a_problem_where_one_is_needed(
 def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
     gib: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_recipe, "find_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
+    monkeypatch.setattr(check_recipe, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
     found: list[Finding] = list(check_recipe._memory(load_recipe("sdxl"), ["sdxl"]))
     assert [finding.level for finding in found] == [level]
     changed = load_recipe("sdxl", {"train.micro_batch_size": 1})
@@ -181,7 +181,7 @@ def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
 def test_memory_is_not_asked_for_where_a_run_does_not_ask(
     elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_recipe, "find_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    monkeypatch.setattr(check_recipe, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
     assert list(check_recipe._memory(load_recipe("sdxl", elsewhere), ["sdxl"])) == []
 
 

@@ -17,6 +17,7 @@ from configs.load_and_extend_recipe import RecipeError, load_recipe
 from flows.preflight import check_gate_rules, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
+from runtimes.hosts.detect_nvidia import NvidiaGpu
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
@@ -253,7 +254,8 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
     small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest GPU of the machine counts."""
-    monkeypatch.setattr("flows.preflight.gpu_memory", lambda: [50 * 2**20, 100 * 2**20])
+    found = [NvidiaGpu("a GPU", size * 2**20) for size in (50, 100)]
+    monkeypatch.setattr("flows.preflight.usable_gpus", lambda: found)
     with pytest.raises(WrongInput, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
         prepare(load_recipe("digits", small))
     assert planned
@@ -264,6 +266,6 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
 def test_a_model_that_is_small_beside_the_gpu_is_not_planned(
     small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.preflight.gpu_memory", lambda: [24 * GIB])
+    monkeypatch.setattr("flows.preflight.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
     prepare(load_recipe("digits", small))
     assert planned == []

@@ -34,7 +34,9 @@ def test_a_host_took_the_time_of_all_downloads_of_a_shard() -> None:
     rows = [Row("http://a/0", ("",))]
     outcomes, costs = [{"status": "failed_to_download", "error_message": "timeout"}], [(2.0, 5)]
     first = shard_statistics(rows, outcomes, costs, Download(), 1)
-    again = shard_statistics(rows, outcomes, [(1.0, 7)], Download(), 1, earlier=first)
+    rows = [Row("0", ("",))]  # the same picture, on the base
+    given = (rows, outcomes, [(1.0, 7)], Download(), 1)
+    again = shard_statistics(*given, earlier=first, base_url="http://a")
     assert (again["hosts"], again["bytes"], again["fetched"]) == ({"a": [1, 1, 3000]}, 12, 7)
 
 

@@ -132,10 +132,13 @@ async def outcome(fetcher: Fetcher, path: str) -> str:
     return "ok"
 
 
-def test_a_connection_is_kept_while_its_shard_has_more_rows_of_the_host(site: Site) -> None:
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_connection_is_kept_while_its_shard_has_more_rows_of_the_host(
+    site: Site, is_relative: bool
+) -> None:
     """A redirect and a retry are further requests of the same row."""
     fetcher = Fetcher(settings_for(site, retries=1), ServedAt(f"http://{site.host}"))
-    paths = [f"http://{site.host}/{number}" for number in range(5)]
+    paths = [f"{'' if is_relative else f'http://{site.host}/'}{number}" for number in range(5)]
     site.statuses = [(301, {"Location": "/moved"}), (200, {}), (503, {})]
 
     async def one_by_one() -> list[str]:

@@ -1,5 +1,6 @@
 """Training on a slice: the gcloud commands."""
 
+import hashlib
 import io
 import re
 import signal
@@ -24,6 +25,7 @@ from tasks.child_process import JobFailed
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
 
+OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
 
 
@@ -156,7 +158,8 @@ def test_a_signal_that_hangs_does_not_keep_the_connection(
 def test_a_deletion_that_hangs_is_logged_and_hides_no_error(
     monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    HangingCloud(monkeypatch, *["delete"] * launch.DELETIONS)
+    monkeypatch.setattr(launch, "OUTAGE_SECONDS", -1.0)
+    HangingCloud(monkeypatch, "delete")
     slice_run.delete()
     assert "kiln may remain and cost money" in caplog.text
 
@@ -221,8 +224,16 @@ def cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cloud:
     return Cloud(monkeypatch, tmp_path)
 
 
-def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(cloud: Cloud) -> None:
-    cloud.fails = ["delete"] * launch.DELETIONS
+def test_an_outage_during_the_deletion_is_waited_for(cloud: Cloud) -> None:
+    cloud.fails = ["delete"] * 3
+    assert cloud.attempt() == {"event": "result"} and not cloud.state
+
+
+def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "OUTAGE_SECONDS", -1.0)
+    cloud.fails = ["delete"]
     cloud.trains = [StorageAway("the bucket is away")]
     with pytest.raises(StorageAway):
         cloud.attempt()
@@ -231,8 +242,11 @@ def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(clou
     assert "create" not in cloud.told and cloud.told[-1] == "delete" and not cloud.state
 
 
-def test_a_request_that_could_not_be_deleted_is_deleted_by_the_retry(cloud: Cloud) -> None:
-    cloud.interrupted, cloud.fails = "create", ["delete"] * launch.DELETIONS
+def test_a_request_that_could_not_be_deleted_is_deleted_by_the_retry(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "OUTAGE_SECONDS", -1.0)
+    cloud.interrupted, cloud.fails = "create", ["delete"]
     with pytest.raises(KeyboardInterrupt):
         cloud.attempt(queued=True)
     assert cloud.request
@@ -334,6 +348,51 @@ def test_a_slice_that_another_run_made_after_a_preemption_stays(
 
     monkeypatch.setattr(launch._SliceRun, "_train", preempted)
     with pytest.raises(launch.SliceUnavailable, match="of another training"):
+        cloud.attempt()
+    assert "delete" not in cloud.told
+
+
+def test_a_request_of_another_training_stays(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    def preempted(run: launch._SliceRun) -> None:
+        cloud.owner, cloud.state = "another", ""
+        raise JobFailed("ssh is lost", launch.SSH_LOST)
+
+    cloud.state, cloud.request, cloud.owner = "READY", "ACTIVE", OWNER
+    monkeypatch.setattr(launch._SliceRun, "_train", preempted)
+    with pytest.raises(launch.SliceUnavailable, match="of another training"):
+        cloud.attempt(queued=True)
+    assert "delete" not in cloud.told
+
+
+def test_a_slice_that_somebody_else_creates_first_stays(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exists(command: list[str], seconds: float = 0) -> str:
+        if command[4] == "create":
+            raise subprocess.CalledProcessError(1, command, "", "ALREADY_EXISTS: the slice")
+        return cloud.run(command)
+
+    monkeypatch.setattr(launch, "_run_command", exists)
+    with pytest.raises(launch.SliceUnavailable, match="did not create"):
+        cloud.attempt()
+    assert "delete" not in cloud.told
+
+
+def test_a_run_that_loses_its_lock_in_an_outage_deletes_nothing(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was away, too: the lock is known to be lost when the cloud answers again."""
+
+    def preempted(run: launch._SliceRun) -> None:
+        monkeypatch.setattr(launch._SliceRun, "_settled_state", settled)
+        raise JobFailed("ssh is lost", launch.SSH_LOST)
+
+    def settled(run: launch._SliceRun) -> str:
+        cloud.lock_is_lost = True
+        return "CREATING"  # the successor's
+
+    monkeypatch.setattr(launch._SliceRun, "_train", preempted)
+    with pytest.raises(LockLost):
         cloud.attempt()
     assert "delete" not in cloud.told
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.hosts.detect_nvidia import gpu_memory
+from runtimes.hosts import detect_nvidia
+from runtimes.hosts.detect_nvidia import NvidiaGpu, find_gpus, usable_gpus
 
 
 @pytest.mark.parametrize(
@@ -22,11 +23,32 @@ def test_each_line_of_the_tool_is_a_gpu(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memory() == found
+    assert [gpu.memory for gpu in find_gpus()] == found
 
 
 def test_a_machine_without_the_tool_has_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_memory() == []
+    assert find_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "cuda", "is_usable"),
+    [
+        (None, "13.0", True),
+        ("1,0", "13.0", True),
+        ("", "13.0", False),
+        ("-1", "13.0", False),
+        (None, None, False),
+    ],
+)
+def test_gpus_that_pytorch_does_not_use_do_not_count(
+    shown: str | None, cuda: str | None, is_usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setattr(detect_nvidia, "torch_cuda_version", lambda: cuda)
+    monkeypatch.setattr(detect_nvidia, "find_gpus", lambda: [NvidiaGpu("a GPU", 1)])
+    assert bool(usable_gpus()) == is_usable
