@@ -50,6 +50,7 @@ from artifacts.hashing import digest_bytes
 from artifacts.list_folder import subfolders
 from artifacts.lock import Lock, hold, is_alive
 from artifacts.remote_client_options_and_errors import client_options, make_folder_of, protocols
+from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
@@ -244,7 +245,7 @@ class StoreError(ValueError):
 class Store:
     """Artifacts below one fsspec URL.
 
-    Raises StoreError for a URL that cannot be used, and OSError as the filesystem does.
+    Raises StoreError for a URL that cannot be used, such as that of a server that is not there.
     """
 
     def __init__(self, url: str) -> None:
@@ -253,8 +254,8 @@ class Store:
             # Listings that a client remembers say nothing of what others have done since.
             more = client_options(url)
             self.fs, root = url_to_fs(check_stored_url(url), use_listings_cache=False, **more)
-        except (ImportError, ValueError) as error:
-            raise StoreError(f"store {without_secrets(url)}: {error}") from None
+        except (ImportError, ValueError, OSError) as error:  # some clients connect or open at once
+            raise StoreError(f"store {without_secrets(url)}: {one_line(error)}") from None
         self.root = root.rstrip("/")
 
     @property

@@ -39,7 +39,10 @@ TABLE = (
     Foreign("vae_batch_size", "KS", "encode.batch_size"),
     Foreign("cache_latents cache_text_encoder_outputs", "K", "encode", "always precomputed"),
     Foreign("max_train_steps", "DKS", "train.steps"),
-    Foreign("num_train_epochs max_train_epochs", "DKS", "train.epochs"),
+    Foreign(
+        *("num_train_epochs max_train_epochs", "DKS", "train.epochs"),
+        "with `train.steps: 1000` where the extended recipe sets steps",
+    ),
     Foreign("train_batch_size", "DKS", "train.micro_batch_size", "images per forward pass"),
     Foreign(
         "gradient_accumulation_steps",
@@ -66,7 +69,10 @@ TABLE = (
     Foreign("ema_update_interval", "S", "train.ema_every_n_steps"),
     Foreign("allow_tf32", "D", "train.allow_tf32"),
     Foreign("mixed_precision", "DKS", "train.mixed_precision"),
-    Foreign("full_bf16 full_fp16 base_model_precision", "KS", "none", "weights stay float32"),
+    Foreign(
+        *("full_bf16 full_fp16 base_model_precision", "KS", "train.mixed_precision"),
+        "trained weights stay float32; a LoRA's frozen base has this precision",
+    ),
     Foreign("save_precision", "K", "publish.dtype"),
     Foreign("gradient_checkpointing", "DKS", "train.gradient_checkpointing", "`blocks`"),
     Foreign("snr_gamma min_snr_gamma", "DKS", "train.snr_gamma"),

@@ -151,9 +151,13 @@ def collect_garbage(
     """List unneeded files that have not changed for `hours`, and delete them with `delete`.
 
     Raises:
+        RecipeError: `days` or `hours` is negative or no number.
         GarbageUnsure: a damaged record hides what is needed.
         StorageAway: the disk is too full for the lock of a collection.
     """
+    for option, value in (("--days", days), ("--hours", hours)):
+        if not value >= 0:  # nor NaN, by which every run would be too old
+            raise RecipeError(f"{option} {value}: give a number from 0 on")
     store = Store(url)
 
     def marked() -> Marks:

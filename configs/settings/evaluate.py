@@ -72,7 +72,10 @@ class Evaluate(Sampling):
     memorization: Memorization = Memorization()
     num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
     guidance_scale: float = Field(
-        5.0, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
+        5.0,
+        ge=0,
+        description="Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). "
+        "For FLUX.1 dev it is an input of the denoiser.",
     )
     batch_size: PositiveInt = Field(4, description="Pictures per sampling batch.")
     seed: int = Field(

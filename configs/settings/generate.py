@@ -36,7 +36,10 @@ class Generate(Prompts, Sampling):
         0.0, ge=0, le=1, description="DDIM's eta (arXiv 2010.02502); 0 is deterministic."
     )
     guidance_scale: float = Field(
-        7.5, ge=0, description="Classifier-free guidance scale; 1 or less turns guidance off."
+        7.5,
+        ge=0,
+        description="Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). "
+        "For FLUX.1 dev it is an input of the denoiser.",
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of the noise, which the host draws.")
     fixed_noise: bool = Field(

@@ -31,7 +31,9 @@ class Prompts(Section):
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Prompts:
-        if bool(self.prompts) == bool(self.file):
+        if not self.prompts and not self.file:
+            raise ValueError("it has no prompts: set prompts, or file")
+        if self.prompts and self.file:
             raise ValueError("set either prompts or file, not both")
         return self
 

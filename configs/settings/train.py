@@ -147,8 +147,8 @@ class Train(Section):
 
     mixed_precision: Literal["no", "bf16", "fp16"] = Field(
         "no",
-        description="Precision of forward and backward; weights stay float32. fp16 requires "
-        "runtime mindspore.",
+        description="Precision of forward and backward; trained weights stay float32. fp16 "
+        "requires runtime mindspore.",
     )
     loss_scale: LossScale = LossScale()
     gradient_checkpointing: Literal["none", "blocks", "selective"] = Field(

@@ -175,6 +175,9 @@ def test_a_folder_where_a_file_was_is_a_fault(
 def test_an_invalid_store_is_a_one_line_error() -> None:
     with pytest.raises(StoreError, match="store foo://bar"):
         Store("foo://bar")
+    for url in ("ftp://127.0.0.1:9/store", "zip:///nowhere.zip"):  # their clients open at once
+        with pytest.raises(StoreError, match=f"^store {url}: "):
+            Store(url)
 
 
 def test_shards_are_shared_and_verified(

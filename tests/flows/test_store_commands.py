@@ -10,6 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure
 from artifacts.store import Artifact, Store
+from configs.load_and_extend_recipe import RecipeError
 from flows.store_commands import NotInStore, collect_garbage, list_store, verify_store
 from tasks.build_or_reuse import StorageAway
 from tasks.publish.model_registry import Registry
@@ -131,6 +132,15 @@ def test_nothing_is_deleted_while_a_version_is_unreadable(
         found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
     with pytest.raises(GarbageUnsure, match="nothing is deleted"):
         collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=True)
+    assert store.find("publish", kept.key) is not None
+
+
+@pytest.mark.parametrize("age", [{"days": float("nan")}, {"days": -1}, {"hours": float("nan")}])
+def test_an_age_that_is_no_number_deletes_nothing(store: Store, age: dict[str, float]) -> None:
+    """By NaN every run would be too old."""
+    kept = model(store)
+    with pytest.raises(RecipeError, match="give a number from 0 on"):
+        collect_garbage(store.root, **{"days": 30.0, "hours": 0.0, **age}, delete=True)
     assert store.find("publish", kept.key) is not None
 
 

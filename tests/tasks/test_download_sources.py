@@ -46,7 +46,7 @@ from tasks.download.list_files import list_files, reading
 from tasks.download.read_lists_by_duckdb import FORMATS, read_list
 from tasks.download.read_lists_by_duckdb import read_malformed_list as read_list_in_python
 from tasks.download.row_fields_and_hash import Row
-from tasks.download.source_protocol import ServedAt
+from tasks.download.source_protocol import PictureLocation, ServedAt
 from tasks.download.stage_errors import SourceError
 
 pytestmark = pytest.mark.slow
@@ -489,6 +489,17 @@ def test_a_folder_of_one_split_is_that_split(tmp_path: Path) -> None:
     assert rows_of(make_recipe({"kind": "dataset", "path": str(place)}), tmp_path)
     with pytest.raises(SourceError, match="has no files of split 'test'"):
         download.plan(make_recipe({"kind": "dataset", "path": str(place), "split": "test"}))
+
+
+def test_pictures_of_a_dataset_come_in_the_order_of_their_places(tmp_path: Path) -> None:
+    """A plan of another machine may have rows at places that repeat or go back."""
+    file = str(tmp_path / "a.parquet")
+    pictures = [b"picture %d" % n for n in range(5)]
+    pq.write_table(pa.table({"image": pictures, "text": [""] * 5}), file)
+    recipe = make_recipe({"kind": "dataset", "path": file})
+    source: Any = sources.SOURCES["dataset"](recipe.source)
+    places = [PictureLocation(file, row) for row in (1, 3, 3, 0, 4, 2)]
+    assert list(source.pictures(places)) == [pictures[place.row or 0] for place in places]
 
 
 def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
