@@ -250,6 +250,8 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.fs: AbstractFileSystem
+        if not url.strip():
+            raise StoreError("store: it has no name: give a folder or a URL")
         try:
             # Listings that a client remembers say nothing of what others have done since.
             more = client_options(url)

@@ -9,20 +9,22 @@ import yaml
 
 #: Maximum depth of nested lists and mappings.
 MOST_LEVELS = 50
-_BOOLEAN = "tag:yaml.org,2002:bool"
+_BOOLEAN, _INTEGER, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float"))
+_MERGE = "tag:yaml.org,2002:merge"
 #: What PyYAML raises for a value that is not of its type, such as 2026-13-45.
 _INVALID = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with the floats and booleans of YAML 1.2.
+    """YAML 1.1 with the numbers and booleans of YAML 1.2.
 
-    1e-5 is a float, a commit such as 4e12345 is a string, and so are `no`, `yes`, `on` and `off`.
+    1e-5 is a float and 0500 five hundred. A commit such as 4e12345 is a string, and so are 1:30,
+    `no`, `yes`, `on` and `off`.
     It refuses what PyYAML drops in silence, or expands without bound.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's class attribute)
-        first: [(tag, pattern) for tag, pattern in found if tag != _BOOLEAN]
+        first: [one for one in found if one[0] not in (_BOOLEAN, _INTEGER, _FLOAT)]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -41,6 +43,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = set[str]()
         for key, _ in node.value:
+            if key.tag == _MERGE:  # only an alias would give it a use
+                raise _refused("merge keys (<<) are not supported: repeat the settings", key)
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
                     raise _refused(f"{key.value} is set twice", key)
@@ -55,15 +59,24 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_Loader` would read as floats."""
+    """Quotes the strings that `_Loader` would read as numbers."""
 
 
+def _integer(loader: _Loader, node: yaml.Node) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+_NUMBERS = {
+    _INTEGER: r"([-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$",
+    _FLOAT: r"([-+]?(\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)"
+    r"|[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]{1,3}"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+}
 for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d{1,3}$"),
-        list("-+.0123456789"),
-    )
+    for _tag, _pattern in _NUMBERS.items():
+        _kind.add_implicit_resolver(_tag, re.compile(_pattern), list("-+.0123456789"))
+_Loader.add_constructor(_INTEGER, _integer)
 _Loader.add_implicit_resolver(
     _BOOLEAN, re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )

@@ -177,6 +177,8 @@ def sweep(
     """
     overrides = _parsed(override)
     if values:
+        if "sweep.values" in overrides:
+            raise ValueError("sweep: --set and -o sweep.values exclude each other")
         overrides |= parse_grid(values)
     load_trials(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
@@ -221,6 +223,8 @@ def generate(
     The settings are those of docs/generation.md, such as seed=7 or scheduler=ddim.
     """
     settings = _parsed(override)
+    if file is not None and "file" in settings:
+        raise ValueError("generate: --from-file and -o file exclude each other")
     settings |= {} if file is None else {"file": file}
     read_settings(model, prompts, settings)  # report wrong input before servers start
     from flows import runner

@@ -14,7 +14,7 @@ from artifacts.checksummed_files import first_fault
 from artifacts.gc_delete_unneeded import Collector, Garbage
 from artifacts.gc_find_needed import Marks, mark
 from artifacts.list_folder import entries, subfolders
-from artifacts.run_records import GarbageUnsure, registries
+from artifacts.run_records import GarbageUnsure, registries, runs
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError
 from configs.redact_errors_and_logs import one_line
@@ -42,6 +42,8 @@ def check_store(url: str) -> None:
     store = Store(url)
     if not store.fs.exists(store.root):
         raise StoreNotThere(f"store {without_secrets(url)}: not found")
+    if store.is_local and not store.fs.isdir(store.root):
+        raise StoreNotThere(f"store {without_secrets(url)}: it is a file: name a folder")
 
 
 def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
@@ -152,13 +154,20 @@ def collect_garbage(
 
     Raises:
         RecipeError: `days` or `hours` is negative or no number.
+        StoreNotThere, NotInStore: there is no store, or the folder has other files alone.
         GarbageUnsure: a damaged record hides what is needed.
         StorageAway: the disk is too full for the lock of a collection.
     """
     for option, value in (("--days", days), ("--hours", hours)):
         if not value >= 0:  # nor NaN, by which every run would be too old
             raise RecipeError(f"{option} {value}: give a number from 0 on")
+    check_store(url)
     store = Store(url)
+    if next(iter(runs(store)), None) is None and next(iter(store.artifacts()), None) is None:
+        # `*.tmp` of other programs would count as leftovers.
+        raise NotInStore(
+            f"no run and no artifact in {without_secrets(url)}: name the store by --store"
+        )
 
     def marked() -> Marks:
         return mark(store, _published(store, registry), days)

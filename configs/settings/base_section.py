@@ -54,8 +54,9 @@ class Section(BaseModel):
         for name in names:
             default = type(self).model_fields[name].default
             if getattr(self, name) != default:
-                raise ValueError(
-                    f"{name} has no effect with {choice}: leave it at {json.dumps(default)}"
+                raise ValueError(  # it may be set by a recipe that this one extends
+                    f"{name} has no effect with {choice}: set it to {json.dumps(default)}, its "
+                    "default, or change the other"
                 )
 
 

@@ -35,6 +35,11 @@ class Prompts(Section):
             raise ValueError("it has no prompts: set prompts, or file")
         if self.prompts and self.file:
             raise ValueError("set either prompts or file, not both")
+        for number, prompt in enumerate(self.prompts):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"prompts.{number} is not UTF-8: {prompt!a}") from None
         return self
 
 

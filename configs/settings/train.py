@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import math
 from typing import Annotated, Any, Literal
 
@@ -301,6 +302,11 @@ class Train(Section):
         rule = self.best_checkpoint
         if rule is None and not self.keep_best:
             return
+        if self.ema_decay is not None and self.checkpointing_steps % self.ema_every_n_steps:
+            raise ValueError(
+                f"{'keep_best' if rule is None else 'best_checkpoint'} compares averages that "
+                "changed: ema_every_n_steps must divide checkpointing_steps"
+            )
         name, interval = "holdout_loss.every_n_steps", self.holdout_loss.every_n_steps
         if rule is not None and rule.by_samples:
             name, interval = "sample_every_n_steps", self.sample_every_n_steps
@@ -314,7 +320,10 @@ class Train(Section):
         """The settings with `epochs` converted to `steps`, rounded up, for `samples` samples."""
         if self.epochs is None:
             return self
-        steps = max(1, math.ceil(self.epochs * samples / self.global_batch_size))
+        epochs = fractions.Fraction(
+            str(self.epochs)
+        )  # 1.1 * 100 is a little more than 110 as a float
+        steps = max(1, math.ceil(epochs * samples / self.global_batch_size))
         return self.model_copy(update={"steps": steps, "epochs": None})
 
     @property

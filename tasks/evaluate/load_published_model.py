@@ -110,4 +110,4 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
     except (KeyError, TypeError):
         raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
     except ModelNotFound as error:
-        raise ModelNotFound(f"{folder}: the base of its adapters is missing: {error}") from None
+        raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None

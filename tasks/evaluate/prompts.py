@@ -45,7 +45,7 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
         WrongInput: the file cannot be read or has no prompt; the message names `setting`.
     """
     try:
-        with fsspec.open(url, "r", encoding="utf-8") as stream:
+        with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
             prompts = tuple(line.strip() for line in stream if line.strip())
     except (OSError, ValueError) as error:
         raise WrongInput(f"{setting}: {url} cannot be read: {error}") from None

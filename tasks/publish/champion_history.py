@@ -6,8 +6,10 @@ the copy ahead completes the change. So what anybody has read is in both, and on
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -136,6 +138,10 @@ class Champions:
             return str(self._fs.cat_file(self._alias).decode())
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return None  # no symlink, as after a copy of the registry that followed it
 
     def follow(self) -> None:
         """Write the alias until it is the last champion: another may write an older one late."""
@@ -143,8 +149,11 @@ class Champions:
             assert champion is not None
             if isinstance(self._fs, LocalFileSystem):
                 temporary = f"{self._alias}.{uuid.uuid4().hex}.tmp"
+                if os.path.isdir(self._alias) and not os.path.islink(self._alias):
+                    os.rename(self._alias, f"{temporary}.copy")
                 os.symlink(champion, temporary)
                 os.replace(temporary, self._alias)
+                shutil.rmtree(f"{temporary}.copy", ignore_errors=True)
                 continue
             seen = read(self._fs, self._alias)
             if champion == last(self.moves()):  # otherwise `seen` may be of a later champion

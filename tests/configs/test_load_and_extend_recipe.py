@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from configs.load_and_extend_recipe import (
     RecipeError,
@@ -15,7 +16,7 @@ from configs.load_and_extend_recipe import (
     recipe_names,
 )
 from configs.recipe_json_schema import json_schema
-from configs.strict_yaml import parse_yaml
+from configs.strict_yaml import dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -262,3 +263,20 @@ def test_a_password_is_refused_unless_http_sends_it(scheme: str) -> None:
         load_recipe("digits", {"source": source})
     assert "hidden" not in str(error.value)
     load_recipe("digits", {"source": {**source, "path": "https://us:hidden@example.org/a"}})
+
+
+def test_numbers_are_those_of_yaml_1_2() -> None:
+    """YAML 1.1 reads 0500 as octal and 1:30 as minutes."""
+    found = parse_yaml(
+        "{a: 0500, b: 08, c: 1:30, d: 0x1F, e: 1_000, f: .5, g: -3, h: 190:20:30.15}"
+    )
+    expected = {"a": 500, "b": 8, "c": "1:30", "d": 31, "e": 1000, "f": 0.5, "g": -3}
+    assert found == {**expected, "h": "190:20:30.15"}
+    for text in ("0500", "08", "1:30", "0x1F", "0o7", "1_0", "-3", ".5", "+5", "0b1"):
+        assert parse_yaml(dump_yaml([text])) == [text]
+
+
+def test_a_merge_key_is_refused() -> None:
+    """PyYAML would drop a setting that it repeats."""
+    with pytest.raises(yaml.YAMLError, match="merge keys"):
+        parse_yaml("train: {<<: {steps: 3, steps: 4}}")

@@ -71,7 +71,7 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
         ({"steps": 10, "profile": {"start": 8, "steps": 3}}, "profile: steps 8 to 11"),
         (
             {"optimizer": "adafactor", "adam_betas": [0.9, 0.99]},
-            r"betas has no effect with optimizer: adafactor: leave it at \[0.9, 0.999\]",
+            r"betas has no effect with optimizer: adafactor: set it to \[0.9, 0.999\], its default",
         ),
         ({"timesteps": {"logit_mean": 1.0}}, "logit_mean has no effect with distribution: uniform"),
         ({"timesteps": {"bias_strategy": "later"}}, "no effect with bias_multiplier: 1"),
@@ -177,3 +177,19 @@ def test_settings_added_later_change_no_other_key() -> None:
 
 def test_every_setting_is_in_the_key_or_excluded() -> None:
     assert set(Train.model_fields) == IN_KEY.keys() | NOT_IN_KEY
+
+
+def test_epochs_are_as_many_steps_as_written() -> None:
+    """As floats, 1.1 times 100 is a little more than 110."""
+    assert Train(epochs=1.1, global_batch_size=1).with_steps(100).steps == 110
+    assert Train(epochs=1.1, global_batch_size=4).with_steps(200).steps == 55
+    assert Train(epochs=1.2, global_batch_size=7).with_steps(100).steps == 18
+
+
+def test_a_score_of_an_average_that_did_not_change_is_refused() -> None:
+    given: dict[str, Any] = {"checkpointing_steps": 5, "ema_decay": 0.99, "keep_best": 1}
+    given["holdout_loss"] = {"every_n_steps": 5}
+    for every in (1, 5):
+        Train(**given, ema_every_n_steps=every)
+    with pytest.raises(ValueError, match="ema_every_n_steps must divide checkpointing_steps"):
+        Train(**given, ema_every_n_steps=20)

@@ -9,9 +9,16 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, Store, StoreError
 from configs.load_and_extend_recipe import RecipeError
-from flows.store_commands import NotInStore, collect_garbage, list_store, verify_store
+from flows.store_commands import (
+    NotInStore,
+    StoreNotThere,
+    check_store,
+    collect_garbage,
+    list_store,
+    verify_store,
+)
 from tasks.build_or_reuse import StorageAway
 from tasks.publish.model_registry import Registry
 
@@ -133,6 +140,26 @@ def test_nothing_is_deleted_while_a_version_is_unreadable(
     with pytest.raises(GarbageUnsure, match="nothing is deleted"):
         collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
+
+
+def test_a_collection_leaves_a_folder_of_other_programs_alone(tmp_path: Path) -> None:
+    for name in ("a.tmp", "runs/b.tmp", "train/" + "0" * 64 + "/c"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    with pytest.raises(NotInStore, match="name the store by --store"):
+        collect_garbage(str(tmp_path), days=0, hours=0, delete=True)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
+
+
+def test_a_store_that_is_a_file_or_missing_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreNotThere, match="it is a file: name a folder"):
+        check_store(str(tmp_path / "file"))
+    with pytest.raises(StoreNotThere, match="not found"):
+        collect_garbage(str(tmp_path / "none"), days=0, hours=0, delete=False)
+    with pytest.raises(StoreError, match="it has no name"):
+        check_store("")
 
 
 @pytest.mark.parametrize("age", [{"days": float("nan")}, {"days": -1}, {"hours": float("nan")}])

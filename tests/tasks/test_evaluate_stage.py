@@ -595,7 +595,7 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
 
 
 def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\n\ntwo\n")
     sets = {"a": {"file": str(tmp_path / "prompts.txt"), "images_per_prompt": 2}}
     recipe = _recipe(tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}})
     assert evaluate.settings_for_key(recipe)["prompts"]["a"] == ["one", "one", "two", "two"]

@@ -104,6 +104,7 @@ def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> No
         ({"num_image": 2}, r"num_image: unknown setting \(did you mean num_images_per_prompt\?\)"),
         ({"model": "other"}, "model is an argument"),
         ({"file": "prompts.txt"}, "set either prompts or file"),
+        ({"prompts": ("caf\udce9",)}, r"prompts\.0 is not UTF-8: 'caf\\udce9'"),
         ({"prompts": ()}, "it has no prompts: set prompts, or file"),
         ({"negative_prompt": "blue", "guidance_scale": 1}, "raise guidance_scale above 1"),
         ({"true_cfg_scale": 3}, "true_cfg_scale: it is for flux, not sdxl: set guidance_scale"),

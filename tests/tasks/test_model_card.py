@@ -49,7 +49,7 @@ def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
 def test_the_code_of_every_kind_of_card_is_python(
     weights: Weights, inpainting: bool, score: bool, tmp_path: Path
 ) -> None:
-    recipe = load_recipe("digits", {"model.vae": "a/vae"})
+    recipe = load_recipe("digits", {"model.vae": "a/vae", "model.revision": "r2"})
     train = recipe.train.model_copy(update={"inpainting": inpainting, "aesthetic_score": score})
     recipe = recipe.model_copy(update={"train": train})
     card = write_card(
@@ -59,6 +59,7 @@ def test_the_code_of_every_kind_of_card_is_python(
     ast.parse(code)
     assert ("mask_image=mask" in code) == inpainting
     assert ('kwargs | {"class_labels": scores}' in code) == score
+    assert ("revision='r2'" in code) == (not weights.pipeline)
     assert ("load_lora_weights" in code) == ("VAE 'a/vae'" in code) == (not weights.pipeline)
     assert ("scheduler/: load it" in code) == weights.scheduler
     assert "\n\n\n" not in code and not code.endswith("\n\n")

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,6 +301,25 @@ def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
     found.promote("v2")
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
     assert found._champions.alias() == "v2"
+
+
+@pytest.mark.parametrize("copy", ["folder", "file"])
+def test_an_alias_that_was_copied_as_another_thing_is_written_again(
+    tmp_path: Path, copy: str
+) -> None:
+    """As by `cp -rL`, or by a download from a bucket, where it is an object."""
+    store, found = Store(str(tmp_path / "store")), Registry(str(tmp_path / "registry"), "digits")
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    alias = Path(found.root, "champion")
+    alias.unlink()
+    if copy == "file":
+        alias.write_text("v2")
+    else:
+        shutil.copytree(f"{found.root}/v1", alias)
+    found.promote("v1")
+    assert alias.is_symlink() and alias.readlink() == Path("v1")
+    assert not [path for path in Path(found.root).iterdir() if ".tmp" in path.name]
 
 
 def test_a_promotion_gated_against_another_champion_is_refused(

@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import (
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from safetensors.torch import load_file
+from transformers import CLIPImageProcessor
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
@@ -266,6 +272,41 @@ def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_
     job = smoke_test.describe(folder, tiny_sdxl, None, digits(tmp_path))
     with pytest.raises(ValueError, match="the picture is not finite"):
         smoke_test.draw(job)
+
+
+class Blackens(torch.nn.Module):
+    """Takes each picture for unsafe, as diffusers' checker may take noise."""
+
+    def forward(self, clip_input: Any, images: Any) -> Any:
+        return np.zeros_like(images), [True] * len(images)
+
+
+def test_a_safety_checker_of_the_base_has_no_say(
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model("tiny-sd")
+    load = StableDiffusionPipeline.from_pretrained
+
+    def with_checker(*given: Any, **named: Any) -> Any:
+        pipe = load(*given, **named)
+        pipe.safety_checker, pipe.feature_extractor = Blackens(), CLIPImageProcessor()
+        return pipe
+
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", with_checker)
+    monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
+    smoke_test.draw(smoke_test.describe(folder, folder, None, digits(tmp_path)))
+
+
+def test_the_smoke_test_has_the_packages_of_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_sdxl: Path
+) -> None:
+    """As where packages are installed for one user, or by modules of a cluster."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/only_there.py").touch()
+    (tmp_path / "script.py").write_text("import only_there")
+    monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    smoke_test.check(tiny_sdxl, tiny_sdxl, None, digits(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tiny-flux", "tiny-flux-schnell", "tiny-sd3", "tiny-sd"])
