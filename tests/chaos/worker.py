@@ -36,7 +36,7 @@ from artifacts.lock import LockLost
 from artifacts.remote_client_options_and_errors import is_of_client
 from artifacts.run_records import RUNS, GarbageUnsure
 from artifacts.store import Store
-from flows.store_commands import NotInStore, collect_garbage, verify_store
+from flows.store_commands import NotInStore, StoreNotThere, collect_garbage, verify_store
 from tasks import build_or_reuse as stage
 from tasks.publish.champion_history import AliasNotWritten, RegistryError
 from tasks.publish.model_registry import Registry
@@ -44,7 +44,8 @@ from tasks.publish.model_registry import Registry
 #: Errors after which a user runs the command again, or restores what the message names.
 EXPECTED = (
     *(stage.StageFailed, stage.StorageError, stage.TransientError, LockLost, Damaged),
-    *(RegistryError, AliasNotWritten, GarbageUnsure, NotInStore, OSError, FSTimeoutError),
+    *(RegistryError, AliasNotWritten, GarbageUnsure, NotInStore, StoreNotThere),
+    *(OSError, FSTimeoutError),
 )
 
 
