@@ -177,9 +177,9 @@ def sweep(
     """
     overrides = _parsed(override)
     if values:
-        if "sweep.values" in overrides:
-            raise ValueError("sweep: --set and -o sweep.values exclude each other")
-        overrides |= parse_grid(values)
+        given, grid = overrides.get("sweep.values", {}), parse_grid(values)
+        if isinstance(given, dict):  # otherwise load_trials says what is wrong
+            overrides["sweep.values"] = given | grid["sweep.values"]
     load_trials(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 

@@ -37,7 +37,8 @@ with (world / "told").open("a") as told:
 state, home = world / "state", world / "home"
 verb, rest = sys.argv[4], sys.argv[5:]
 if verb == "create":
-    state.write_text("READY")
+    (owner,) = [r.rpartition("=")[2] for r in rest if r.startswith("--labels=")] or [""]
+    state.write_text("READY\t" + owner)
     home.mkdir()
     shutil.copytree(world / "image", home, symlinks=True, dirs_exist_ok=True)
 elif verb == "describe":
@@ -45,6 +46,8 @@ elif verb == "describe":
         sys.exit("ERROR: NOT_FOUND: no such slice")
     print(state.read_text())
 elif verb == "delete":
+    if not state.exists():
+        sys.exit("ERROR: NOT_FOUND: no such slice")
     state.unlink()
     shutil.rmtree(home)
 elif verb == "scp":
@@ -60,7 +63,7 @@ elif verb == "ssh":
             checkpoints = list(world.glob("run/checkpoints/step-*/manifest.json"))
             if (world / "spot").exists() and len(checkpoints) >= 1:
                 (world / "spot").unlink()
-                state.write_text("PREEMPTED")
+                state.write_text(state.read_text().replace("READY", "PREEMPTED"))
                 subprocess.run(["pkill", "-KILL", "-f", "runtimes " + str(home)])
             time.sleep(0.01)
 
