@@ -57,8 +57,8 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
     return trials
 
 
-def parse_grid(texts: Sequence[str]) -> dict[str, Any]:
-    """The override of `sweep.values` by options `--set`, as parse_values reads each.
+def add_values(overrides: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """Overrides whose `sweep.values` have those of options `--set` too, as parse_values reads each.
 
     Raises RecipeError, also for a setting that is named twice.
     """
@@ -67,7 +67,10 @@ def parse_grid(texts: Sequence[str]) -> dict[str, Any]:
         if name in grid:
             raise RecipeError(f"--set {name} is given twice: write {name}=value,value")
         grid[name] = values
-    return {"sweep.values": grid}
+    given = overrides.get("sweep.values", {})
+    if not grid or not isinstance(given, dict):  # load_trials refuses what is no mapping
+        return {**overrides}
+    return {**overrides, "sweep.values": given | grid}
 
 
 def parse_values(text: str) -> tuple[str, list[Any]]:

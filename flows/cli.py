@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from configs.expand_sweep_trials import load_trials, parse_grid
+from configs.expand_sweep_trials import add_values, load_trials
 from configs.load_and_extend_recipe import dump, load_recipe, parse_override, recipe_names
 from configs.recipe_json_schema import json_schema
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
@@ -175,11 +175,7 @@ def sweep(
 
     --set adds to the recipe's `sweep.values`. Exit codes are those of `kiln run`.
     """
-    overrides = _parsed(override)
-    if values:
-        given, grid = overrides.get("sweep.values", {}), parse_grid(values)
-        if isinstance(given, dict):  # otherwise load_trials says what is wrong
-            overrides["sweep.values"] = given | grid["sweep.values"]
+    overrides = add_values(_parsed(override), values or ())
     load_trials(recipe, overrides)  # report wrong input before slow imports and servers
     from flows import runner
 

@@ -320,9 +320,7 @@ class Train(Section):
         """The settings with `epochs` converted to `steps`, rounded up, for `samples` samples."""
         if self.epochs is None:
             return self
-        epochs = fractions.Fraction(
-            str(self.epochs)
-        )  # 1.1 * 100 is a little more than 110 as a float
+        epochs = fractions.Fraction(str(self.epochs))  # as floats, 1.1 * 100 > 110
         steps = max(1, math.ceil(epochs * samples / self.global_batch_size))
         return self.model_copy(update={"steps": steps, "epochs": None})
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from configs.expand_sweep_trials import load_trials, parse_grid, parse_values
+from configs.expand_sweep_trials import add_values, load_trials, parse_values
 from configs.load_and_extend_recipe import RecipeError
 
 
@@ -58,8 +58,17 @@ def test_malformed_values_are_refused(text: str) -> None:
 
 
 def test_a_setting_is_given_once() -> None:
-    assert parse_grid(["train.seed=0,1", "train.steps=5"]) == {
+    assert add_values({}, ["train.seed=0,1", "train.steps=5"]) == {
         "sweep.values": {"train.seed": [0, 1], "train.steps": [5]}
     }
     with pytest.raises(RecipeError, match="is given twice"):
-        parse_grid(["train.seed=0", "train.seed=1"])
+        add_values({}, ["train.seed=0", "train.seed=1"])
+
+
+def test_options_add_to_the_values_of_an_override() -> None:
+    given = {"train.steps": 9, "sweep.values": {"train.seed": [7], "train.snr_gamma": [5.0]}}
+    found = add_values(given, ["train.seed=0,1"])
+    values = {"train.seed": [0, 1], "train.snr_gamma": [5.0]}
+    assert found == {"train.steps": 9, "sweep.values": values}
+    assert add_values(given, []) == given
+    assert add_values({"sweep.values": 3}, ["train.seed=0"]) == {"sweep.values": 3}

@@ -33,6 +33,7 @@ def only_line(said: str) -> str:
         (["history", "digts"], "digts: there is no champion"),
         (["ls", "--store", "nowhere"], "store nowhere: not found"),
         (["gc", "--store", "foo://bar"], "foo"),
+        (["generate", "x", "--from-file", "a", "-o", "file=b"], "--from-file and -o file exclude"),
     ],
 )
 def test_errors_found_before_anything_starts(here: Here, words: list[str], line: str) -> None:

@@ -29,9 +29,9 @@ from flows.run_sent_stage import _patiently
 from flows.runner import _sends_a_stage
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.check_places import received_recipe
-from tasks.download import SourceError
+from tasks.download import SourceError, plan_shards
 from tasks.download.plan_parquet import plan_key
-from tasks.download.plan_shards import read_spans
+from tasks.download.plan_shards import DownloadPlan, ShardSpec, Span, read_spans
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
 
@@ -133,6 +133,25 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
             sent.plan()
 
 
+def test_a_row_is_found_that_shards_of_both_plans_have_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row repeats one of an earlier shard, and the shard of the repetition is another by now."""
+    groups = {("own", 0): [b"a", b"b"], ("theirs", 0): [b"a", b"b"], ("theirs", 1): [b"b"]}
+    monkeypatch.setattr(plan_shards, "read_hashes", lambda *place: groups[place])
+
+    def plan(file: str, *keys: str) -> Any:
+        spans = [Span(file, n, 0, len(groups[file, n])) for n in range(len(keys))]
+        shards = [ShardSpec(k, s.stop, (s,)) for k, s in zip(keys, spans, strict=True)]
+        return DownloadPlan("", 3, tuple(shards), None)  # type: ignore[arg-type]
+
+    placed = plan_shards.place_rows(plan("theirs", "both", "gone"), plan("own", "both"))
+    assert [spec.spans for spec in placed.shards] == [
+        (Span("own", 0, 0, 2),),
+        (Span("own", 0, 1, 2),),
+    ]
+
+
 def test_a_sent_stage_is_built_from_what_its_sender_names(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,10 +175,10 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
 
 
 def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
-    made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in reversed(STAGES[:3])}
+    made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in reversed(STAGES[:4])}
     keys = {stage: artifact.key for stage, artifact in made.items()}
     before = replace(run, sent=Sent("evaluate", PARTS.key, keys)).results_before()
-    assert [one.stage for one in before] == ["download", "encode", "train"]
+    assert [one.stage for one in before] == ["download", "encode", "train", "evaluate"]
     assert [one.digest for one in before] == [made[one.stage].digest for one in before]
 
 

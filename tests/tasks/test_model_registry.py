@@ -147,6 +147,38 @@ def test_of_many_champions_the_newest_and_the_one_before_the_champion_are_kept(
         found.rollback()
 
 
+@pytest.mark.parametrize("lost", ["deleted", "damaged"])
+def test_the_version_that_a_rollback_restores_is_kept(
+    registry: tuple[Store, Registry], lost: str
+) -> None:
+    """That is neither the champion once more nor a version that cannot be read."""
+    store, found = registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    for name in ("v1", "v3", "v2", "v3"):
+        found.promote(name)
+    if lost == "deleted":
+        found.fs.rm(f"{found.root}/v2", recursive=True)
+    else:
+        found.fs.pipe_file(f"{found.root}/v2/manifest.json", b"{}")
+    assert found.keep(1) == []
+    assert found.rollback().name == "v1"
+
+
+def test_a_deletion_that_was_killed_is_completed_by_the_next(
+    registry: tuple[Store, Registry],
+) -> None:
+    """The manifest is deleted first; each version was the champion."""
+    store, found = registry
+    for n in (1, 2, 3, 4):
+        found.promote(found.publish(model(store, n)).name)
+    for name in ("v1", "v3"):
+        found.fs.rm_file(f"{found.root}/{name}/manifest.json")
+    assert found.keep(9) == []
+    assert not found.fs.exists(f"{found.root}/v1")
+    assert found.fs.exists(f"{found.root}/v3"), "a rollback would restore it"
+
+
 def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
     registry: tuple[Store, Registry],
 ) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import ModelNotFound
+from artifacts.download_or_find_model import HubAway, ModelNotFound
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
@@ -167,7 +167,7 @@ def test_adapters_of_another_base_are_not_merged(
 
 
 def test_a_champion_of_adapters_samples_with_its_base(
-    tmp_path: Path, tiny_sdxl: Path, tiny_vae: Path
+    tmp_path: Path, tiny_sdxl: Path, tiny_vae: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
     alone = publish(tmp_path, digits(tmp_path, base, **{"model.vae": str(tiny_vae)}))
@@ -179,6 +179,13 @@ def test_a_champion_of_adapters_samples_with_its_base(
     assert load_published_model(Path(alone.path)).digest == model.digest
     shutil.rmtree(base)
     with pytest.raises(ModelNotFound, match="the base of its adapters is missing"):
+        load_published_model(Path(alone.path))
+
+    def away(*_: Any, **__: Any) -> Path:
+        raise HubAway("model some/base: the hub cannot be reached")
+
+    monkeypatch.setattr("tasks.evaluate.load_published_model.resolve_model", away)
+    with pytest.raises(HubAway, match="the base of its adapters"):  # so that it is tried again
         load_published_model(Path(alone.path))
     with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):
         load_published_model(tmp_path)
