@@ -14,7 +14,13 @@ import typer
 from typer.exceptions import TyperException
 
 from configs.expand_sweep_trials import add_values, load_trials
-from configs.load_and_extend_recipe import dump, load_recipe, parse_override, recipe_names
+from configs.load_and_extend_recipe import (
+    RecipeError,
+    dump,
+    load_recipe,
+    parse_override,
+    recipe_names,
+)
 from configs.recipe_json_schema import json_schema
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 from configs.settings.generate import read_settings
@@ -220,7 +226,7 @@ def generate(
     """
     settings = _parsed(override)
     if file is not None and "file" in settings:
-        raise ValueError("generate: --from-file and -o file exclude each other")
+        raise RecipeError("generate: --from-file and -o file exclude each other")
     settings |= {} if file is None else {"file": file}
     read_settings(model, prompts, settings)  # report wrong input before servers start
     from flows import runner
