@@ -73,13 +73,24 @@ def resolve_model(
     Raises:
         ModelNotFound: the location does not exist or cannot be fetched.
     """
-    if Path(path).is_dir():
-        return Path(path).resolve()
+    if (folder := local_model(path)) is not None:
+        return folder
     if "://" in path:
         return _fetch_url(path)
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
     return _fetch_hub(path, revision, variant, files)
+
+
+def local_model(path: str) -> Path | None:
+    """The folder of a local model; None for a hub id or a URL.
+
+    Raises:
+        ModelNotFound: there is no such folder.
+    """
+    if Path(path).is_dir():
+        return Path(path).resolve()
+    if "://" not in path and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+        raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
+    return None
 
 
 def resolve_file(path: str) -> Path:

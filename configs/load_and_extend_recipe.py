@@ -82,7 +82,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     try:
         return key.strip(), parse_yaml(value)
     except yaml.YAMLError:
-        raise RecipeError(f"override {text!r}: the value is not valid YAML") from None
+        raise RecipeError(f"override {key}: the value is not valid YAML") from None
 
 
 def dump(recipe: Recipe) -> str:

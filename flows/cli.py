@@ -48,6 +48,15 @@ def _existing(store: str) -> str:
     return store
 
 
+def _existing_registry(registry: str | None) -> str | None:
+    """Check that a named registry exists: a mistyped one would count as empty."""
+    if registry is not None:
+        from flows.store_commands import check_store
+
+        check_store(registry, "registry")
+    return registry
+
+
 Store = Annotated[str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
@@ -58,7 +67,8 @@ Model = Annotated[
     ),
 ]
 RegistryUrl = Annotated[
-    str | None, typer.Option("--registry", help="Registry, if outside the store.")
+    str | None,
+    typer.Option("--registry", help="Registry, if outside the store.", callback=_existing_registry),
 ]
 
 
@@ -300,6 +310,8 @@ def recipes(
     """List the recipes that come with Kilnworks, or print one with everything it extends."""
     if name is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln recipes NAME -o KEY=VALUE")
+    if schema and name is not None:
+        raise typer.BadParameter("--schema is of all recipes: give no name")
     if schema:
         print(json.dumps(json_schema(), indent=1))
     elif name is not None:

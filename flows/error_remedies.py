@@ -42,7 +42,8 @@ FREQUENT = (
     Frequent(
         "is not measured",
         "A rule of `publish.gate` names a metric that the recipe does not compute.",
-        "The message lists the metrics. Distances need two held-out pictures (`encode.holdout`).",
+        "The message lists the metrics. Distances need two held-out pictures (`encode.holdout`) "
+        "and two compared ones.",
     ),
     Frequent(
         "unknown setting",
@@ -163,7 +164,7 @@ REMEDIES = {
     "DiskTooSmall": "Free space, take a store on a larger disk, or correct the estimate by "
     "`plan.disk_gb`.",
     "StoreRefused": "Check the credentials of the store's client, and the bucket's rights.",
-    "StoreNotThere": "Correct `--store`, or run a recipe first.",
+    "StoreNotThere": "Correct `--store` or `--registry`, or run a recipe first.",
     "NotInStore": "Take a key from `kiln ls`.",
     "NoSwap": "Use a local folder, `s3://` or `gs://` as the store.",
     "Damaged": "Run again: what is damaged is built again.",
@@ -181,6 +182,7 @@ REMEDIES = {
     "TopologyMissing": "Add `--gpu` or `--topology`.",
     "TwoPlaces": "Give `--gpu` or `--topology`, not both.",
     "ServerAway": "Start the Prefect server, or unset `PREFECT_API_URL`.",
+    "InvalidPrefectSetting": "Correct or unset the `PREFECT_` variable that it names.",
     "SliceUnavailable": "Prefect retries. Choose another zone or capacity ([tpu.md](tpu.md)).",
     "Outage": "Prefect retries. Run again when the network or the hosts are back.",
     "WorkersLost": "Prefect retries. Look at the logs of the workers ([scale.md](scale.md)).",

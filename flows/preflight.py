@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import ModelNotFound, resolve_file, resolve_model
+from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
 from artifacts.run_records import record_run
 from artifacts.store import Artifact, Store
@@ -317,6 +318,21 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
 
 
+def check_locations(recipe: Recipe) -> None:
+    """Check the store and the local folders of models: what takes no time.
+
+    Raises:
+        RecipeError, ModelNotFound: one of them is missing, or cannot be written.
+    """
+    writable_store(recipe)
+    for setting, path in (
+        ("model.path", recipe.model.path),
+        ("evaluate.clip", recipe.evaluate.clip),
+    ):
+        with _naming(setting):
+            local_model(path)
+
+
 def writable_store(recipe: Recipe) -> Store:
     """The store; it and the registry can be written. Raises RecipeError for one that cannot."""
     store = Store(recipe.store)
@@ -326,6 +342,9 @@ def writable_store(recipe: Recipe) -> Store:
     for setting, place in places.items():
         try:
             place.check_writable()
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            why = f"no folder can be made at {place.url} ({error.strerror}): choose another"
+            raise RecipeError(f"{setting}: {why}") from None
         except Exception as error:
             converted = storage_error(place, error)
             if converted is error and not isinstance(error, OSError):
@@ -408,8 +427,15 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
 
 def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
     """A model's local folder. Raises ModelNotFound, with the setting's name."""
-    try:
+    with _naming(setting):
         return resolve_model(path, revision=revision)
+
+
+@contextmanager
+def _naming(setting: str) -> Iterator[None]:
+    """Put the setting's name before the message of a ModelNotFound."""
+    try:
+        yield
     except ModelNotFound as error:
         raise type(error)(f"{setting}: {error}") from None
 

@@ -7,9 +7,12 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,13 +42,10 @@ def run(
 ) -> dict[str, Any]:
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
     _prepare_prefect()
-    if configured_server() is None and _sends_a_stage(
-        load_recipe(arguments["recipe"], overrides), arguments.get("until", STAGES[-1])
-    ):
-        raise ServerAway(
-            "place: work pools need a lasting Prefect server: start it (`make ui`) and set "
-            "PREFECT_API_URL, or leave `place` out: all stages then run here"
-        )
+    if configured_server() is None:
+        with _error_as_json(as_json):
+            recipe = load_recipe(arguments["recipe"], overrides)
+            _check_before_server(recipe, arguments.get("until", STAGES[-1]))
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -53,9 +53,32 @@ def run(
     return report
 
 
+def _check_before_server(recipe: Recipe, until: StageName) -> None:
+    """Report wrong input before a server starts for this run, which takes longer."""
+    from flows.preflight import check_locations
+
+    if _sends_a_stage(recipe, until):
+        raise ServerAway(
+            "place: work pools need a lasting Prefect server: start it (`make ui`) and set "
+            "PREFECT_API_URL, or leave `place` out: all stages then run here"
+        )
+    check_locations(recipe)
+
+
 def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
     stages = STAGES[: 1 + STAGES.index(until)]
     return any(stage in stages for stage in recipe.place.pools())
+
+
+@contextmanager
+def _error_as_json(as_json: bool) -> Iterator[None]:
+    """Print an error as the JSON object of the last line, if `as_json`."""
+    try:
+        yield
+    except Exception as error:
+        if as_json:
+            print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
+        raise
 
 
 def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
@@ -88,19 +111,14 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
     It uses the configured Prefect server, else one of its own during the run.
     """
     _prepare_prefect()
-    with _Display(as_json=as_json) as display:
+    with _Display(as_json=as_json) as display, _error_as_json(as_json):
         if (server := configured_server()) is None:
             display.print("starting Prefect (its own server, for this run) …")
             _start_server()
         else:
             check_server(server)
-        try:
-            flow = getattr(import_module(f"flows.{name}"), name)
-            found: dict[str, Any] = flow(**arguments)
-        except Exception as error:
-            if as_json:
-                print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
-            raise
+        flow = getattr(import_module(f"flows.{name}"), name)
+        found: dict[str, Any] = flow(**arguments)
     return found
 
 
@@ -113,6 +131,13 @@ def _prepare_prefect() -> None:
     # As in pyproject.toml, which Prefect reads only in the checkout.
     given = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "500").split(",")
     os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*given, "500"}))
+    try:
+        import prefect.context  # noqa: F401  it reads and checks them
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise InvalidPrefectSetting(
+            f"Prefect: {'; '.join(wrong)} (a PREFECT_ variable or the profile sets it)"
+        ) from None
 
 
 def configured_server() -> str | None:
@@ -175,6 +200,10 @@ def _asked_once(url: str) -> Exception | None:
         transport: Any = client._client._transport_for_url(client.api_url)
         transport._pool._retries = 0
         return client.api_healthcheck()
+
+
+class InvalidPrefectSetting(ValueError):
+    """Prefect refuses a value of its own settings."""
 
 
 class ServerAway(ValueError):

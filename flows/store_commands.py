@@ -8,7 +8,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from artifacts.checksummed_files import first_fault
 from artifacts.gc_delete_unneeded import Collector, Garbage
@@ -34,16 +34,16 @@ class NotInStore(ValueError):
 
 
 class StoreNotThere(ValueError):
-    """The store does not exist."""
+    """The store or the registry does not exist."""
 
 
-def check_store(url: str) -> None:
-    """Raise StoreNotThere for a missing store, StoreError for an unsupported URL."""
+def check_store(url: str, kind: Literal["store", "registry"] = "store") -> None:
+    """Raise StoreNotThere for a missing store or registry, StoreError for an unsupported URL."""
     store = Store(url)
     if not store.fs.exists(store.root):
-        raise StoreNotThere(f"store {without_secrets(url)}: not found")
+        raise StoreNotThere(f"{kind} {without_secrets(url)}: not found")
     if store.is_local and not store.fs.isdir(store.root):
-        raise StoreNotThere(f"store {without_secrets(url)}: it is a file: name a folder")
+        raise StoreNotThere(f"{kind} {without_secrets(url)}: it is a file: name a folder")
 
 
 def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:

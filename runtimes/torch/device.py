@@ -188,12 +188,12 @@ def check(settings: Train) -> None:
 
 
 def check_fsdp(settings: Train, ranks: Ranks, device_type: str) -> None:
-    """Raise WrongInput if several processes cannot form the shard groups of `train.fsdp`."""
+    """Raise WrongInput if the processes cannot form the shard groups of `train.fsdp`."""
     fsdp = settings.fsdp
-    if fsdp == "all" or fsdp in (1, ranks.world) or ranks.world == 1:
+    if fsdp == "all" or fsdp in (1, ranks.world):
         return
     if ranks.world % fsdp:
-        raise WrongInput(f"train.fsdp {fsdp} does not divide {ranks.world} processes")
+        raise WrongInput(f"train.fsdp {fsdp} does not divide train.processes {ranks.world}")
     if device_type == "npu":
         raise WrongInput(f"train.fsdp: {fsdp} is not for device npu: set 1 or all")
 

@@ -341,11 +341,11 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
     """Join the process group of the run, if it has several processes.
 
     Raises:
-        WrongInput: the settings do not support several processes.
+        WrongInput: `train.fsdp` does not suit the number of processes.
     """
+    check_fsdp(settings, ranks, device.type)
     if ranks.world == 1:
         return SingleProcess()
-    check_fsdp(settings, ranks, device.type)
     # gloo serves host tensors, which NCCL and HCCL do not support.
     join(ranks, BACKENDS.get(device.type, "gloo"))
     if settings.fsdp == 1:

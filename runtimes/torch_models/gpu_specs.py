@@ -100,9 +100,10 @@ def parse_gpu(text: str) -> Gpu:
     As on data sheets, a GB of GPU memory has 2**30 bytes.
 
     Raises:
-        WrongInput: the name is unknown.
+        WrongInput: the name is unknown, or the memory is 0.
     """
-    if size := re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I):
+    size = re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I)
+    if size and float(size[1]):
         return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
     spec = next((gpu for gpu in GPU_SPECS if gpu.name.lower() == text.lower()), known_gpu(text))
     if spec is None:

@@ -33,6 +33,7 @@ from tasks.evaluate.memorization import NearestTraining, nearest
 from tasks.evaluate.metric_names import (
     CLIP_SCORE,
     CMMD,
+    LEAST_COMPARED,
     all_prompts,
     compared_sets,
     prompt_numbers,
@@ -157,7 +158,7 @@ class MetricSuite:
     def _distances(self, features: Mapping[str, Float32]) -> dict[str, Estimate]:
         parts = slices_by_set(self.sets)
         chosen = np.array([n for name in self.compared for n in _numbers(parts[name])], int)
-        if min(len(self.held_out[CLIP].features), len(chosen)) < 2:
+        if min(len(self.held_out[CLIP].features), len(chosen)) < LEAST_COMPARED:
             return {}
         drawing = (self.resamples, self.seed, tuple(self.prompts[n] for n in chosen))
         by_clip, by_image = features[CLIP][chosen], features[IMAGE][chosen]

@@ -8,9 +8,11 @@ from configs.settings.recipe import Recipe
 from tasks.evaluate import holdout_loss, memorization
 from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES
 from tasks.evaluate.judges import judge_names
-from tasks.evaluate.prompts import PromptSets
+from tasks.evaluate.prompts import PromptSets, prompt_sets
 
 CLIP_SCORE, CMMD = "clip_score", "cmmd"
+#: Distances need this many pictures of a model, and as many held-out ones.
+LEAST_COMPARED = 2
 #: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
 LOWER_IS_BETTER = (
     *(holdout_loss.NAME, CMMD, "fd", "kid", *INCEPTION_DISTANCES),
@@ -22,12 +24,15 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
     """Names of the metrics that this recipe's evaluation computes.
 
     Args:
-        held_out: number of pictures that a nonzero `encode.holdout` selects; distances need two.
+        held_out: number of pictures that a nonzero `encode.holdout` selects.
+
+    Raises:
+        WrongInput: a prompt file cannot be read.
     """
     sets = list(recipe.evaluate.prompts)
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
     if recipe.encode.holdout > 0 and held_out:
-        if held_out >= 2 and compared_sets(recipe):
+        if min(held_out, _compared_pictures(recipe)) >= LEAST_COMPARED:
             names += [CMMD, *DISTANCES]
             names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
         names += [holdout_loss.NAME, *holdout_loss.BANDS]
@@ -49,6 +54,11 @@ def by_set(metric: str, sets: Iterable[str]) -> list[str]:
 def compared_sets(recipe: Recipe) -> tuple[str, ...]:
     """Names of the prompt sets whose pictures are compared with held-out ones."""
     return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
+
+
+def _compared_pictures(recipe: Recipe) -> int:
+    sets = prompt_sets(recipe)
+    return sum(len(sets[name]) for name in compared_sets(recipe))
 
 
 def all_prompts(sets: PromptSets) -> list[str]:

@@ -1,15 +1,19 @@
 """Wrong input: one clear line, exit code 2, and nothing started or lost."""
 
+import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kiln_command
 import pytest
 from kiln_command import kiln
 from prefect_server import Server
 
+from configs.load_and_extend_recipe import RecipeError
 from configs.settings.recipe import STAGES
+from flows import runner
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -33,11 +37,18 @@ def only_line(said: str) -> str:
         (["history", "digts"], "digts: there is no champion"),
         (["ls", "--store", "nowhere"], "store nowhere: not found"),
         (["gc", "--store", "foo://bar"], "foo"),
+        (["gc", "--registry", "nowhere"], "registry nowhere: not found"),
+        (["history", "digits", "--registry", "README.md"], "it is a file: name a folder"),
         (["generate", "x", "--from-file", "a", "-o", "file=b"], "--from-file and -o file exclude"),
     ],
 )
 def test_errors_found_before_anything_starts(here: Here, words: list[str], line: str) -> None:
     assert line in only_line(here(*words, code=2))
+
+
+def test_a_value_that_is_no_yaml_is_not_printed(here: Here) -> None:
+    said = only_line(here("run", "digits", "-o", "source.token=@secret", code=2))
+    assert "override source.token: the value is not valid YAML" in said and "@secret" not in said
 
 
 def test_until_must_be_a_stage(here: Here) -> None:
@@ -78,6 +89,40 @@ def test_errors_found_before_any_stage(
     assert not list(Path(str(small["store"])).glob("*/*"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("store", "store: no folder can be made at"),
+        ("publish.registry", "publish.registry: no folder can be made at"),
+        ("model.path", "model.path: model"),
+        ("evaluate.clip", "evaluate.clip: model"),
+    ],
+)
+def test_a_wrong_location_starts_no_server(
+    here: Here,
+    small: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    line: str,
+) -> None:
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    monkeypatch.setattr(runner, "_start_server", pytest.fail)
+    (tmp_path / "file").touch()
+    overrides = {**small, setting: str(tmp_path / "file")}
+    assert line in only_line(here("run", "digits", overrides=overrides, code=2))
+
+
+def test_an_error_before_the_server_is_json_too(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    overrides = {**small, "store": "/proc/nowhere"}
+    with pytest.raises(RecipeError) as error:
+        runner.run("finetune", recipe="digits", overrides=overrides, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"status": "failed", "error": str(error.value)}
+
+
 @pytest.mark.slow
 def test_a_wrong_deployment_fails_before_any_stage(
     at_home: Callable[..., None], small: dict[str, Any], tmp_path: Path, api: str
@@ -101,6 +146,16 @@ def test_a_port_in_use_is_reported(here: Here, small: dict[str, Any], api: str) 
         port = taken.getsockname()[1]
         said = here("run", "digits", overrides={**small, "source.port": port}, code=2, api=api)
     assert f"{port}" in said.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_of_prefect_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {**kiln_command.environment(tmp_path), "PREFECT_CLIENT_MAX_RETRIES": "many"}
+    monkeypatch.setattr(kiln_command, "environment", lambda *_: named)
+    said = kiln(tmp_path, "run", "digits", code=2).splitlines()[-1]  # Prefect writes lines, too
+    assert said.startswith("kiln: Prefect: max_retries: Input should be a valid integer")
 
 
 @pytest.mark.slow

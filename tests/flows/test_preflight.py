@@ -51,7 +51,7 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
         ({"train.attention": "cudnn", "train.device": "cpu"}, "attention needs a CUDA device"),
         (
             {"train.processes": 4, "train.fsdp": 3, "train.device": "cpu"},
-            "train.fsdp 3 does not divide 4 processes",
+            "train.fsdp 3 does not divide train.processes 4",
         ),
         (
             {

@@ -225,6 +225,14 @@ def test_only_compared_sets_enter_the_distances(world: World) -> None:
     assert len(world.jobs) == 1  # the same pictures, measured otherwise
 
 
+def test_one_compared_picture_has_no_distances(world: World) -> None:
+    sets = {"new": {"prompts": NEW, "compare": False}, "old": {"prompts": ["a house"]}}
+    recipe = _recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
+    found = _metrics(world.evaluate(world.trained(0.5), recipe))
+    assert list(found) == metric_names(recipe)
+    assert not set(found) & {"cmmd", *DISTANCES}
+
+
 def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
         evaluate.check_drawn_size(_recipe(world.tmp, world.model, world.clip, **size), world.model)

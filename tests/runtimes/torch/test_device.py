@@ -34,8 +34,17 @@ from runtimes.torch.device_hooks import DeviceHooks
         ({"cuda_graphs": True, "device": "cpu"}, 1, "cuda_graphs needs a CUDA device, not cpu"),
         ({"allow_tf32": True, "device": "cpu"}, 1, "allow_tf32 needs a CUDA device, not cpu"),
         ({"attention": "cudnn", "device": "cpu"}, 1, "attention needs a CUDA device, not cpu"),
-        ({"fsdp": 3, "processes": 4, "device": "cpu"}, 0, "fsdp 3 does not divide 4 processes"),
-        ({"fsdp": 8, "processes": 4, "device": "cpu"}, 0, "fsdp 8 does not divide 4 processes"),
+        (
+            {"fsdp": 3, "processes": 4, "device": "cpu"},
+            0,
+            "fsdp 3 does not divide train.processes",
+        ),
+        (
+            {"fsdp": 8, "processes": 4, "device": "cpu"},
+            0,
+            "fsdp 8 does not divide train.processes",
+        ),
+        ({"fsdp": 2, "device": "cpu"}, 0, "fsdp 2 does not divide train.processes 1"),
     ],
 )
 def test_what_the_devices_cannot_serve(

@@ -40,7 +40,7 @@ def test_the_name_of_a_gpu_selects_its_memory() -> None:
         *(("h200", 141), ("L4", 24), ("RTX 4090", 24), ("rtx4090", None), ("A100", 40)),
         *(("A100 80", 80), ("A100-80GB", 80), ("a100 40GB", 40), ("MI300X", 192)),
         *(("V100", 16), ("V100 32GB", 32), ("Tesla V100-SXM2-32GB", 32)),
-        ("RTX 4090 Laptop GPU", None),
+        *(("RTX 4090 Laptop GPU", None), ("0GB", None)),
     ],
 )
 def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> None:
