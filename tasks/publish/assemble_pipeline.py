@@ -43,8 +43,7 @@ def assemble(
 
     Raises:
         FileNotFoundError: a part or its weights are missing.
-        WrongInput: a part lacks a layer of its adapters.
-        OverflowError: a weight does not fit `dtype`.
+        WrongInput: a part lacks a layer of its adapters, or a weight does not fit `dtype`.
     """
     adapters = adapters or {}
     out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +156,7 @@ def cast(name: str, tensor: Any, dtype: str) -> Any:
     """The tensor as `dtype` if it is floating point, else unchanged; contiguous.
 
     Raises:
-        OverflowError: a finite value overflows `dtype`.
+        WrongInput: a finite value overflows `dtype`.
     """
     import torch
 
@@ -165,7 +164,7 @@ def cast(name: str, tensor: Any, dtype: str) -> Any:
         return tensor.contiguous()
     half = tensor.to(getattr(torch, dtype))
     if tensor.isfinite().all() and not half.isfinite().all():
-        raise OverflowError(f"{name} does not fit {dtype}: publish.dtype=bfloat16")
+        raise WrongInput(f"publish.dtype: {name} does not fit {dtype}: set bfloat16 or float32")
     return half.contiguous()
 
 

@@ -33,7 +33,7 @@ def write_adapters(
         scheduler: folder of the scheduler if it differs from the base's.
 
     Raises:
-        OverflowError: a weight does not fit `dtype`.
+        WrongInput: a weight does not fit `dtype`.
     """
     from safetensors import safe_open
 
