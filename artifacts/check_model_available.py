@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from json import JSONDecodeError
-from pathlib import Path
 
 import fsspec
 
@@ -14,6 +13,7 @@ from artifacts.download_or_find_model import (
     ModelNotFound,
     asking_for,
     hub_refusal,
+    local_model,
     remote_file,
     resolve_file,
     resolve_model,
@@ -33,13 +33,11 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
     Raises:
         ModelNotFound: it cannot be fetched; the message has the reason.
     """
-    if Path(path).is_dir():
+    if local_model(path) is not None:
         return "local folder"
     if "://" in path:
         _check_folder(path)
         return "remote folder"
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
     return _ask_hub(path, revision)
 
 

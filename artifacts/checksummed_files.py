@@ -78,15 +78,13 @@ class FileEntry:
         return {"path": self.path, "size": self.size, "sha256": self.sha256}
 
 
-def hash_file(
-    fs: AbstractFileSystem, root: str, path: str, meta: dict[str, Any] | None = None
-) -> FileEntry:
+def hash_file(fs: AbstractFileSystem, root: str, path: str) -> FileEntry:
     """Fingerprint the file at `root/path`; one that is local is stamped as before it was read."""
     place = _locate(root, path)
     etag = time_stamp(place) if isinstance(fs, LocalFileSystem) else None
     with fs.open(place, "rb") as stream:
         sha256, size = digest_stream(stream)
-    return FileEntry(path, size, sha256, meta or {}, etag)
+    return FileEntry(path, size, sha256, etag=etag)
 
 
 def _locate(root: str, path: str) -> str:

@@ -37,7 +37,7 @@ LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES += LICENSE_FILES
 HUB_CONFIGS = ["*.json", "*.jinja", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
-#: Variants of the same weights, skipped unless one is requested.
+#: Variants of the same weights, which are skipped, too.
 HUB_VARIANTS = ["*.fp16.safetensors", "*.fp16-*.safetensors", "*.non_ema.safetensors"]
 
 
@@ -59,7 +59,6 @@ def resolve_model(
     path: str,
     *,
     revision: str | None = None,
-    variant: str | None = None,
     files: Sequence[str] = HUB_FILES,
 ) -> Path:
     """A local folder with the model at `path`, downloaded to the cache if it is remote.
@@ -67,7 +66,6 @@ def resolve_model(
     Args:
         path: a local folder, a Hugging Face hub id, or an fsspec URL.
         revision: branch, tag or commit on the hub.
-        variant: the weights variant to fetch, such as "fp16"; default: the plain weights.
         files: patterns of the files to fetch from the hub.
 
     Raises:
@@ -77,7 +75,7 @@ def resolve_model(
         return folder
     if "://" in path:
         return _fetch_url(path)
-    return _fetch_hub(path, revision, variant, files)
+    return _fetch_hub(path, revision, files)
 
 
 def local_model(path: str) -> Path | None:
@@ -246,15 +244,15 @@ def _cached(url: str, version: Any) -> Path:
     return target
 
 
-def _fetch_hub(repo: str, revision: str | None, variant: str | None, files: Sequence[str]) -> Path:
+def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     from httpx2 import HTTPError
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, XetDownloadError
 
-    skip = HUB_SKIPPED if variant else [*HUB_SKIPPED, *HUB_VARIANTS]
+    skipped = [*HUB_SKIPPED, *HUB_VARIANTS]
     try:
         folder = snapshot_download(
-            repo, revision=revision, allow_patterns=list(files), ignore_patterns=skip
+            repo, revision=revision, allow_patterns=list(files), ignore_patterns=skipped
         )
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:

@@ -18,7 +18,7 @@ from itertools import islice
 from artifacts.checksummed_files import read_record
 from artifacts.compare_and_swap import read, remove_checked
 from artifacts.file_stamps import TICK
-from artifacts.gc_find_needed import DAY, LOCK, Marks, is_held
+from artifacts.gc_find_needed import DAY, Marks, is_held
 from artifacts.list_folder import (
     Entry,
     checksum,
@@ -31,7 +31,7 @@ from artifacts.list_folder import (
 )
 from artifacts.lock import LockLost, hold, seize
 from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
-from artifacts.store import LOCKS, MANIFEST, SHARDS, Store
+from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Store
 
 CHECKPOINTS = "checkpoints"
 #: Things that are deleted before waiting runs continue.

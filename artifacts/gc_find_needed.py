@@ -9,10 +9,9 @@ from typing import Any
 from artifacts.list_folder import entries, modified, name_of, present_time
 from artifacts.lock import is_dead, read_owner
 from artifacts.run_records import GarbageUnsure, runs
-from artifacts.store import Artifact, Store
+from artifacts.store import LOCK, Artifact, Store
 
 DAY = 86400.0
-LOCK = "lock.json"
 Key = tuple[str, str]  # (stage, key)
 
 

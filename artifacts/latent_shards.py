@@ -247,6 +247,11 @@ class Latents:
         return dict(sorted(total.items()))
 
     @property
+    def training(self) -> int:
+        """Number of training samples; mirrored copies do not count."""
+        return sum(n for group, n in self.groups().items() if group.startswith("train/"))
+
+    @property
     def held_out(self) -> int:
         """Number of held-out samples."""
         return sum(n for group, n in self.groups().items() if group.startswith("holdout/"))

@@ -170,10 +170,13 @@ def hold(
             _held.reset(before)
 
 
+def owner_in_words(owner: Mapping[str, Any]) -> str:
+    """The owner of a lock for a message, such as `process 12 on node-3`."""
+    return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+
+
 def wait_until_free(
-    fs: AbstractFileSystem,
-    path: str,
-    on_wait: Callable[[dict[str, Any]], None] = lambda owner: None,
+    fs: AbstractFileSystem, path: str, on_wait: Callable[[dict[str, Any]], None]
 ) -> None:
     """Return when nobody owns the lock: its owner has released it, or lost it to this process."""
     if read_owner(fs, path) is not None:

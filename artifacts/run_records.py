@@ -16,7 +16,7 @@ from artifacts.checksummed_files import encode_record, read_record, write_record
 from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, modified
-from artifacts.lock import wait_until_free
+from artifacts.lock import owner_in_words, wait_until_free
 from artifacts.store import Store
 
 RUNS = "runs"
@@ -67,8 +67,7 @@ def _write(store: Store, path: str, facts: dict[str, Any]) -> None:
 
 
 def _log_collection(owner: dict[str, Any]) -> None:
-    where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
-    log.info("`kiln gc` deletes files (%s); waiting", where)
+    log.info("`kiln gc` deletes files (%s); waiting", owner_in_words(owner))
 
 
 @dataclass(frozen=True)

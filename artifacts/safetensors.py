@@ -21,8 +21,8 @@ from artifacts.latent_shards import from_bfloat16
 from artifacts.tensor_header import TensorPlace, read_header
 
 Arrays = dict[str, NDArray[np.float32]]
-#: Element types as safetensors names them; bf16 is read as its bits.
 HEADER_BLOCK = 2**18  # bytes: a header is read in one request
+#: Element types as safetensors names them; bf16 is read as its bits.
 FLOATS = {name: np.dtype(kind) for name, kind in (("F32", "<f4"), ("F16", "<f2"), ("BF16", "<u2"))}
 
 

@@ -54,6 +54,7 @@ from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import check_stored_url, without_secrets
 
 MANIFEST = "manifest.json"
+LOCK = "lock.json"
 SHARDS = "shards"
 LOCKS = "locks"
 #: Folders of a store that are no stages.
@@ -117,19 +118,19 @@ class Draft:
     """
 
     store: Store
-    recipe: KeyParts
+    parts: KeyParts
     lock: Lock | None = None
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
         """Path of the artifact's folder on the store's filesystem."""
-        return f"{self.store.root}/{self.recipe.stage}/{self.recipe.key}"
+        return f"{self.store.root}/{self.parts.stage}/{self.parts.key}"
 
     @property
     def uri(self) -> str:
         """URL of the artifact's folder."""
-        return self.store.url_of(f"{self.recipe.stage}/{self.recipe.key}")
+        return self.store.url_of(f"{self.parts.stage}/{self.parts.key}")
 
     def discard_damaged(self) -> None:
         """Delete the manifest of a damaged artifact: its files are about to be written again.
@@ -200,8 +201,8 @@ class Draft:
         files = stamped(self.store.fs, self.path, entries)
         manifest = {
             "format": FORMAT,
-            "key": self.recipe.key,
-            **self.recipe.as_dict(),
+            "key": self.parts.key,
+            **self.parts.as_dict(),
             "digest": digest_files(files),
             "files": files,
             "summary": summary,
@@ -215,7 +216,7 @@ class Draft:
                 self.lock.renew()
             self._replace(path, data)
         self._check()  # one that was created late, after a pause, is no commit
-        return Artifact(self.store, self.recipe.stage, self.recipe.key, manifest)
+        return Artifact(self.store, self.parts.stage, self.parts.key, manifest)
 
     def _replace(self, path: str, data: bytes) -> str | None:
         if self.lock is None or self.store.is_local:
@@ -278,6 +279,10 @@ class Store:
         """URL of a path below the store: a plain path when local."""
         return f"{self.url}/{path}"
 
+    def shard_url(self, stage: str, path: str) -> str:
+        """URL of a shard's file, by its path in the stage's folder of shards."""
+        return self.url_of(f"{stage}/{SHARDS}/{path}")
+
     def check_writable(self) -> None:
         """Raise OSError unless a file can be written here, and StoreError unless created once.
 
@@ -336,9 +341,9 @@ class Store:
             return None
         return artifact
 
-    def draft(self, recipe: KeyParts, lock: Lock | None = None) -> Draft:
+    def draft(self, parts: KeyParts, lock: Lock | None = None) -> Draft:
         """Start an artifact; what an interrupted builder left in its folder stays, to resume."""
-        return Draft(self, recipe, lock)
+        return Draft(self, parts, lock)
 
     def lock(
         self,
@@ -355,7 +360,7 @@ class Store:
         return is_alive(self.fs, self._lock_path(stage, key))
 
     def _lock_path(self, stage: str, key: str) -> str:
-        return f"{self.root}/{stage}/{key}/lock.json"
+        return f"{self.root}/{stage}/{key}/{LOCK}"
 
     def shard_lock(
         self, stage: str, key: str, on_wait: Callable[[dict[str, Any]], None] = lambda owner: None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from configs import coming_from
+from configs.nearest_name import hint_of
 from configs.redact_urls import without_secrets
+from configs.settings import source
 from configs.settings.recipe import Recipe
 
 
@@ -60,10 +61,8 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
         here = coming_from.ours(where[-1])
         if where[-1] not in known and here is not None and f"called {dotted} here" not in here:
             return f"{dotted}: unknown setting ({here})"
-        near = difflib.get_close_matches(where[-1], known, n=1)
         prefix = "".join(f"{part}." for part in where[:-1])
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
-        return f"{dotted}: unknown setting ({hint})"
+        return f"{dotted}: unknown setting ({hint_of(where[-1], known, prefix)})"
     if item["type"] == "missing":
         return f"{dotted}: missing; it must be set"
     message = item["msg"].removeprefix("Value error, ")
@@ -94,7 +93,5 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:
-    from configs.settings import source
-
     models = get_args(get_args(source.Source)[0])
     return next((m for m in models if kind in get_args(m.model_fields["kind"].annotation)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.explain_recipe_errors import explain
+from configs.nearest_name import hint_of
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import is_secret_name, without_secrets
 from configs.settings.recipe import Recipe
@@ -68,9 +68,7 @@ def find_recipe(name: str) -> Path:
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if os.path.isfile(path):  # Path.is_file raises for a name that is too long
         return path
-    known = recipe_names()
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    hint = hint_of(name, recipe_names())
     raise RecipeError(f"recipe {name}: not found ({hint}; or give a path ending in .yaml)")
 
 

@@ -102,7 +102,7 @@ def _missing(
         return missing
     there = set(_shard_names(store, download.STAGE))
     pictures = sum(key not in there for key in shards) / len(shards)
-    latents = max(0.0, 1 - _count_shards(store, ENCODE) / len(shards))
+    latents = max(0.0, 1 - sum(1 for _ in _shard_names(store, ENCODE)) / len(shards))
     found: dict[StageName, float] = {"download": pictures, "encode": latents}
     if not pictures:
         # A shard without good pictures has no latents.
@@ -115,14 +115,10 @@ def _missing(
 def _shard_names(store: Store, stage: str) -> Iterator[str]:
     """Keys of a stage's shards in a local store."""
     folder = store.shards_path(stage)
-    if store.is_local and os.path.isdir(folder):
+    if os.path.isdir(folder):
         with os.scandir(folder) as entries:
             names = (entry.name for entry in entries)
             yield from (name[: -len(".json")] for name in names if name.endswith(".json"))
-
-
-def _count_shards(store: Store, stage: str) -> int:
-    return sum(1 for _ in _shard_names(store, stage))
 
 
 def _has_artifact(store: Store, stage: StageName, file: str = "") -> bool:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -59,6 +59,9 @@ def _existing_registry(registry: str | None) -> str | None:
 
 Store = Annotated[str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+ReportAsJson = Annotated[
+    bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
+]
 Name = Annotated[str, typer.Argument(help="Name of the model in the registry (publish.name).")]
 Model = Annotated[
     str,
@@ -114,6 +117,14 @@ def _parsed(override: list[str] | None) -> dict[str, Any]:
     return dict(parse_override(text) for text in override or [])
 
 
+def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> None:
+    """Run a flow; a rejected model is an exit code."""
+    from flows import runner
+
+    if runner.run(flow, **arguments)["status"] == "rejected":
+        raise typer.Exit(REJECTED)
+
+
 @app.command()
 def run(
     recipe: RecipeArgument,
@@ -127,9 +138,7 @@ def run(
         str | None,
         typer.Option(help="Reason to publish a model that fails the gate; its card names it."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
-    ] = False,
+    as_json: ReportAsJson = False,
 ) -> None:
     """Run a recipe: download, encode, train, evaluate, publish; finished stages are reused.
 
@@ -138,9 +147,7 @@ def run(
     """
     overrides = _parsed(override)
     load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
-    from flows import runner
-
-    report = runner.run(
+    _run(
         "finetune",
         recipe=recipe,
         overrides=overrides,
@@ -149,17 +156,13 @@ def run(
         force=force,
         as_json=as_json,
     )
-    if report["status"] == "rejected":
-        raise typer.Exit(REJECTED)
 
 
 @app.command()
 def retrain(
     recipe: RecipeArgument,
     override: Overrides = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
-    ] = False,
+    as_json: ReportAsJson = False,
 ) -> None:
     """Train on new rows of a recipe's source, from the champion; the gate decides on promotion.
 
@@ -168,11 +171,7 @@ def retrain(
     """
     overrides = _parsed(override)
     load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
-    from flows import runner
-
-    report = runner.run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
-    if report["status"] == "rejected":
-        raise typer.Exit(REJECTED)
+    _run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
 
 
 @app.command()
@@ -183,9 +182,7 @@ def sweep(
         typer.Option("--set", metavar="KEY=VALUE,...", help="Values of a `train` setting to try."),
     ] = None,
     override: Overrides = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one JSON object, on the last line.")
-    ] = False,
+    as_json: ReportAsJson = False,
 ) -> None:
     """Train a recipe once per combination of values; the best model goes to the gate.
 
@@ -193,11 +190,7 @@ def sweep(
     """
     overrides = add_values(_parsed(override), values or ())
     load_trials(recipe, overrides)  # report wrong input before slow imports and servers
-    from flows import runner
-
-    report = runner.run("sweep", recipe=recipe, overrides=overrides, as_json=as_json)
-    if report["status"] == "rejected":
-        raise typer.Exit(REJECTED)
+    _run("sweep", recipe=recipe, overrides=overrides, as_json=as_json)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from prefect import flow, runtime, task
+from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
@@ -231,10 +232,7 @@ def finetune(
         checked = load_recipe(recipe, overrides)
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(stages_of(run), 1 + STAGES.index(until)))
-    report = report_of([state.result() for state in states])
-    if report["status"] == "rejected":  # a measured outcome, not a failure
-        return Completed(name="Rejected", message=states[-1].message, data=report)
-    return report
+    return final_state(report_of([state.result() for state in states]), states[-1])
 
 
 def stages_of(run: Run) -> Iterator[Any]:
@@ -245,6 +243,17 @@ def stages_of(run: Run) -> Iterator[Any]:
     yield (trained := waiting_task(train, recipe)(given, latents))
     yield (evaluated := waiting_task(evaluate, recipe)(given, images, latents, trained))
     yield publish(given, images, latents, trained, evaluated)
+
+
+def final_state(report: dict[str, Any], last: State[Any]) -> Any:
+    """A flow's final state: its report, named Rejected if the gate refused the model.
+
+    Args:
+        last: state of the last stage; its message has the verdict.
+    """
+    if report["status"] == "rejected":  # a measured outcome, not a failure
+        return Completed(name="Rejected", message=last.message, data=report)
+    return report
 
 
 def report_of(results: Sequence[StageResult]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def is_model(url: str, what: str) -> bool:
 
 def _names(url: str) -> list[str]:
     place = Store(url)
-    return list(subfolders(place.fs, place.root))
+    return subfolders(place.fs, place.root)
 
 
 def push_model(url: str, model: str, repo: str, *, private: bool) -> None:

@@ -9,7 +9,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from configs.redact_urls import without_secrets
-from tasks.publish.report import NAME as REPORT
+from tasks.result_files import REPORT
 
 log = logging.getLogger("kiln")
 PUBLISHED = "kiln.model.published"

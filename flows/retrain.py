@@ -13,12 +13,12 @@ from prefect import flow, runtime, task
 from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
-from artifacts.lock import hold
+from artifacts.lock import hold, owner_in_words
 from artifacts.store import Artifact
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import Recipe
-from flows.finetune import download, encode, evaluate, publish, report_of, train
+from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, check_gate_rules, prepare
@@ -182,9 +182,7 @@ def _retrain(run: Run) -> Any:
         # The model is published, or measured and rejected: that stands.
         log.warning("retrain: the decision is not recorded: an equal retraining may run again")
     _show(run, changes, report)
-    if report["status"] == "rejected":  # a measured outcome, not a failure
-        return Completed(name="Rejected", message=states[-1].message, data=report)
-    return report
+    return final_state(report, states[-1])
 
 
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
@@ -217,8 +215,7 @@ def one_at_a_time(recipe: Recipe) -> Iterator[None]:
     registry = registry_of(recipe)
 
     def waits(owner: dict[str, Any]) -> None:
-        where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
-        log.info("retrain: %s retrains %s; waiting", where, registry.name)
+        log.info("retrain: %s retrains %s; waiting", owner_in_words(owner), registry.name)
 
     with hold(registry.fs, lock_path(recipe), on_wait=waits):
         yield

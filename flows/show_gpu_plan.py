@@ -57,7 +57,7 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     count = "" if plan.chips == 1 else f"{plan.chips} times "
     memory = f"{plan.gpu.memory / GIB:g} GiB, {plan.usable / GIB:.1f} GiB of it for tensors"
     yield "gpu", f"{count}{plan.gpu.name}: {memory}"
-    micro = settings.micro_batch_size or settings.global_batch_size // plan.chips
+    micro = settings.micro_batch(settings.processes)
     yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
     yield "training", _gib(sum(peaks.training.values())) + " at the peak: " + _parts(peaks.training)
     if peaks.samples:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow, runtime
-from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from configs.expand_sweep_trials import Trial, load_trials
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import STAGES
-from flows.finetune import download, encode, evaluate, publish, report_of, train
+from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import Run, prepare
@@ -82,9 +81,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
     _show(first, outcomes, facts | ({"model": report["model"]} if report["model"] else {}))
-    if report["status"] == "rejected":  # a measured outcome, not a failure
-        return Completed(name="Rejected", message=published.message, data=report)
-    return report
+    return final_state(report, published)
 
 
 def _try(
@@ -107,7 +104,7 @@ def _try(
         # The message of our own error says what to do; any other error is a bug.
         text = one_line(error)
         log.warning("sweep: trial %d failed: %s", number, text, exc_info=not is_ours(error))
-        return outcome | {"error": one_line(error)}, []
+        return outcome | {"error": text}, []
     found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
     return outcome | found | {"status": "measured"}, [trained, evaluated]
 

@@ -236,7 +236,7 @@ class Runtime(Protocol):
 class PipelineEncoder(Protocol):
     """A pipeline's VAE and text encoders on a device. Arguments and results are on the host."""
 
-    info: dict[str, Any]  # see pipeline_folder.describe.describe_encoders
+    info: dict[str, Any]  # see pipeline_folder.describe_encoders
 
     def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
         """VAE posterior of images [B, 3, H, W] in [-1, 1]: mean and log-variance [B, C, h, w]."""

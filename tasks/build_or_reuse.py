@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
+from artifacts.lock import owner_in_words
 from artifacts.remote_client_options_and_errors import is_forbidden, is_of_client
 from artifacts.store import Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
@@ -159,13 +160,13 @@ def _on_wait(
     ours: Mapping[str, str],
     owner: dict[str, Any],
 ) -> None:
-    where = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
     helps = help_builder is not None and owner.get("host") != socket.gethostname()
     word = "helping" if helps else "waiting"
     differs = _difference(owner.get("versions"), ours)
     if helps and differs:  # its shards could have other bytes under the same keys
         helps, word = False, f"waiting, since it has {differs}: install the same to help"
-    log.info("%s %s: %s is building it; %s", parts.stage, parts.key[:12], where, word)
+    who = owner_in_words(owner)
+    log.info("%s %s: %s is building it; %s", parts.stage, parts.key[:12], who, word)
     if help_builder is not None and helps:
         try:
             help_builder()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
+from configs.nearest_name import hint_of
 from configs.settings.recipe import Recipe
 from configs.settings.sweep import Sweep
 from runtimes.contract import WrongInput
@@ -37,9 +37,7 @@ def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
     """
     metric, known = recipe.sweep.metric, metric_names(recipe, held_out=held_out)
     if metric not in known:
-        near = difflib.get_close_matches(metric, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-        raise WrongInput(f"sweep.metric: {metric} is not measured ({hint})")
+        raise WrongInput(f"sweep.metric: {metric} is not measured ({hint_of(metric, known)})")
 
 
 def check_comparable(recipes: Sequence[Recipe], base: Path) -> None:

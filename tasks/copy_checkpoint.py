@@ -26,23 +26,23 @@ def copy_checkpoint(draft: Draft, settings: Train) -> None:
     deleted does not count. A draft with checkpoints of its own keeps them. The weights of a step
     must not depend on the number of steps.
     """
-    fs, recipe = draft.store.fs, draft.recipe
+    fs, ours = draft.store.fs, draft.parts
     if _checkpoint_folders(fs, draft.path):
         return
     found: dict[int, str] = {}
-    for artifact in _artifacts(draft.store, recipe.stage):
-        parts = {name: artifact.manifest.get(name) for name in recipe.as_dict()}
-        if _without_steps(parts) == _without_steps(recipe.as_dict()):
+    for artifact in _artifacts(draft.store, ours.stage):
+        theirs = {name: artifact.manifest.get(name) for name in ours.as_dict()}
+        if _without_steps(theirs) == _without_steps(ours.as_dict()):
             found |= _checkpoint_folders(fs, artifact.path)
     for step in sorted((step for step in found if step <= settings.steps), reverse=True):
         try:
             best = _best_of(fs, found[step], settings) or step
         except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it meanwhile
-            log.warning("%s: checkpoint %s is skipped: %s", recipe.stage, found[step], error)
+            log.warning("%s: checkpoint %s is skipped: %s", ours.stage, found[step], error)
             continue
         if best not in found:
             continue
-        log.info("%s: continuing a run of other steps from its step %d", recipe.stage, step)
+        log.info("%s: continuing a run of other steps from its step %d", ours.stage, step)
         with suppress(FileNotFoundError):  # `kiln gc` deletes checkpoints of finished runs
             for copied in sorted({best, step}):  # the newest last: a resume from it needs the best
                 _copy_folder(fs, found[copied], f"{draft.path}/checkpoints")

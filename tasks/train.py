@@ -131,7 +131,7 @@ def build(
         adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
         holdout: latents with the held-out samples; None: `latents`.
     """
-    settings = settings_for(recipe.train, _count(latents))
+    settings = settings_for(recipe.train, open_latents(latents.uri).training)
     if not settings.weights_depend_on_steps:
         copy_checkpoint(draft, settings)
     job = TrainJob(
@@ -191,12 +191,6 @@ def settings_for(given: Train, samples: int) -> Train:
             f"{profile.start:,} to {last:,}: lower train.profile.start or train.profile.steps"
         )
     return settings
-
-
-def _count(latents: Artifact) -> int:
-    """Training samples of a latents artifact; mirrored copies do not count."""
-    groups = (ref.groups for ref in open_latents(latents.uri).shards)
-    return sum(n for shard in groups for name, n in shard.items() if name.startswith("train/"))
 
 
 def _summary(

@@ -324,6 +324,11 @@ class Train(Section):
         steps = max(1, math.ceil(epochs * samples / self.global_batch_size))
         return self.model_copy(update={"steps": steps, "epochs": None})
 
+    def micro_batch(self, ranks: int) -> int:
+        """Samples of a micro-batch on each of `ranks` processes; the last one may have fewer."""
+        share = self.global_batch_size // ranks
+        return min(self.micro_batch_size or share, share)
+
     @property
     def held_out_loss(self) -> dict[str, float]:
         """The settings that define a held-out loss; guidance where it is not the default."""

@@ -62,8 +62,7 @@ class AbstractStep:
         )
         recompute_blocks(network, settings, self._mesh)
         self._names = trained_names(network)
-        share = settings.global_batch_size // hosts
-        self._size = min(settings.micro_batch_size or share, share)
+        share, self._size = settings.global_batch_size // hosts, settings.micro_batch(hosts)
         self.micro_batches = -(-share // self._size)
         self.parameters = sum(p.numel() for p in network.trained().values())
 

@@ -25,7 +25,7 @@ def update(
     Args:
         state: groups weights, exp_avg, exp_avg_sq and, if set, ema; f32 by State's keys.
         gradients: f32 by State's keys.
-        numbers: [4] f32, see update.step_scalars.
+        numbers: [4] f32, see optimizer_step.step_scalars.
         settings: AdamW, clipping and EMA.
         untouched: keys of parameters that stay unchanged, without weight decay.
 

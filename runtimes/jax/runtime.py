@@ -86,8 +86,7 @@ class TheRuntime(BaseRuntime):
         self._names = trained_names(network)
         half = getattr(torch, settings.compute_dtype)
         self._frozen = frozen_arrays(network, self._mesh, half)
-        share = settings.global_batch_size // ranks.world
-        self._rows = min(settings.micro_batch_size or share, share)
+        self._rows = settings.micro_batch(ranks.world)
         self._updates = 0
         predict = as_function(network, training=False, splash=self._mesh.splash_attention())
         self._errors = jax.jit(partial(errors, predict))

@@ -68,10 +68,10 @@ class Step:
         Args:
             state: groups weights, exp_avg, exp_avg_sq and, if set, ema; f32 by State's keys.
             frozen: untrained arrays by their names in the network, compute dtype.
-            batch: n micro-batches of B rows, see micro_batches.stack: noisy_latents [n, B, C, h, w]
+            batch: n micro-batches of B rows, see stack_micro_batches: noisy_latents [n, B, C, h, w]
                 compute dtype, timesteps [n, B], target [n, B, C, h, w] f32, weight [n, B] f32.
             seeds: [n] u32, dropout seed of each micro-batch.
-            numbers: [4] f32, see update.step_scalars.
+            numbers: [4] f32, see optimizer_step.step_scalars.
             samples: size of the global batch, the denominator of the loss.
 
         Returns:

@@ -33,7 +33,7 @@ class Encoder:
         vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
         dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
             config computes in float32 where `dtype` is float16.
-        flash: whether the VAE uses fused attention, see loading.load_vae.
+        flash: whether the VAE uses fused attention, see load_diffusers_weights.load_vae.
         images, captions: rows to which every batch is padded: MindSpore compiles a program for
             each shape.
         embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.

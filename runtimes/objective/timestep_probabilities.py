@@ -20,10 +20,9 @@ def level_bounds(settings: TimestepSampling, count: int) -> Probabilities | None
     Raises:
         WrongInput: the bias range contains no level.
     """
-    probabilities = level_probabilities(settings, count)
     if settings.distribution == "uniform" and settings.bias_strategy == "none":
         return None
-    bounds = np.cumsum(probabilities)
+    bounds = np.cumsum(level_probabilities(settings, count))
     return np.append(bounds[:-1], 1.0)
 
 

@@ -33,7 +33,7 @@ TEXT_BATCH = 32
 
 
 def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
-    """The content of `latents.json` (see DESIGN section 4), from config files alone.
+    """The content of `latents.json`, see artifacts/latent_shards.py, from config files alone.
 
     `size_step` is the divisor of an image's height and width, in pixels. `tokens` and `prompt_dim`
     are the shape [T, D] of a caption's prompt embeddings; `caption_tokens` is the maximum number

@@ -90,8 +90,7 @@ def check_rows(settings: Train, hosts: int, devices: int) -> None:
     Args:
         devices: count of a host.
     """
-    share = settings.global_batch_size // hosts
-    micro = min(settings.micro_batch_size or share, share)
+    share, micro = settings.global_batch_size // hosts, settings.micro_batch(hosts)
     for rows in (micro, share % micro):
         if hosts > 1 and rows % devices:
             raise WrongInput(

@@ -15,7 +15,6 @@ class TpuSpec:
 
     peak: float  # bfloat16 FLOP/s
     hbm_bytes: int  # available to a program
-    hbm_bandwidth: float  # bytes/s
     cores: int  # TensorCores per chip, in the numbering of slice names
     shapes: tuple[tuple[int, ...], ...]  # available slice topologies, in chips
 
@@ -23,10 +22,10 @@ class TpuSpec:
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8))
 _SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 TPU_SPECS = {
-    "v4": TpuSpec(275e12, int(30.75 * 2**30), 1228e9, 2, _CUBES),
-    "v5p": TpuSpec(459e12, int(95.74 * 2**30), 2765e9, 2, _CUBES),
-    "v5e": TpuSpec(197e12, int(15.75 * 2**30), 819e9, 1, _SQUARES),
-    "v6e": TpuSpec(918e12, int(31.25 * 2**30), 1640e9, 1, _SQUARES),
+    "v4": TpuSpec(275e12, int(30.75 * 2**30), 2, _CUBES),
+    "v5p": TpuSpec(459e12, int(95.74 * 2**30), 2, _CUBES),
+    "v5e": TpuSpec(197e12, int(15.75 * 2**30), 1, _SQUARES),
+    "v6e": TpuSpec(918e12, int(31.25 * 2**30), 1, _SQUARES),
 }
 #: Other names of TPU generations, in JAX (`v5 lite`) and Google Cloud (`v5litepod`).
 ALIASES = {"v5 lite": "v5e", "v5litepod": "v5e", "v6 lite": "v6e", "v5": "v5p"}

@@ -135,7 +135,6 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
     """
     if not settings.holdout_loss.every_n_steps:
         return None
-    share = settings.global_batch_size // Ranks.here().world
     if job.holdout is not None:
         latents = open_job_latents(job.holdout)
     return Holdout(
@@ -143,7 +142,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
         # A micro-batch fits in memory during training.
-        batch_size=min(settings.micro_batch_size or share, share),
+        batch_size=settings.micro_batch(Ranks.here().world),
     )
 
 

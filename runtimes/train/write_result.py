@@ -24,11 +24,9 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, to_file_n
 from runtimes.contract import State
 from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import job_config
+from runtimes.pipeline_folder.weight_files import DENOISER_WEIGHTS, TEXT_WEIGHTS
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoint_errors import with_retries
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-TEXT_WEIGHTS = "model.safetensors"  # transformers' name
 
 
 def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEntry]:
@@ -63,12 +61,13 @@ def _write(
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
             # _name_or_path is a local path of the machine that trained the base.
-            own = _config(job, component)
+            own = _config(job, settings, component)
             config = {name: value for name, value in own.items() if name != "_name_or_path"}
             with write(f"{component}/config.json") as sink:
                 sink.write(_json(config))
-            name = TEXT_WEIGHTS if component.startswith("text_encoder") else WEIGHTS
-            with write(f"{component}/{name}") as sink:
+            is_text = component.startswith("text_encoder")
+            stem = TEXT_WEIGHTS if is_text else DENOISER_WEIGHTS
+            with write(f"{component}/{stem}.safetensors") as sink:
                 write_arrays(sink, arrays)
     scheduler = trained_scheduler_config(Path(job.model) / "scheduler", settings)
     if scheduler is not None:
@@ -92,9 +91,9 @@ def by_component(arrays: Arrays) -> dict[str, Arrays]:
     return components
 
 
-def _config(job: TrainJob, component: str) -> dict[str, Any]:
+def _config(job: TrainJob, settings: Train, component: str) -> dict[str, Any]:
     """The config.json of a trained component."""
     if not component.startswith("text_encoder"):
-        return job_config(job, Train(**job.train))
+        return job_config(job, settings)
     path = Path(job.model) / component / "config.json"
     return dict(json.loads(path.read_text(encoding="utf-8")))

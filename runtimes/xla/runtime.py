@@ -46,8 +46,7 @@ class TheRuntime(BaseRuntime):
         self._collectives = join_hosts(ranks)
         self.samples_collectively = ranks.world > 1
         self._mesh = Mesh(settings.fsdp, ranks.world)
-        share = settings.global_batch_size // ranks.world
-        self._rows = min(settings.micro_batch_size or share, share)
+        self._rows = settings.micro_batch(ranks.world)
         check_rows(settings, ranks.world, self._mesh.local)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, plain)

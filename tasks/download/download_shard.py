@@ -22,7 +22,7 @@ from artifacts.image_shards import (
     write_rows,
     write_tar,
 )
-from artifacts.store import SHARDS, Shard, Store
+from artifacts.store import Shard, Store
 from configs.redact_urls import without_secrets
 from configs.settings.download import Download
 from tasks.download.duplicates_hosts_and_sizes import shard_statistics
@@ -260,7 +260,7 @@ def may_retry(meta: Mapping[str, Any], settings: Download) -> bool:
 def _outcomes(store: Store, shard: Shard, scratch: Path) -> list[dict[str, Any]]:
     """The outcome of each row of a shard, whose pictures are written to `scratch`."""
     files = {entry.path.rpartition(".")[2]: entry for entry in shard.files}
-    tar = store.url_of(f"{STAGE}/{SHARDS}/{files['tar'].path}")
+    tar = store.shard_url(STAGE, files["tar"].path)
     for sample in read_tar(tar, files["tar"].sha256):
         number = int(sample.key.rpartition("_")[2])
         _picture(scratch, number).write_bytes(sample.image)

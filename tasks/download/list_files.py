@@ -67,9 +67,7 @@ class ListedFile(NamedTuple):
         return digest_json([self.name, self.info.get("size"), *marks])
 
 
-def list_files(
-    path: str, suffixes: tuple[str, ...], setting: str = "source.path"
-) -> list[ListedFile]:
+def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
     """Files at `path`, sorted by name: a file, a folder or a glob, local or at an fsspec URL.
 
     Raises:
@@ -90,13 +88,17 @@ def list_files(
         if not found:
             check_absent(fs, root)
             kinds = ", ".join(suffixes)
-            raise SourceError(f"{setting}: {path}: no such file, or no {kinds} files in the folder")
+            raise SourceError(
+                f"source.path: {path}: no such file, or no {kinds} files in the folder"
+            )
         named = {
             name if is_local else str(fs.unstrip_protocol(name)): found[name] for name in found
         }
         for name in named:
             if not _is_utf8(name):
-                raise SourceError(f"{setting}: the name of {name!r} is not UTF-8: rename the file")
+                raise SourceError(
+                    f"source.path: the name of {name!r} is not UTF-8: rename the file"
+                )
         return [ListedFile(name, named[name]) for name in sorted(named)]
 
 

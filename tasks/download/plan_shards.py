@@ -284,7 +284,7 @@ class _Builder:
 
     def _rows(self, rest: _Rest) -> pa.Table:
         place = rest.place
-        url = self.store.url_of(f"{STAGE}/{SHARDS}/{place['file']}")
+        url = self.store.shard_url(STAGE, place["file"])
         return read_group(url, place["group"], self.key)
 
     def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:

@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
     identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
-    read: Callable[[], Iterator[pa.Table]]  # tables of rows.HASHED; SourceError, MalformedList
+    read: Callable[[], Iterator[pa.Table]]  # tables of HASHED; SourceError, MalformedList
     #: Reads all rows after a MalformedList.
     read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
 
@@ -79,7 +79,7 @@ def embedded_row(
     score: float | None,
     additional: str | None = None,
 ) -> dict[str, Any]:
-    """The row of rows.COLUMNS of a picture in the source, identified by its content."""
+    """The row of COLUMNS of a picture in the source, identified by its content."""
     row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
     row["additional"] = additional
     if picture is None:

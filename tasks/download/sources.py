@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -18,6 +17,7 @@ from fsspec.core import url_to_fs
 from artifacts.download_or_find_model import cache_folder
 from artifacts.hashing import digest_bytes, digest_json
 from configs.settings.source import DatasetSource, DigitsSource, FolderSource, UrlSource
+from tasks.beam_workers import is_hub_id
 from tasks.download.list_files import (
     ListedFile,
     check_absent,
@@ -230,7 +230,7 @@ class Dataset:
 
     def _files(self) -> list[ListedFile]:
         path, split = self.settings.path, self.settings.split
-        if "://" not in path and path.count("/") == 1 and not Path(path).exists():
+        if is_hub_id(path):
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
         found = list_files(path, FORMATS["parquet"].suffixes)

@@ -15,7 +15,6 @@ from apache_beam.utils.shared import Shared
 
 from artifacts.checksummed_files import Damaged
 from artifacts.download_or_find_model import ModelNotFound
-from artifacts.lock import LockLost
 from artifacts.store import Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices
@@ -134,7 +133,7 @@ def encode_shards(
 
     def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
         dofn.waits = waits
-        known = (WrongInput, Damaged, ModelNotFound, LockLost, EncoderLost, EncoderFailed)
+        known = (WrongInput, Damaged, ModelNotFound, EncoderLost, EncoderFailed)
         threads = devices * SHARDS_PER_DEVICE
         run_linear(some, dofn, options, watch, threads=threads, known=known)
 

@@ -22,6 +22,7 @@ from artifacts.image_shards import read_tar
 from artifacts.store import Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
+from runtimes.process.launcher import count_cores
 from runtimes.registry import open_encoder
 from tasks.build_or_reuse import StorageAway, StorageError, storing
 from tasks.encode.decode_and_crop import TransformSettings
@@ -43,7 +44,7 @@ class EncodingPlan:
 
     def on(self, device: str, processes: int) -> EncodingPlan:
         """The plan of one of several processes of this machine."""
-        decoders = max(1, usable_cores() // processes)
+        decoders = max(1, count_cores() // processes)
         return replace(self, job=replace(self.job, device=device), decoders=decoders)
 
     def open(self) -> ShardEncoder:
@@ -51,11 +52,6 @@ class EncodingPlan:
         job, encoder = self.job, open_encoder(self.job)
         given = (encoder, self.settings, job.batch_size, self.decoders)
         return ShardEncoder(*given, embeds=job.embeds)
-
-
-def usable_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_tar(encoder: ShardEncoder, tar: str, sha256: str, path: str) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from artifacts.store import Artifact, Store
 from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.panels import Comparison
 from tasks.picture_grid import to_png
+from tasks.result_files import GRID
 
-GRID = "before_after.png"
 SHOWN = 20  # maximum number of prompts
 
 

@@ -22,7 +22,7 @@ from artifacts.checksummed_files import open_checked
 from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
-from artifacts.store import SHARDS, Draft, Shard, Store
+from artifacts.store import Draft, Shard, Store
 from configs.settings.sampling import Sampling
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
@@ -244,7 +244,7 @@ def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
 def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
     """(name, bytes) of every file. Raises Damaged at the end of a tar that is another."""
     (entry,) = shard.files
-    url = store.url_of(f"{STAGE}/{SHARDS}/{entry.path}")
+    url = store.shard_url(STAGE, entry.path)
     with open_checked(url, entry.sha256) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
         for member in tar:
             file = tar.extractfile(member)

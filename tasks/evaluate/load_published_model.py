@@ -28,9 +28,8 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
+from tasks.result_files import RECIPE
 from tasks.trained_weights import TrainedWeights
-
-RECIPE = "recipe.yaml"
 
 
 def load_published_model(folder: Path) -> EvalModel:

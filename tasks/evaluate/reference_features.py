@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from artifacts.checksummed_files import open_checked
 from artifacts.hashing import digest_json
 from artifacts.image_shards import Sample
-from artifacts.store import SHARDS, Shard, Store
+from artifacts.store import Shard, Store
 from tasks.evaluate.draw_pictures import STAGE
 from tasks.evaluate.feature_encoders import BATCH, Float32, ImageEncoder, Picture, batches
 
@@ -88,7 +88,7 @@ def _commit(store: Store, key: str, features: Float32, pictures: list[tuple[str,
 
 def _read(store: Store, shard: Shard) -> ReferenceFeatures:
     (entry,) = shard.files
-    url = store.url_of(f"{STAGE}/{SHARDS}/{entry.path}")
+    url = store.shard_url(STAGE, entry.path)
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as local:
         with open_checked(url, entry.sha256) as stream:
             while block := stream.read(2**20):

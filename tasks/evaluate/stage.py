@@ -31,7 +31,7 @@ from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.comparable_metrics import fingerprint, loss_facts, sampling_spec
-from tasks.evaluate.compare_pictures import GRID, compare_pictures
+from tasks.evaluate.compare_pictures import compare_pictures
 from tasks.evaluate.distribution_distances import RANGES
 from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
@@ -54,10 +54,9 @@ from tasks.evaluate.reference_pictures import find_pictures
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
+from tasks.result_files import BOOTSTRAP, GRID, METRICS
 from tasks.trained_weights import local_weights
 
-METRICS = "metrics.json"
-BOOTSTRAP = "bootstrap.npz"  # resampled values of every metric, for paired differences
 PAIRS = "closest_pairs.png"
 MODELS = ("base", "tuned")
 log = logging.getLogger("kiln")

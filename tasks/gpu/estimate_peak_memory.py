@@ -163,8 +163,8 @@ def micro_batch(settings: Train) -> tuple[int, bool]:
 
     DistributedDataParallel keeps its buckets of gradients, too.
     """
+    size = settings.micro_batch(settings.processes)
     share = settings.global_batch_size // settings.processes
-    size = min(settings.micro_batch_size or share, share)
     return size, size < share or settings.processes > 1
 
 

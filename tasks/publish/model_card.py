@@ -18,9 +18,9 @@ from configs.settings.recipe import Recipe
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.promotion_gate import Verdict, as_rows
+from tasks.result_files import GRID
 from tasks.trained_weights import TrainedWeights
 
-GRID = "before_after.png"
 TAG = "kilnworks"  # by which a push knows its own repositories
 UNKNOWN_LICENSE = "other"
 LICENSE_FIELDS = ("license", "license_name", "license_link")

@@ -32,7 +32,7 @@ from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, files, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
-from artifacts.store import MANIFEST, Artifact, Store
+from artifacts.store import LOCK, MANIFEST, Artifact, Store
 from tasks.publish.champion_history import (
     ROLLED_BACK,
     Champions,
@@ -41,10 +41,10 @@ from tasks.publish.champion_history import (
     last,
     not_rolled_back,
 )
+from tasks.result_files import REPORT
 
 log = logging.getLogger("kiln")
 CHAMPION, CANDIDATE = "champion", "candidate"  # aliases
-REPORT = "report.html"  # beside a model's files, outside its manifest
 
 
 class ChampionChanged(RegistryError):
@@ -83,8 +83,7 @@ class Registry:
 
     def url(self, version: str) -> str:
         """URL of a version's folder; a plain path if local."""
-        full = f"{self.root}/{version}"
-        return full if self.store.is_local else str(self.fs.unstrip_protocol(full))
+        return self.store.url_of(f"{self.name}/{version}")
 
     def versions(self) -> list[Version]:
         """Complete versions, oldest first."""
@@ -105,12 +104,12 @@ class Registry:
         name = last(self.history())
         if name is None:
             return None
-        manifest = self._manifest(name)
-        if not isinstance(manifest, dict):
+        champion = self._version(name)
+        if champion is None:
             raise RegistryError(
                 f"{self.name}: the champion {name} is damaged: restore it, or promote another"
             )
-        return Version(name, self.url(name), manifest)
+        return champion
 
     def publish(self, artifact: Artifact) -> Version:
         """Copy a publish artifact to the next version, or return its existing version.
@@ -123,7 +122,7 @@ class Registry:
             LockLost: another publisher took over.
         """
         record_registry(artifact.store, self.store)
-        with hold(self.fs, f"{self.root}/lock.json") as lock:
+        with hold(self.fs, f"{self.root}/{LOCK}") as lock:
             for version in self._likely_first():
                 if version.manifest["key"] == artifact.key and self._mend(version, artifact, lock):
                     return version
@@ -160,11 +159,11 @@ class Registry:
     def version(self, name: str) -> Version:
         """The version with a name such as v2. Raises RegistryError if it does not exist."""
         # Any other name is no folder of a version.
-        manifest = self._manifest(name) if re.fullmatch(r"v\d+", name) else None
-        if not isinstance(manifest, dict):
+        found = self._version(name) if re.fullmatch(r"v\d+", name) else None
+        if found is None:
             names = ", ".join(version.name for version in self.versions()) or "none"
             raise RegistryError(f"{self.name} {name}: no such version (there are: {names})")
-        return Version(name, self.url(name), manifest)
+        return found
 
     def has(self, name: str) -> bool:
         """Whether a version is complete, damaged or not."""
@@ -213,7 +212,7 @@ class Registry:
 
         Returns the names of the deleted versions.
         """
-        with hold(self.fs, f"{self.root}/lock.json") as lock:
+        with hold(self.fs, f"{self.root}/{LOCK}") as lock:
             names = [version.name for version in self.versions()]
             deleted = [name for name in names[:-count] if self._delete(name, {*names}, lock)]
             self._delete_leftovers(lock)
@@ -295,11 +294,15 @@ class Registry:
         A run whose artifacts exist most often made the champion, so it reads one manifest.
         """
         champion = last(self.history())
-        if champion is not None and isinstance(manifest := self._manifest(champion), dict):
-            yield Version(champion, self.url(champion), manifest)
-        for name in reversed(self._version_names()):
-            if name != champion and isinstance(manifest := self._manifest(name), dict):
-                yield Version(name, self.url(name), manifest)
+        others = (name for name in reversed(self._version_names()) if name != champion)
+        for name in (champion, *others) if champion else others:
+            if (version := self._version(name)) is not None:
+                yield version
+
+    def _version(self, name: str) -> Version | None:
+        """A version; None if it is missing or damaged."""
+        manifest = self._manifest(name)
+        return Version(name, self.url(name), manifest) if isinstance(manifest, dict) else None
 
     def _manifest(self, name: str) -> dict[str, Any] | str | None:
         """Manifest of a version, or its fault; None without one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.nearest_name import hint_of
 from tasks.evaluate.bootstrap import LEVEL, Estimate, Estimates, Interval, difference
 from tasks.panels import human
 
@@ -100,9 +100,8 @@ def check_rules(
         if resamples < needed:
             raise GateError(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
         if rule.metric not in metrics:
-            near = difflib.get_close_matches(rule.metric, metrics, n=1)
-            known = f"did you mean {near[0]}?" if near else f"there are: {', '.join(metrics)}"
-            raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint or known})")
+            hint = hint or hint_of(rule.metric, metrics)
+            raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
 
 
 def _resamples_needed(level: float) -> int:

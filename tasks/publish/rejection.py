@@ -10,10 +10,10 @@ from artifacts.hashing import digest_json
 from artifacts.store import Draft
 from tasks.publish.lineage import CHAMPION_EVALUATION
 from tasks.publish.stage import Rejected
+from tasks.result_files import GATE, METRICS
 
 STAGE = "verdict"
 VERSION = 1
-GATE, METRICS = "gate.json", "metrics.json"  # named as in a published folder
 
 
 def key_parts(publication: KeyParts, rejection: Rejected) -> KeyParts:

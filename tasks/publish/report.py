@@ -16,8 +16,8 @@ from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.publish.lineage import remeasured_champion
 from tasks.publish.model_registry import Version
+from tasks.result_files import REPORT
 
-NAME = "report.html"
 log = logging.getLogger("kiln")
 
 
@@ -119,5 +119,5 @@ def _panels(
         return shows[artifact.stage](artifact)
     except Exception as error:
         reason = without_secrets(repr(error))
-        log.warning("%s: %s is not shown: %s", NAME, artifact.stage, reason)
+        log.warning("%s: %s is not shown: %s", REPORT, artifact.stage, reason)
         return [Facts("Not shown", {"error": reason})]

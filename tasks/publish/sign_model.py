@@ -11,7 +11,8 @@ from typing import Any
 from artifacts.checksummed_files import first_fault, write_atomic
 from artifacts.download_or_find_model import resolve_model
 from artifacts.store import MANIFEST
-from tasks.publish.model_registry import REPORT, Registry, Version
+from tasks.publish.model_registry import Registry, Version
+from tasks.result_files import REPORT
 
 SIGNATURE = "model.sig"
 PASSWORD = "KILN_SIGNING_PASSWORD"

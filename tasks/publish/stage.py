@@ -23,7 +23,7 @@ from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.pipeline_folder.describe_encoders import unusual_text_length
 from tasks.build_or_reuse import StageResult, TransientError, failing, storing
 from tasks.evaluate.bootstrap import Estimates, differences
-from tasks.evaluate.stage import BOOTSTRAP, PublishedMetrics, metrics_by_name, read_estimates
+from tasks.evaluate.stage import PublishedMetrics, metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
@@ -34,6 +34,7 @@ from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.publish.model_registry import ChampionChanged, Registry, Version, registry_url
 from tasks.publish.sign_model import sign_version
 from tasks.publish.write_adapters import write_adapters
+from tasks.result_files import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, REPORT
 from tasks.show_in_prefect import stage_links
 from tasks.trained_weights import TrainedWeights, local_weights
 
@@ -169,11 +170,11 @@ def build(
         Rejected: a rule or the smoke test failed; the draft is empty.
         TransientError: the champion is not the one that the draft's key names.
     """
-    inputs = draft.recipe.inputs
+    inputs = draft.parts.inputs
     _check_champion(recipe, trained, evaluated, base, inputs)
     champion = _champion_before(recipe, inputs)
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
-    measured = json.loads(evaluated.read("metrics.json")) | _compared(models)
+    measured = json.loads(evaluated.read(METRICS)) | _compared(models)
     has_champion = champion is not None or "champion" in inputs
     verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
     compared_with = champion.name if champion else None
@@ -202,11 +203,11 @@ def build(
         (out / "README.md").write_text(text, encoding="utf-8")
         for path in model_card.license_files(base):
             shutil.copyfile(path, out / path.name)
-        (out / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
-        (out / "metrics.json").write_text(json.dumps(measured, indent=1, allow_nan=False))
+        (out / RECIPE).write_text(dump(recipe), encoding="utf-8")
+        (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
         (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
-        (out / "before_after.png").write_bytes(evaluated.read("before_after.png"))
-        (out / "gate.json").write_text(json.dumps([vars(v) for v in verdicts], indent=1))
+        (out / GRID).write_bytes(evaluated.read(GRID))
+        (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
         if (failure := _smoke_test(recipe, out, base, vae)) is not None:
             raise reject([*verdicts, failure])
         progress(2, 3, "copying")
@@ -250,9 +251,9 @@ def register(
     artifacts = [result.load(store) for result in results]
     trained, evaluated, published = artifacts[-3:]
     with storing(store):
-        path = f"{published.path}/{report.NAME}"
+        path = f"{published.path}/{REPORT}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
-            with _warning(f"{report.NAME} is missing"):
+            with _warning(f"{REPORT} is missing"):
                 shown = report.champion_evaluation(registry.champion(), evaluated, published)
                 if shown is not None:
                     evaluate = partial(shows[evaluated.stage], champion=shown)
@@ -422,7 +423,7 @@ def _write_weights(
 
 def show(artifact: Artifact) -> list[Panel]:
     """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
-    verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read("gate.json"))]
+    verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read(GATE))]
     summary = artifact.summary
     compared = summary["compared_with"] or "none"
     about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
@@ -448,7 +449,7 @@ def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
         "model": url,
         "version": url.rpartition("/")[2],
         "champion": champion["version"] if champion else "none",
-        "report": f"{url}/{report.NAME}",
+        "report": f"{url}/{REPORT}",
     }
     if registered.get("hub"):
         facts["hub"] = registered["hub"]

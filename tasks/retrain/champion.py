@@ -25,7 +25,6 @@ class Champion:
     images: str  # key of all image shards of its source
     latents: str  # key of their latent shards
     trained: str
-    evaluation: str
     compared_images: str  # key of the images with the held-out pictures of its evaluation
     compared_latents: str
 
@@ -79,7 +78,6 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
         images=parent(latents, "images").key,
         latents=latents.key,
         trained=trained.key,
-        evaluation=evaluation.key,
         compared_images=compared["images"]["key"],
         compared_latents=compared["latents"]["key"],
     )

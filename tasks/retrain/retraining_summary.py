@@ -13,6 +13,7 @@ from tasks.evaluate.stage import show_closest_pairs
 from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.publish import promotion_gate
 from tasks.publish import rejection as rejection_artifact
+from tasks.result_files import GATE, GRID, METRICS
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes
 from tasks.show_in_prefect import stage_links
@@ -48,9 +49,6 @@ def show_retraining(
         panels.append(Table("Gate", promotion_gate.as_rows(verdicts)))
     panels += _champions_picture(champion)
     return [*panels, stage_links(recipe.publish.name, stages)]
-
-
-GRID = "before_after.png"
 
 
 def _source_facts(changes: Changes) -> dict[str, Any]:
@@ -107,7 +105,7 @@ def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
 
 
 def _published(uri: str) -> dict[str, Any]:
-    with fsspec.open(f"{uri}/metrics.json", "rb") as stream:
+    with fsspec.open(f"{uri}/{METRICS}", "rb") as stream:
         return dict(json.load(stream))
 
 
@@ -116,7 +114,7 @@ def _verdicts(report: dict[str, Any]) -> list[promotion_gate.Verdict] | None:
         return [promotion_gate.Verdict(**verdict) for verdict in report["gate"]]
     if report["model"] is None:
         return None
-    with fsspec.open(f"{report['model']}/gate.json", "rb") as stream:
+    with fsspec.open(f"{report['model']}/{GATE}", "rb") as stream:
         return [promotion_gate.Verdict(**verdict) for verdict in json.load(stream)]
 
 

@@ -99,7 +99,7 @@ def run_on_slice(
     grace_seconds: float = 60.0,
     poll_seconds: float = POLL_SECONDS,
 ) -> Event:
-    """Run a train job on a slice, as `process.run_job` does on this machine.
+    """Run a train job on a slice, as `child_process.run_job` does on this machine.
 
     After a preemption, training resumes from its last checkpoint on a new slice. A slice of this
     run that an earlier attempt could not delete is used, and deleted at the end.
@@ -111,7 +111,7 @@ def run_on_slice(
 
     Raises:
         SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
-        WrongInput, OSError, JobFailed, TransientError, LockLost: as `process.run_job`.
+        WrongInput, OSError, JobFailed, TransientError, LockLost: as `child_process.run_job`.
     """
     owner = hashlib.sha256(job.work.encode()).hexdigest()[:20]
     vae = None if job.vae is None else _in_store(store, job.vae)

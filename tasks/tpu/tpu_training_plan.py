@@ -158,7 +158,7 @@ def _size(recipe: Recipe, where: TpuSlice) -> Size:
     settings = recipe.train
     check_training(where, settings)
     share = settings.global_batch_size // where.hosts
-    return Size(min(settings.micro_batch_size or share, share), share, where)
+    return Size(settings.micro_batch(where.hosts), share, where)
 
 
 def _load_or_compile(

@@ -149,9 +149,9 @@ def test_a_manifest_is_of_the_folder_it_is_in(
     other = build(store, KeyParts("encode", 2, {}, {}))
     for name in ("manifest.json", "a.bin", "sub/b.bin"):
         store.fs.pipe_file(f"{other.path}/{name}", artifact.read(name))
-    assert store.find("encode", other.recipe.key) is None
+    assert store.find("encode", other.parts.key) is None
     assert "is of another artifact" in caplog.text
-    assert [found[:2] for found in store.unreadable()] == [("encode", other.recipe.key)]
+    assert [found[:2] for found in store.unreadable()] == [("encode", other.parts.key)]
 
 
 def test_what_a_record_says_need_not_be_json_to_begin_with(store: Store) -> None:
@@ -192,13 +192,13 @@ def test_shards_are_shared_and_verified(
         draft.add_shard(shard)
     digests = {draft.commit({}, {}).digest for draft in (one, two)}
     assert len(digests) == 1
-    assert any_store.find("encode", one.recipe.key) is not None
+    assert any_store.find("encode", one.parts.key) is not None
     name = shard.files[0].path
     assert name == f"k1.{digest_bytes(b'tar bytes')}.tar"
     any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/{name}", b"tar bytez")
     assert any_store.shard("encode", "k1") is None
     assert f"{name} is damaged" in caplog.text
-    assert any_store.find("encode", one.recipe.key) is None
+    assert any_store.find("encode", one.parts.key) is None
 
 
 def test_a_lock_of_a_shard_lists_few_others(

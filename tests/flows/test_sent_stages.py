@@ -319,7 +319,7 @@ def test_a_sent_run_waits_for_the_hub(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_retraining_names_its_champion(run: Run) -> None:
-    champion = Champion("v3", *[""] * 8)
+    champion = Champion("v3", *[""] * 7)
     assert sending(replace(run, champion=champion), "train")["champion"] == "v3"
     assert sending(run, "train")["champion"] is None
 

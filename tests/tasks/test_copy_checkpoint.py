@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ def test_the_stage_copies_it_where_weights_do_not_depend_on_the_number_of_steps(
         raise StageFailed("enough")
 
     monkeypatch.setattr(train, "run_job", started)
-    monkeypatch.setattr(train, "_count", lambda latents: 4)
+    monkeypatch.setattr(train, "open_latents", lambda url: SimpleNamespace(training=4))
     given = {"steps": 12, **settings}
     recipe = load_recipe("digits", {f"train.{name}": value for name, value in given.items()})
     latents = Artifact(store, "encode", "0" * 64, {})

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 Rows = list[tuple[str, str]]  # (url, caption)
 ROWS = [(f"http://example.com/{n}.jpg", f"number {n}") for n in range(200)]
-NO_ONE = Champion("v1", "", "d", "", "", "", "", "", "")
+NO_ONE = Champion("v1", "", "d", "", "", "", "", "")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def champion(folder: Path, fingerprint: str) -> Champion:
     (folder / "metrics.json").write_text(json.dumps(facts))
     (folder / "gate.json").write_text("[]")
     (folder / "before_after.png").write_bytes(png(3))
-    return Champion("v1", str(folder), *["unused"] * 7)
+    return Champion("v1", str(folder), *["unused"] * 6)
 
 
 @pytest.mark.parametrize("status", ["rejected", "published"])

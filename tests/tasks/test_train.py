@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -200,7 +201,7 @@ def test_the_job_checks_the_lock_of_its_builder(
         raise StageFailed("enough")
 
     monkeypatch.setattr(train, "run_job", started)
-    monkeypatch.setattr(train, "_count", lambda latents: 4)
+    monkeypatch.setattr(train, "open_latents", lambda url: SimpleNamespace(training=4))
     parts, latents = KeyParts("train", 1, {}, {}), Artifact(store, "encode", "0" * 64, {})
     with store.lock("train", parts.key) as lock, pytest.raises(StageFailed, match="enough"):
         draft = store.draft(parts, lock)
