@@ -21,7 +21,8 @@ from configs.settings.recipe import STAGES, StageName
 from flows.logs import log_to_prefect
 from flows.model_events import emit_published
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
-from flows.preflight import Run, check_gate_rules, prepare
+from flows.preflight import check_gate_rules, prepare
+from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import stage_task, without_edges
 from flows.task_states import ended, rejected
@@ -42,6 +43,7 @@ from tasks.evaluate.prompts import sample_prompts
 from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish_stage
+from tasks.publish.register import register, show_version
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 from tasks.worker_reports import REPORTS
 
@@ -195,12 +197,10 @@ def publish(
         result = build_or_reuse(run.store, parts, build, parents=parents)
         return rejected(run.model_name, result, rejection)
     start = None if run.champion is None else run.champion.version
-    registered = publish_stage.register(
-        run.recipe, run.base, run.store, (*before, result), SHOWS, start
-    )
+    registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, start)
     if registered.pop("promoted"):  # not again for a model that is reused
         emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
-    version = partial(publish_stage.show_version, run.model_name, registered)
+    version = partial(show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
     return ended(run.store, run.model_name, replace(result, facts=registered), publish_stage.show)
 

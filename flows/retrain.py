@@ -21,7 +21,8 @@ from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
-from flows.preflight import Run, check_gate_rules, prepare
+from flows.preflight import check_gate_rules, prepare
+from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import may_pass, stage_task, without_edges
 from flows.task_states import ended

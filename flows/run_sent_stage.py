@@ -18,8 +18,9 @@ from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import Settings
-from flows.preflight import Run, Sent, prepare
+from flows.preflight import prepare
 from flows.retrain import continue_from_champion
+from flows.run import Run, Sent
 from flows.send_stage import FLOW
 from flows.task_settings import may_pass, without_edges
 from flows.task_states import REUSED

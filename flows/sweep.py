@@ -15,7 +15,8 @@ from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
-from flows.preflight import Run, prepare
+from flows.preflight import prepare
+from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import without_edges
 from tasks.build_or_reuse import StageFailed, failing, is_ours

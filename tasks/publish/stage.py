@@ -6,36 +6,30 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import write_atomic
 from artifacts.hashing import digest_bytes, digest_json
-from artifacts.store import Artifact, Draft, Store
+from artifacts.store import Artifact, Draft
 from configs.load_and_extend_recipe import dump
-from configs.settings.publish import Hub
-from configs.settings.recipe import STAGES, Recipe
+from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.pipeline_folder.describe_encoders import unusual_text_length
-from tasks.build_or_reuse import StageResult, TransientError, failing, storing
+from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
 from tasks.evaluate.stage import PublishedMetrics, metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress
-from tasks.publish import model_card, promotion_gate, push_to_hub, report, smoke_test
+from tasks.publish import model_card, promotion_gate, smoke_test
 from tasks.publish.assemble_pipeline import assemble
-from tasks.publish.champion_history import AliasNotWritten
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
-from tasks.publish.model_registry import ChampionChanged, Registry, Version, registry_url
-from tasks.publish.sign_model import sign_version
+from tasks.publish.model_registry import Registry, Version, registry_url
 from tasks.publish.write_adapters import write_adapters
-from tasks.result_files import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, REPORT
-from tasks.show_in_prefect import stage_links
+from tasks.result_files import BOOTSTRAP, GATE, GRID, METRICS, RECIPE
 from tasks.trained_weights import TrainedWeights, local_weights
 
 STAGE = "publish"
@@ -117,7 +111,7 @@ def compared_champion(recipe: Recipe, inputs: Mapping[str, str]) -> Version | No
     return _champion_before(recipe, inputs)
 
 
-def _check_champion(
+def check_champion(
     recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, inputs: Mapping[str, str]
 ) -> None:
     """Raise TransientError unless the champion is the one that the key of `inputs` names."""
@@ -171,7 +165,7 @@ def build(
         TransientError: the champion is not the one that the draft's key names.
     """
     inputs = draft.parts.inputs
-    _check_champion(recipe, trained, evaluated, base, inputs)
+    check_champion(recipe, trained, evaluated, base, inputs)
     champion = _champion_before(recipe, inputs)
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read(METRICS)) | _compared(models)
@@ -222,115 +216,6 @@ def build(
         "forced": forced,
         "parents": {} if again is None else {CHAMPION_EVALUATION: again},
     }
-
-
-def register(
-    recipe: Recipe,
-    base: Path,
-    store: Store,
-    results: Sequence[StageResult],
-    shows: Mapping[str, Callable[..., list[Panel]]],
-    start: str | None = None,
-) -> dict[str, Any]:
-    """Copy the model and its report to the registry; a new version becomes the champion.
-
-    Args:
-        results: one per stage, in the order of the flow.
-        shows: stage name -> function that returns the panels of its artifact.
-        start: the version that must be the champion still; None: any.
-
-    Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
-    this call made it the champion}. After a rollback the champion may be another version. An error
-    of the report, or after the promotion, is logged.
-
-    Raises:
-        TransientError: the champion is not the one that the gate compared with, or another run's
-            `keep_versions` has deleted the version: a retry publishes it again.
-    """
-    registry = registry_of(recipe)
-    artifacts = [result.load(store) for result in results]
-    trained, evaluated, published = artifacts[-3:]
-    with storing(store):
-        path = f"{published.path}/{REPORT}"
-        if results[-1].outcome == "built" or not store.fs.exists(path):
-            with _warning(f"{REPORT} is missing"):
-                shown = report.champion_evaluation(registry.champion(), evaluated, published)
-                if shown is not None:
-                    evaluate = partial(shows[evaluated.stage], champion=shown)
-                    shows = {**shows, evaluated.stage: evaluate}
-                page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
-                write_atomic(store.fs, path, page.encode())
-        version = registry.publish(published)
-        with _unless_deleted(registry, version):
-            if recipe.publish.signing_key is not None:  # before anyone may use it
-                with failing(STAGE):
-                    sign_version(registry, version, recipe.publish.signing_key)
-            promoted = not registry.was_champion(version.name)
-            if promoted:
-                champion = registry.champion()
-                expected = champion.name if champion else None
-                if start not in (None, expected):
-                    raise TransientError(f"{expected} became the champion meanwhile: run again")
-                inputs = published.manifest["inputs"]
-                _check_champion(recipe, trained, evaluated, base, inputs)
-                try:
-                    forced = published.summary["forced"]
-                    why = "published" if forced is None else f"forced: {forced}"
-                    registry.promote(version.name, why, expected=expected)
-                except AliasNotWritten as error:  # it holds: a retry would not announce it
-                    log.warning("publish: %s", error)
-                except ChampionChanged as error:
-                    raise TransientError(f"{error}: run again") from None
-        if not promoted:
-            with _warning("the alias is not mended"):
-                registry.mend_alias()
-    registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
-    with _warning("the champion is not shown"):
-        registered["champion"] = registry.last_move()
-    if recipe.publish.keep_versions is not None:
-        with _warning("old versions are kept"):
-            for name in registry.keep(recipe.publish.keep_versions):
-                log.info("publish: %s %s is deleted: publish.keep_versions", registry.name, name)
-    if recipe.publish.hub is not None:
-        registered["hub"] = _pushed(recipe.publish.hub, registry, version)
-    return registered
-
-
-def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
-    """The URL of the commit; None after a failure, whose warning has the command to repeat it.
-
-    None also if another version is the champion, for example after a rollback.
-    """
-    again = push_to_hub.command(registry, version, hub.repo, private=hub.private)
-    with _warning(f"{version.uri} is not on the hub; to push it: {again}"):
-        champion = registry.champion()
-        if champion is not None and champion.name == version.name:
-            url = push_to_hub.push(registry, version, hub.repo, private=hub.private)
-            log.info("publish: pushed to %s", url)
-            return url
-    return None
-
-
-@contextmanager
-def _unless_deleted(registry: Registry, version: Version) -> Iterator[None]:
-    """Raise TransientError for an error whose cause is that another run deleted the version."""
-    try:
-        yield
-    except Exception as error:
-        if registry.has(version.name):
-            raise
-        raise TransientError(
-            f"{version.name} was deleted by another run before its promotion: run again"
-        ) from error
-
-
-@contextmanager
-def _warning(what: str) -> Iterator[None]:
-    """Log an error, instead of a failed run whose model is published."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("%s: %r", what, error)
 
 
 def lineage_of(
@@ -440,17 +325,3 @@ def show(artifact: Artifact) -> list[Panel]:
 def show_verdicts(verdicts: Sequence[promotion_gate.Verdict], where: str) -> list[Panel]:
     """The verdicts on a rejected model, and the artifact with every number."""
     return [Table("Gate", promotion_gate.as_rows(verdicts)), Facts("Verdict", {"where": where})]
-
-
-def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
-    """The model's URL in the registry, the champion, and links to the model's stages."""
-    url, champion = registered["model"], registered["champion"]
-    facts = {
-        "model": url,
-        "version": url.rpartition("/")[2],
-        "champion": champion["version"] if champion else "none",
-        "report": f"{url}/{REPORT}",
-    }
-    if registered.get("hub"):
-        facts["hub"] = registered["hub"]
-    return [Facts("Published", facts), stage_links(model, STAGES)]

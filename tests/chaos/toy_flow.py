@@ -31,6 +31,7 @@ from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
 from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
 from tasks.publish import stage as publish_stage
 from tasks.publish.model_registry import Registry
+from tasks.publish.register import register
 
 NAME = "chaos"
 GATE = "score >= champion * 0.5"
@@ -93,7 +94,7 @@ def run(url: str, toy: ToyRecipe, run_id: str, base: Path) -> dict[str, StageRes
     except publish_stage.Rejected:
         return found
     shows = dict.fromkeys([*EXACT, "publish"], lambda artifact: [])
-    publish_stage.register(recipe, base, store, list(found.values()), shows)
+    register(recipe, base, store, list(found.values()), shows)
     return found
 
 

@@ -28,7 +28,7 @@ class Stage:
     """The task `encode` in an own flow; it raises the errors in order, then builds."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from flows.preflight import Run
+        from flows.run import Run
 
         recipe = load_recipe("digits", {"store": str(folder / "store")})
         self.store = Store(recipe.store)

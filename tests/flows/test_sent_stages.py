@@ -23,8 +23,9 @@ from configs.settings.place import PLACED_STAGES
 from configs.settings.recipe import STAGES
 from configs.settings.source import UrlSource
 from flows import cli, finetune, run_sent_stage, send_stage
-from flows.preflight import Run, Sent, _stages_here
+from flows.preflight import _stages_here
 from flows.retrain import continue_from_champion
+from flows.run import Run, Sent
 from flows.run_sent_stage import _patiently
 from flows.runner import _sends_a_stage
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse

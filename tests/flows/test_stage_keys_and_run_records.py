@@ -19,7 +19,7 @@ from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES
 from flows import finetune, generate
-from flows.preflight import Run, Sent
+from flows.run import Run, Sent
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode import stage as encode

@@ -15,7 +15,7 @@ from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
-from flows.preflight import Run
+from flows.run import Run
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish.lineage import lineage_nodes

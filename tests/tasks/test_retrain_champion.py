@@ -15,8 +15,8 @@ from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from flows import retrain as flow
-from flows.preflight import Run
 from flows.retrain import one_at_a_time
+from flows.run import Run
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode.latent_keys import settings_for_key

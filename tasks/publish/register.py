@@ -1,0 +1,149 @@
+"""Registration of a published model: the next version, its champion, its report, the hub."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from artifacts.checksummed_files import write_atomic
+from artifacts.store import Store
+from configs.settings.publish import Hub
+from configs.settings.recipe import STAGES, Recipe
+from tasks.build_or_reuse import StageResult, TransientError, failing, storing
+from tasks.panels import Facts, Panel
+from tasks.publish import push_to_hub, report
+from tasks.publish.champion_history import AliasNotWritten
+from tasks.publish.model_registry import ChampionChanged, Registry, Version
+from tasks.publish.sign_model import sign_version
+from tasks.publish.stage import STAGE, check_champion, registry_of
+from tasks.result_files import REPORT
+from tasks.show_in_prefect import stage_links
+
+log = logging.getLogger("kiln")
+
+
+def register(
+    recipe: Recipe,
+    base: Path,
+    store: Store,
+    results: Sequence[StageResult],
+    shows: Mapping[str, Callable[..., list[Panel]]],
+    start: str | None = None,
+) -> dict[str, Any]:
+    """Copy the model and its report to the registry; a new version becomes the champion.
+
+    Args:
+        results: one per stage, in the order of the flow.
+        shows: stage name -> function that returns the panels of its artifact.
+        start: the version that must be the champion still; None: any.
+
+    Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
+    this call made it the champion}. After a rollback the champion may be another version. An error
+    of the report, or after the promotion, is logged.
+
+    Raises:
+        TransientError: the champion is not the one that the gate compared with, or another run's
+            `keep_versions` has deleted the version: a retry publishes it again.
+    """
+    registry = registry_of(recipe)
+    artifacts = [result.load(store) for result in results]
+    trained, evaluated, published = artifacts[-3:]
+    with storing(store):
+        path = f"{published.path}/{REPORT}"
+        if results[-1].outcome == "built" or not store.fs.exists(path):
+            with _warning(f"{REPORT} is missing"):
+                shown = report.champion_evaluation(registry.champion(), evaluated, published)
+                if shown is not None:
+                    evaluate = partial(shows[evaluated.stage], champion=shown)
+                    shows = {**shows, evaluated.stage: evaluate}
+                page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
+                write_atomic(store.fs, path, page.encode())
+        version = registry.publish(published)
+        with _unless_deleted(registry, version):
+            if recipe.publish.signing_key is not None:  # before anyone may use it
+                with failing(STAGE):
+                    sign_version(registry, version, recipe.publish.signing_key)
+            promoted = not registry.was_champion(version.name)
+            if promoted:
+                champion = registry.champion()
+                expected = champion.name if champion else None
+                if start not in (None, expected):
+                    raise TransientError(f"{expected} became the champion meanwhile: run again")
+                inputs = published.manifest["inputs"]
+                check_champion(recipe, trained, evaluated, base, inputs)
+                try:
+                    forced = published.summary["forced"]
+                    why = "published" if forced is None else f"forced: {forced}"
+                    registry.promote(version.name, why, expected=expected)
+                except AliasNotWritten as error:  # it holds: a retry would not announce it
+                    log.warning("publish: %s", error)
+                except ChampionChanged as error:
+                    raise TransientError(f"{error}: run again") from None
+        if not promoted:
+            with _warning("the alias is not mended"):
+                registry.mend_alias()
+    registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
+    with _warning("the champion is not shown"):
+        registered["champion"] = registry.last_move()
+    if recipe.publish.keep_versions is not None:
+        with _warning("old versions are kept"):
+            for name in registry.keep(recipe.publish.keep_versions):
+                log.info("publish: %s %s is deleted: publish.keep_versions", registry.name, name)
+    if recipe.publish.hub is not None:
+        registered["hub"] = _pushed(recipe.publish.hub, registry, version)
+    return registered
+
+
+def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
+    """The URL of the commit; None after a failure, whose warning has the command to repeat it.
+
+    None also if another version is the champion, for example after a rollback.
+    """
+    again = push_to_hub.command(registry, version, hub.repo, private=hub.private)
+    with _warning(f"{version.uri} is not on the hub; to push it: {again}"):
+        champion = registry.champion()
+        if champion is not None and champion.name == version.name:
+            url = push_to_hub.push(registry, version, hub.repo, private=hub.private)
+            log.info("publish: pushed to %s", url)
+            return url
+    return None
+
+
+@contextmanager
+def _unless_deleted(registry: Registry, version: Version) -> Iterator[None]:
+    """Raise TransientError for an error whose cause is that another run deleted the version."""
+    try:
+        yield
+    except Exception as error:
+        if registry.has(version.name):
+            raise
+        raise TransientError(
+            f"{version.name} was deleted by another run before its promotion: run again"
+        ) from error
+
+
+@contextmanager
+def _warning(what: str) -> Iterator[None]:
+    """Log an error, instead of a failed run whose model is published."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %r", what, error)
+
+
+def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
+    """The model's URL in the registry, the champion, and links to the model's stages."""
+    url, champion = registered["model"], registered["champion"]
+    facts = {
+        "model": url,
+        "version": url.rpartition("/")[2],
+        "champion": champion["version"] if champion else "none",
+        "report": f"{url}/{REPORT}",
+    }
+    if registered.get("hub"):
+        facts["hub"] = registered["hub"]
+    return [Facts("Published", facts), stage_links(model, STAGES)]
