@@ -6,6 +6,7 @@ fsspec's `exists`, `glob`, `find` and `walk` leave out what they cannot read.
 from __future__ import annotations
 
 import math
+import os
 import uuid
 from collections.abc import Iterator
 from datetime import datetime
@@ -38,13 +39,31 @@ def _is_folder(fs: AbstractFileSystem, entry: Entry) -> bool:
     return entry["type"] == "directory" or bool(linked and fs.isdir(entry["name"]))
 
 
-def files(fs: AbstractFileSystem, path: str, depth: float = math.inf) -> Iterator[Entry]:
-    """Every file in a folder and in its subfolders, to a depth. Raises as `entries`."""
+def files(
+    fs: AbstractFileSystem,
+    path: str,
+    depth: float = math.inf,
+    *,
+    follow: frozenset[str] | None = None,
+) -> Iterator[Entry]:
+    """Every file in a folder and in its subfolders, to a depth. Raises as `entries`.
+
+    Args:
+        follow: real paths of the local folders above, to which no link returns; None: links to
+            folders are files.
+    """
     for entry in entries(fs, path):
-        if entry["type"] != "directory":
+        is_folder = entry["type"] == "directory"
+        below = f"{path}/{name_of(entry)}"
+        if follow is None or not (is_folder or _is_folder(fs, entry)):
+            above, is_new = follow, True
+        else:
+            real = os.path.realpath(below)
+            is_folder, is_new, above = True, real not in follow, follow | {real}
+        if not is_folder:
             yield entry
-        elif depth > 1:
-            yield from files(fs, f"{path}/{name_of(entry)}", depth - 1)
+        elif depth > 1 and is_new:
+            yield from files(fs, below, depth - 1, follow=above)
 
 
 def name_of(entry: Entry) -> str:

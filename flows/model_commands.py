@@ -8,6 +8,8 @@ from artifacts.checksummed_files import first_fault
 from artifacts.download_or_find_model import resolve_model
 from artifacts.list_folder import subfolders
 from artifacts.store import Store
+from configs.load_and_extend_recipe import RecipeError
+from configs.redact_errors_and_logs import one_line
 from tasks.publish.champion_history import RegistryError
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import push
@@ -37,7 +39,14 @@ def _names(url: str) -> list[str]:
 
 
 def push_model(url: str, model: str, repo: str, *, private: bool) -> None:
-    """Push a version to the hub and print the commit's URL."""
+    """Push a version to the hub and print the commit's URL. Raises RecipeError for a wrong id."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RecipeError(f"push: {one_line(error)}") from None
     registry, version = find_version(url, model)
     print(push(registry, version, repo, private=private))
 
@@ -53,15 +62,17 @@ def verify_model(url: str, model: str, key: Path | None) -> bool:
     """Check the manifest of a version and, with a key, the signature; print the result.
 
     Args:
-        model: name in the registry, as of `find_version`, or a folder, which requires a key.
+        model: name in the registry, as of `find_version`, or a folder, which requires a key. A
+            folder of a model's name is `./name`.
 
     Raises:
         SignatureError: the signature is missing or wrong.
     """
     folder = Path(model)
-    if folder.is_dir() and key is None:
+    is_folder = folder.is_dir() and model not in _names(url)
+    if is_folder and key is None:
         raise SignatureError(f"{folder}: a folder is verified against a public key: add --key")
-    if not folder.is_dir():
+    if not is_folder:
         registry, version = find_version(url, model)
         root = f"{registry.root}/{version.name}"
         fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)

@@ -14,6 +14,7 @@ from artifacts.latent_shards import Latents
 from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
+from configs.settings.lora import Lora
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import STAGES, Recipe, StageName
 from configs.settings.train import Train
@@ -79,9 +80,7 @@ def prepare(
     """
     if force is not None and not force.strip():
         raise RecipeError("force: give a reason: the model card and the history name it")
-    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
-    if recipe.publish.signing_key is not None:
-        check_key(recipe.publish.signing_key)
+    check_gate_and_prompts(recipe)
     store = writable_store(recipe)
     built = STAGES[: 1 + STAGES.index(until)] if only is None else (only,)
     stages = _stages_here(recipe, built)
@@ -90,10 +89,9 @@ def prepare(
         if recipe.tpu is not None:
             launch.check(recipe.tpu, recipe.store, recipe.train)
         _check_monitoring(recipe)
-        _warn_of_a_long_warmup(recipe.train)
+        _warn_of_settings(recipe.train)
     if "download" in built:  # a sent stage may be on a pool that does not reach the source
         download.check(recipe)
-    evaluate.check(recipe)
     _check_workers(recipe, stages)
     model, vae = _check_models(recipe)
     if "train" in stages:
@@ -145,6 +143,18 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
     known = metric_names(recipe, held_out=count)
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
+
+
+def check_gate_and_prompts(recipe: Recipe) -> None:
+    """Check the gate's rules, the prompts of all sets, and the key of the signature.
+
+    Raises:
+        GateError, WrongInput, SignatureError: one of them is unusable.
+    """
+    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
+    evaluate.check(recipe)
+    if recipe.publish.signing_key is not None:
+        check_key(recipe.publish.signing_key)
 
 
 def check_locations(recipe: Recipe) -> None:
@@ -214,7 +224,10 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_workers(recipe, stages)
 
 
-def _warn_of_a_long_warmup(settings: Train) -> None:
+def _warn_of_settings(settings: Train) -> None:
+    """Warn of settings that are valid, and seldom meant."""
+    if settings.method == "full" and settings.lora != Lora():
+        log.warning("train.lora has no effect: train.method full trains all weights")
     warmup, steps = settings.lr_warmup_steps, settings.steps
     if settings.epochs is None and warmup > steps:
         words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
@@ -243,7 +256,8 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     for device in (recipe.train.device, recipe.evaluate.device):
         check_support.check_family(recipe.runtime, found["family"], device)
     factor = found["size_step"]
-    bucket_sizes(TransformSettings.of(recipe), factor)
+    largest = max(map(max, bucket_sizes(TransformSettings.of(recipe), factor)))
+    _check_position_embeddings(model, largest, factor)
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
@@ -252,6 +266,22 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
         check_support.check_scheduler(recipe.runtime, config, recipe.evaluate.scheduler)
     check_training_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
+
+
+def _check_position_embeddings(model: Path, largest: int, factor: int) -> None:
+    """Raise RecipeError for pictures whose sides exceed the model's table of positions (SD3).
+
+    Args:
+        largest: the longest side of a bucket, in pixels.
+        factor: pixels per position.
+    """
+    config = read_model_config(model / detect_family(model).denoiser / "config.json")
+    most = config.get("pos_embed_max_size")
+    if most is not None and largest > most * factor:
+        raise RecipeError(
+            f"encode.resolution: sides of {largest} pixels exceed the {most * factor} of the "
+            "model's position embeddings: lower it, or encode.max_aspect"
+        )
 
 
 def _resolved(setting: str, path: str, revision: str | None = None) -> Path:

@@ -59,6 +59,17 @@ def check(recipe: Recipe, model: Path) -> None:
     path = settings.denoiser_config
     replacement = None if path is None else read_config(Path(path))
     trained_config(config, settings, replacement)
+    if replacement is not None:
+        _check_makes_denoiser(replacement)
+
+
+def _check_makes_denoiser(config: Mapping[str, Any]) -> None:
+    import torch
+
+    from runtimes.torch_models.random_init import random_init_denoiser
+
+    with torch.device("meta"):  # without weights
+        random_init_denoiser(config, seed=0)
 
 
 def without_kohya(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import json
 import logging
 from collections.abc import Callable
@@ -179,7 +180,7 @@ def settings_for(given: Train, samples: int) -> Train:
     if samples == 0:
         raise WrongInput("there are no training samples: add pictures, or lower encode.holdout")
     of_samples = f"train.epochs: {epochs:g} of {samples:,} training samples"
-    if epochs * samples < batch:
+    if fractions.Fraction(str(epochs)) * samples < batch:  # as in `with_steps`
         raise WrongInput(
             f"{of_samples} are less than one step of global_batch_size {batch}: raise train.epochs"
         )

@@ -34,7 +34,10 @@ class Prompts(Section):
         if not self.prompts and not self.file:
             raise ValueError("it has no prompts: set prompts, or file")
         if self.prompts and self.file:
-            raise ValueError("set either prompts or file, not both")
+            raise ValueError(
+                "set either prompts or file, not both (`prompts: []` drops those of a recipe that "
+                "is extended)"
+            )
         for number, prompt in enumerate(self.prompts):
             try:
                 prompt.encode()

@@ -16,7 +16,12 @@ from artifacts.store import Store, StoreError
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
 from flows.doctor.findings import Finding, fine, limited, note, problem
-from flows.preflight import devices_here, must_fit_one_gpu, stages_without_pool
+from flows.preflight import (
+    check_gate_and_prompts,
+    devices_here,
+    must_fit_one_gpu,
+    stages_without_pool,
+)
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.detect_nvidia import usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
@@ -41,6 +46,9 @@ def recipe_checks(
     def runtime() -> Iterator[Finding]:
         return _runtime(recipe, probes[recipe.runtime])
 
+    def gate_and_prompts() -> Iterator[Finding]:
+        return _gate_and_prompts(recipe)
+
     def memory() -> Iterator[Finding]:
         return _memory(recipe, arguments or [recipe.name])
 
@@ -52,7 +60,13 @@ def recipe_checks(
 
     needed = recipe.publish.hub is not None
     asking = [limited(check) for check in (*_models(recipe), source, *_stores(recipe))]
-    return [runtime, memory, *asking, limited(hub_login, problem if needed else note)]
+    return [
+        runtime,
+        gate_and_prompts,
+        memory,
+        *asking,
+        limited(hub_login, problem if needed else note),
+    ]
 
 
 def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
@@ -75,8 +89,20 @@ def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
         )
 
 
+def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
+    try:
+        check_gate_and_prompts(recipe)
+    except ValueError as error:
+        yield problem(str(error))
+    else:
+        yield fine("gate and prompts")
+
+
 def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
-    plan, gpus = memory_of(recipe), usable_gpus()
+    try:
+        plan, gpus = memory_of(recipe), usable_gpus()
+    except WrongInput:  # a prompt file, which _gate_and_prompts reports
+        return
     here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
     if not here or not gpus:
         return

@@ -34,6 +34,8 @@ _SHARED = (
     "addition_time_embed_dim",
     "projection_class_embeddings_input_dim",
     "sample_size",
+    "guidance_embeds",
+    "cap_feat_dim",
 )
 
 

@@ -110,8 +110,9 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
     try:
         with torch.device("meta"):  # skips the random initialization of weights
             denoiser = getattr(diffusers, kind).from_config(config)
-    except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {error}") from None
+    except Exception as error:  # of any type, such as AssertionError without a message
+        reason = str(error) or type(error).__name__
+        raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {reason}") from None
     for family in all_families().values():
         if family.denoiser_class == kind:
             family.make_constants(denoiser)

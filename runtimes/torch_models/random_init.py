@@ -24,5 +24,6 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return kind.from_config(config)
-    except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-        raise WrongInput(f"train.denoiser_config makes no denoiser: {error}") from None
+    except Exception as error:  # of any type, such as AssertionError without a message
+        reason = str(error) or type(error).__name__
+        raise WrongInput(f"train.denoiser_config makes no denoiser: {reason}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,10 @@ class ListedFile(NamedTuple):
             SourceError: the file cannot be read.
         """
         marks = [str(self.info[name]) for name in CHANGE_MARKERS if self.info.get(name) is not None]
+        if self.info.get("islink"):  # fsspec describes the link itself
+            with suppress(OSError):  # it leads nowhere
+                target = os.stat(self.name)
+                marks += map(str, (target.st_mtime_ns, target.st_ctime_ns, target.st_ino))
         if not marks:
             with reading(self.name), fsspec.open(self.name, "rb") as stream:
                 marks = [digest_stream(stream)[0]]
@@ -141,8 +146,12 @@ def _beside(fs: AbstractFileSystem, paths: Sequence[str]) -> dict[str, dict[str,
 
 
 def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[str, Any]]:
-    """Every file below a folder. Raises as the filesystem does, where its `find` omits folders."""
-    return {entry["name"]: entry for entry in list_folder.files(fs, folder, depth)}
+    """Every file below a local folder, also behind links to folders.
+
+    Raises as the filesystem does, where its `find` omits folders.
+    """
+    found = list_folder.files(fs, folder, depth, follow=frozenset([os.path.realpath(folder)]))
+    return {entry["name"]: entry for entry in found}
 
 
 def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
@@ -180,7 +189,7 @@ def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -
             near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
             names = ", ".join(name[:LONGEST] for name in present[:SHOWN])
             more = f" and {len(present) - SHOWN:,} others" if len(present) > SHOWN else ""
-            hint = f"did you mean {near[0]}?" if near else f"there are: {names}{more}"
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {names}{more}"
             raise SourceError(f"{setting}: {file} has no column {column!r} ({hint})")
 
 

@@ -237,6 +237,7 @@ def _selected(
 ) -> str:
     """SQL of the rows of COLUMNS in a table of any types."""
     named = {name: column for name, column in columns.items() if column is not None}
+    types = dict[str, str]()
     if format.is_json:
         values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
         if "captions" in named:
@@ -258,7 +259,9 @@ def _selected(
         if format.tolerant is not None:  # Python's reader knows no null in text
             kept = {name: f"coalesce({column}, '')" for name, column in kept.items()}
     listed = {name: values.get(name, "null") for name in columns}
-    captions = f"list_transform({values.get('captions', '[null]')}, lambda c: {_text('c')})"
+    binary = {name for name, column in named.items() if types.get(column, "").startswith("BLOB")}
+    caption = _text("c", "captions" in binary)
+    captions = f"list_transform({values.get('captions', '[null]')}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in kept.items())
     more = f"to_json({{{struct}}})::varchar" if kept else "null::varchar"
     return f"""
@@ -267,8 +270,8 @@ def _selected(
             if(isfinite(score), score, null) as aesthetic_score,
             null::varchar as file, null::bigint as row, additional
         from (
-            select {_text(listed["url"])} as url, {captions} as captions,
-                lower({_text(listed["sha256"])}) as sha256,
+            select {_text(listed["url"], "url" in binary)} as url, {captions} as captions,
+                lower({_text(listed["sha256"], "sha256" in binary)}) as sha256,
                 try_cast({listed["aesthetic_score"]} as double) as score, {more} as additional
             from {table}
         )
@@ -283,8 +286,10 @@ def _path(column: str) -> str:
     return f"$.{_quoted(column)}"
 
 
-def _text(value: str) -> str:
-    return f"coalesce(({value})::varchar, '')"
+def _text(value: str, binary: bool) -> str:
+    """SQL of a value as text. Some writers of parquet leave text without its type."""
+    text = f"try(decode({value}))" if binary else f"({value})::varchar"
+    return f"coalesce({text}, '')"
 
 
 def additional_settings(columns: Sequence[str]) -> dict[str, str]:

@@ -89,9 +89,17 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
 
 
 def _is_misread(image: Any) -> bool:
-    """Whether img2dataset would change the colours of a picture that is not loaded yet."""
+    """Whether img2dataset would change the colours of a picture that is not loaded yet.
+
+    Raises:
+        ValueError: the values of its pixels have no known range.
+    """
     layouts = (repr(tile) for tile in image.tile)
     is_deep = DEEP in image.mode or any(DEEP in layout for layout in layouts)
+    if image.mode in ("F", "I") and not is_deep:
+        raise ValueError(f"pixels of mode {image.mode}")  # of no known range
+    if image.format == "TIFF":  # OpenCV gives colours that are multiplied by their opacity
+        return is_deep or image.mode == "LAB" or bool(image.has_transparency_data)
     return is_deep or (image.mode in ("1", "L") and "transparency" in image.info)
 
 

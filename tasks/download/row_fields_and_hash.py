@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import urllib.parse
@@ -142,5 +143,13 @@ def _without_secrets(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """The value as valid UTF-8 text: JSON may contain unpaired surrogates."""
+    """The value as valid UTF-8 text: JSON may contain unpaired surrogates, parquet bytes."""
+    if isinstance(value, bytes):
+        return text_of_file(value)
     return "" if value is None else str(value).encode(errors="replace").decode()
+
+
+def text_of_file(data: bytes) -> str:
+    """Text without its byte order mark, by which it may be UTF-16; else it is UTF-8."""
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")

@@ -33,7 +33,13 @@ from tasks.download.read_lists_by_duckdb import (
     read_malformed_list,
 )
 from tasks.download.read_malformed_lists import json_rows
-from tasks.download.row_fields_and_hash import additional_of, captions_of, score_of, text_of
+from tasks.download.row_fields_and_hash import (
+    additional_of,
+    captions_of,
+    score_of,
+    text_of,
+    text_of_file,
+)
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.shard_boundaries import shard_ends
 from tasks.download.source_protocol import (
@@ -152,7 +158,7 @@ class Folder:
         def rows() -> Iterator[dict[str, Any]]:
             for file in files:
                 text = _bytes_at(f"{file.rpartition('.')[0]}.txt") or b""
-                caption = text.decode(errors="replace").removeprefix("\ufeff").strip()
+                caption = text_of_file(text).strip()
                 yield embedded_row(_bytes_at(file), PictureLocation(file, None), (caption,), None)
 
         return hash_rows(rows())
@@ -346,7 +352,8 @@ def _parquet_rows(
 def _bytes_at(file: str) -> bytes | None:
     with reading(file):
         try:
-            with fsspec.open(file, "rb") as stream:
+            # fsspec would take `::` in a local name for a chain of filesystems.
+            with fsspec.open(file, "rb") if "://" in file else open(file, "rb") as stream:
                 return bytes(stream.read())
         except (FileNotFoundError, IsADirectoryError):
             return None

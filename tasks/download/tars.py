@@ -26,7 +26,13 @@ from tasks.download.list_files import (
 )
 from tasks.download.read_lists_by_duckdb import hash_rows
 from tasks.download.read_tars import File, Sample, content_at, samples
-from tasks.download.row_fields_and_hash import additional_of, captions_of, integer, score_of
+from tasks.download.row_fields_and_hash import (
+    additional_of,
+    captions_of,
+    integer,
+    score_of,
+    text_of_file,
+)
 from tasks.download.source_protocol import (
     PictureLocation,
     Piece,
@@ -146,8 +152,7 @@ class Tars:
         is_usable = picture is not None and values is not None and given is not None
         captions: tuple[str, ...] = captions_of((values or {}).get(s.caption_column or ""))
         if self.has_text:
-            text = (given or b"").decode(errors="replace")
-            captions = (text.removeprefix("\ufeff").strip(),)
+            captions = (text_of_file(given or b"").strip(),)
         return embedded_row(
             picture.content if picture is not None and is_usable else None,
             PictureLocation(file, picture.offset if picture is not None else None),

@@ -56,8 +56,13 @@ def verify_folder(folder: Path, key: Path) -> None:
     Raises:
         SignatureError: the folder has no signature, one of another key, or other files.
     """
+    from cryptography.hazmat.primitives import serialization as pem
     from model_signing import verifying
 
+    try:
+        pem.load_pem_public_key(key.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SignatureError(f"public key {key}: {error}") from None
     if not (folder / SIGNATURE).is_file():
         raise SignatureError(f"{folder} is not signed: it has no {SIGNATURE}")
     try:
@@ -81,8 +86,13 @@ def _signer(key: str):  # type: ignore[no-untyped-def]
 
     try:
         return signing.Config().use_elliptic_key_signer(private_key=key, password=_password())
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise SignatureError(f"signing key {key}: {error} (see docs/publishing.md)") from None
+    except AttributeError:  # of another kind of key
+        reason = "it is of no elliptic curve"
+    except TypeError as error:  # a password is missing, or superfluous
+        reason = f"{error} ({PASSWORD})"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise SignatureError(f"signing key {key}: {reason} (see docs/publishing.md)")
 
 
 def _password() -> Any:

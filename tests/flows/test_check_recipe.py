@@ -192,6 +192,24 @@ def test_devices_of_other_machines_are_not_asked_for() -> None:
     assert check(load_recipe("digits", cuda | remote))["problem"] == []
 
 
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"publish.gate": ["clip_scor > base"]}, "clip_scor is not measured"),
+        ({"publish.signing_key": "none.pem"}, "signing key none.pem"),
+        (
+            {"evaluate.prompts": {"new": {"prompts": [], "file": "none.txt"}}},
+            "evaluate.prompts.new.file: none.txt cannot be read",
+        ),
+    ],
+)
+def test_a_gate_and_prompts_that_a_run_refuses_are_problems(
+    wrong: dict[str, Any], line: str
+) -> None:
+    [found] = check(load_recipe("digits", wrong))["problem"]
+    assert line in found
+
+
 def test_wrong_input_is_exit_code_2(here: Here) -> None:
     assert "sdxl" in here("doctor", "sdxll", code=2)
     assert "-o needs a recipe" in here("doctor", "-o", "train.steps=1", code=2)

@@ -173,6 +173,23 @@ def test_a_blank_reason_forces_no_publication(small: dict[str, Any], reason: str
         prepare(load_recipe("digits", small), force=reason)
 
 
+def test_sides_beyond_the_position_embeddings_are_refused(
+    small: dict[str, Any], tiny_sd3: Path
+) -> None:
+    given = {**small, "model.path": str(tiny_sd3), "train.snr_gamma": None}
+    with pytest.raises(RecipeError, match=r"encode\.resolution: sides of 4096 pixels exceed the"):
+        prepare(load_recipe("digits", {**given, "encode.resolution": 4096}))
+
+
+def test_lora_settings_of_a_full_training_are_told(
+    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(load_recipe("digits", small))
+    assert "train.lora" not in caplog.text
+    prepare(load_recipe("digits", {**small, "train.lora.rank": 64}))
+    assert "train.lora has no effect: train.method full trains all weights" in caplog.text
+
+
 def test_a_warmup_that_exceeds_the_steps_is_told(
     small: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -625,7 +625,7 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     return {
         "column of a later file": (
             {**urls, "path": str(tmp_path / "two")},
-            r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean Caption",
+            r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean 'Caption",
         ),
         "no such file": ({**urls, "path": f"{good}x"}, r"source\.path: .*parquetx: no such"),
         "empty folder": ({**urls, "path": str(tmp_path / "empty")}, "no .parquet files in"),
@@ -982,3 +982,76 @@ def test_planning_keeps_no_rows_in_memory(tmp_path: Path) -> None:
     small, large = peak(5_000), peak(15_000)
     # The text of 10,000 more rows is 5 MB; only the list of shards may grow.
     assert large - small < 2_000_000
+
+
+def test_a_picture_or_a_caption_behind_a_link_is_read_again_when_its_target_changes(
+    tmp_path: Path,
+) -> None:
+    there, folder = tmp_path / "there", tmp_path / "folder"
+    for path in (there, folder):
+        path.mkdir()
+    for name, content in (("a.png", png(1)), ("a.txt", b"a cat")):
+        (there / name).write_bytes(content)
+        (folder / name).symlink_to(there / name)
+    recipe = make_recipe({"kind": "folder", "path": str(folder)}, tmp_path / "store")
+    assert rows_of(recipe, tmp_path)[0].captions == ("a cat",)
+    (there / "a.txt").write_text("a dog")
+    assert rows_of(recipe, tmp_path)[0].captions == ("a dog",)
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    there, folder = tmp_path / "there", tmp_path / "folder"
+    for number, path in enumerate((there, folder)):
+        path.mkdir()
+        (path / f"{number}.png").write_bytes(png(number))
+    (folder / "more").symlink_to(there)
+    (folder / "again").symlink_to(folder)
+    (there / "up").symlink_to(folder)
+    found = [Path(file.name).name for file in list_files(str(folder), (".png",))]
+    assert sorted(found) == ["0.png", "1.png"]
+
+
+@pytest.mark.parametrize("text", ["ein Bär", "🐻"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+def test_captions_are_utf_8_or_utf_16_by_their_mark(
+    tmp_path: Path, text: str, encoding: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png(1))
+    mark = "\ufeff" if encoding.startswith("utf-16") else ""
+    (folder / "a.txt").write_bytes((mark + text).encode(encoding))
+    recipe = make_recipe({"kind": "folder", "path": str(folder)})
+    assert rows_of(recipe, tmp_path)[0].captions == (text,)
+
+
+def test_a_local_name_with_colons_is_no_chain_of_filesystems(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a::b.png").write_bytes(png(1))
+    (folder / "a::b.txt").write_text("a cat")
+    recipe = make_recipe({"kind": "folder", "path": str(folder)})
+    [row] = rows_of(recipe, tmp_path)
+    assert row.captions == ("a cat",) and row.url.startswith("sha256:")
+
+
+@pytest.mark.parametrize("value", ["ein Bär", ["ein Bär", "a bear"]])
+def test_text_in_binary_columns_is_utf_8(tmp_path: Path, value: Any) -> None:
+    is_list = isinstance(value, list)
+    captions = [one.encode() for one in value] if is_list else value.encode()
+    kind = pa.list_(pa.binary()) if is_list else pa.binary()
+    columns = {
+        "url": pa.array([b"http://example.org/\xc3\xa4.jpg", b"\xff"], pa.binary()),
+        "caption": pa.array([captions, None], kind),
+        "image": pa.array([png(1), png(2)], pa.binary()),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "list.parquet")
+    expected = tuple(value) if is_list else (value,)
+    path = str(tmp_path / "list.parquet")
+    listed = {"kind": "urls", "path": path, "url_column": "url", "caption_column": "caption"}
+    rows = rows_of(make_recipe(listed), tmp_path)
+    assert [row.url for row in rows] == ["http://example.org/ä.jpg", ""]
+    assert [row.captions for row in rows] == [expected, ("",)]
+    columns_of = {"image_column": "image", "caption_column": "caption"}
+    dataset = make_recipe({"kind": "dataset", "path": path, **columns_of})
+    assert [row.captions for row in rows_of(dataset, tmp_path)] == [expected, ("",)]

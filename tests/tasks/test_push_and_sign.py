@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from hub_server import HubServer, Repository
 from huggingface_hub import constants, snapshot_download
 from store_servers import UrlOf
@@ -296,6 +297,16 @@ def test_unusable_keys_are_one_line(
     monkeypatch.delenv(PASSWORD, raising=False)
     locked, _ = make_keys("locked", password=b"open sesame")
     curve, _ = make_keys("curve", curve=ec.SECP256K1)
+    rsa = tmp_path / "rsa.pem"
+    rsa.write_bytes(
+        generate_private_key(65537, 2048).private_bytes(
+            pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()
+        )
+    )
+    with pytest.raises(SignatureError, match="it is of no elliptic curve"):
+        check_key(str(rsa))
+    with pytest.raises(SignatureError, match=PASSWORD):
+        check_key(locked)
     for key in (str(tmp_path / "none.pem"), locked, curve, __file__):
         with pytest.raises(SignatureError, match=r"^signing key .*docs/publishing.md"):
             check_key(key)
@@ -307,6 +318,7 @@ def test_the_commands_sign_push_and_verify(
     hub: HubServer,
     registry: Registry,
     make_keys: Keys,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -330,6 +342,15 @@ def test_the_commands_sign_push_and_verify(
         and said.splitlines()[0] == f"{hub.url}/{REPO}/commit/{hub.repositories[REPO].commit}"
     )
     assert SIGNATURE in hub.repositories[REPO].files
+    (tmp_path / "digits").mkdir()  # a folder of a model's name is ./digits
+    monkeypatch.chdir(tmp_path)
+    assert kiln("verify", "digits", "--key", str(public), "--store", store)[0] == 0
+    code, said = kiln("verify", "./digits", "--key", str(public), "--store", store)
+    assert code == 2 and "digits is not signed" in said
+    code, said = kiln("verify", "digits", "--key", "none.pub", "--store", store)
+    assert code == 2 and "public key none.pub: " in said
+    code, said = kiln("push", "digits", "a/b/c", "--store", store)
+    assert code == 2 and "push: Repo id must" in said
     copied = shutil.copytree(version.uri, f"{store}/copy")
     assert kiln("verify", str(copied), "--key", str(public), "--store", store)[0] == 0
     flip(Path(copied, "README.md"))

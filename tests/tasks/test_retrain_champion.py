@@ -21,6 +21,7 @@ from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode.latent_keys import settings_for_key
 from tasks.publish import stage as publish
+from tasks.publish.register import register
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
 from tasks.retrain.source_changes import Changes
@@ -112,10 +113,10 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
         for one in (*first.values(), commit(run, "publish", "third"))
     ]
     with pytest.raises(TransientError, match="v2 became the champion meanwhile"):
-        publish.register(run.recipe, run.base, run.store, results, {}, "v1")
-    registered = publish.register(run.recipe, run.base, run.store, results, {}, "v2")
+        register(run.recipe, run.base, run.store, results, {}, "v1")
+    registered = register(run.recipe, run.base, run.store, results, {}, "v2")
     assert registered["champion"]["version"] == "v3" and registered["promoted"]
-    again = publish.register(run.recipe, run.base, run.store, results, {}, "v3")
+    again = register(run.recipe, run.base, run.store, results, {}, "v3")
     assert not again["promoted"]  # so that it is announced once
 
 

@@ -9,11 +9,12 @@ from zlib import compress, crc32
 import cv2
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.rotate_and_reduce import reduction
 
 
@@ -158,3 +159,33 @@ def grey_png(level: int) -> bytes:
 @pytest.mark.parametrize("body", [grey_png(5), deep_png(np.zeros((96, 96, 4), np.uint16))])
 def test_transparent_parts_are_white(tmp_path: Path, body: bytes) -> None:
     assert (resized(tmp_path, body)[1] == 255).all()
+
+
+def tiff(picture: Image.Image) -> bytes:
+    buffer = BytesIO()
+    picture.save(buffer, "TIFF")
+    return buffer.getvalue()
+
+
+def test_a_half_transparent_tiff_is_blended_with_white_once(tmp_path: Path) -> None:
+    body = tiff(Image.new("RGBA", (96, 96), (200, 100, 50, 128)))
+    stored = resized(tmp_path, body, encode_format="png", encode_quality=1)[1]
+    assert np.abs(stored.reshape(64, 64, -1).astype(int) - (227, 177, 152)).max() <= 1
+
+
+def test_a_tiff_of_lab_has_the_colours_that_pillow_sees(tmp_path: Path) -> None:
+    lab = ImageCms.profileToProfile(
+        Image.new("RGB", (96, 96), (200, 40, 40)),
+        ImageCms.createProfile("sRGB"),
+        ImageCms.createProfile("LAB"),
+        outputMode="LAB",
+    )
+    expected = np.array(lab.convert("RGB"))[0, 0].astype(int)
+    stored = resized(tmp_path, tiff(lab), encode_format="png", encode_quality=1)[1]
+    assert np.abs(stored.reshape(64, 64, -1).astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_pixels_without_a_known_range_are_no_picture(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(FetchFailed, match="not an image"):
+        resized(tmp_path, tiff(Image.new(mode, (96, 96), 1)))

@@ -1,5 +1,6 @@
 """Missing targets and configs are found before any work."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,10 @@ def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_pat
         check(recipe, tiny_sdxl)
     path.write_text((tiny_sdxl / "unet/config.json").read_text())
     check(recipe, tiny_sdxl)
+    own = json.loads(path.read_text())
+    path.write_text(json.dumps({**own, "norm_num_groups": 7}))
+    with pytest.raises(WrongInput, match=r"train\.denoiser_config makes no denoiser: num_channels"):
+        check(recipe, tiny_sdxl)
     path.write_text('{"a": 1}')
     one = train.settings_for_key(recipe)
     moved = tmp_path / "moved.json"

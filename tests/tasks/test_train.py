@@ -143,6 +143,7 @@ def test_epochs_become_steps_or_are_refused() -> None:
 
     assert steps(2.5, 100) == 16
     assert steps(1, 16) == 1
+    assert settings_for(Train(epochs=0.57, global_batch_size=57), 100).steps == 1  # as a fraction
     assert steps(1, 160, start=8, steps=2) == 10
     with pytest.raises(WrongInput, match="1 of 15 training samples are less than one step"):
         steps(1, 15)
