@@ -637,7 +637,7 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "column": (
             {**urls, "caption_column": "captoin"},
-            r"source\.caption_column: .* no column 'captoin' \(did you mean caption\?\)",
+            r"source\.caption_column: .* no column 'captoin' \(did you mean 'caption'\?\)",
         ),
         "protocol": ({**urls, "path": "nowhere://a"}, "source: nowhere://a: cannot be read"),
         "no network": (
