@@ -27,6 +27,7 @@ from tasks.publish import stage as publish
 from tasks.publish.champion_history import AliasNotWritten, Champions, _encode
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import PushFailed
+from tasks.publish.register import register
 
 
 def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Artifact:
@@ -195,9 +196,9 @@ def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_
     results = [reused(artifact) for artifact in (*before, published)]
     if compared_with == "first":
         with pytest.raises(TransientError, match="another model became the champion meanwhile"):
-            publish.register(run.recipe, run.base, store, results, {})
+            register(run.recipe, run.base, store, results, {})
     else:
-        publish.register(run.recipe, run.base, store, results, {})
+        register(run.recipe, run.base, store, results, {})
     champion = registry.champion()
     assert champion is not None
     assert champion.name == ("v2" if compared_with == "first" else "v3")
@@ -263,7 +264,7 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     monkeypatch.setattr(publish, "_inputs", compared)
     results = [reused(artifact) for artifact in (*before, published)]
     with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
-        publish.register(run.recipe, run.base, store, results, {})
+        register(run.recipe, run.base, store, results, {})
     assert [move["version"] for move in registry.history()] == ["v1", "v2"]
 
 
@@ -338,7 +339,7 @@ def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
         raise PushFailed("the hub refused someone/digits")
 
     monkeypatch.setattr("tasks.publish.push_to_hub.push", push)
-    registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    registered = register(run.recipe, run.base, run.store, published_by(run), {})
     assert registered["champion"]["version"] == "v1" and registered["hub"] is None
     registry = publish.registry_of(run.recipe).store.url
     assert f"kiln push digits@v1 someone/digits --registry {registry}" in caplog.text
@@ -361,7 +362,7 @@ def test_a_registry_that_is_away_after_the_promotion_fails_no_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(Registry, "promote", promote_and_lose)
-        registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+        registered = register(run.recipe, run.base, run.store, published_by(run), {})
     assert registered["model"].endswith("/v1") and registered["hub"] is None
     assert caplog.text.count("no route to host") == 3
     assert "kiln push digits@v1 someone/digits" in caplog.text
@@ -378,14 +379,14 @@ def test_an_alias_that_cannot_follow_the_champion_fails_no_run(
     with monkeypatch.context() as patch:
         patch.setattr(Champions, "follow", away)
         results = published_by(run)
-        registered = publish.register(run.recipe, run.base, run.store, results, {})
+        registered = register(run.recipe, run.base, run.store, results, {})
         assert registered["promoted"] and registered["champion"]["version"] == "v1"
         assert "no route to host" in caplog.text and "promote v1 again" in caplog.text
         with pytest.raises(AliasNotWritten, match="v1 is the champion, but"):
             publish.registry_of(run.recipe).promote("v1")  # as `kiln promote`: an error
     registry = publish.registry_of(run.recipe)
     assert registry._champions.alias() is None
-    assert not publish.register(run.recipe, run.base, run.store, results, {})["promoted"]
+    assert not register(run.recipe, run.base, run.store, results, {})["promoted"]
     assert registry._champions.alias() == "v1"
 
 
@@ -394,7 +395,7 @@ def test_a_promotion_whose_answer_was_lost_is_announced_by_the_next_attempt(
 ) -> None:
     """The store fails between the two files of the history; the copy has the promotion."""
     run = publishing(run, gate=())
-    publish.register(run.recipe, run.base, run.store, published_by(run, 8), {})
+    register(run.recipe, run.base, run.store, published_by(run, 8), {})
     results = published_by(run)
 
     def lost(champions: Champions, seen: Any, moves: Any) -> None:
@@ -404,8 +405,8 @@ def test_a_promotion_whose_answer_was_lost_is_announced_by_the_next_attempt(
     with monkeypatch.context() as patch:
         patch.setattr(Champions, "_write_both", lost)
         with pytest.raises(OSError, match="connection reset"):
-            publish.register(run.recipe, run.base, run.store, results, {})
-    registered = publish.register(run.recipe, run.base, run.store, results, {})
+            register(run.recipe, run.base, run.store, results, {})
+    registered = register(run.recipe, run.base, run.store, results, {})
     assert registered["promoted"] and registered["champion"]["version"] == "v2"
     assert len(publish.registry_of(run.recipe).history()) == 2
 
@@ -421,7 +422,7 @@ def test_a_promotion_that_is_made_although_the_store_raised_is_announced(
         raise OSError("connection reset")
 
     monkeypatch.setattr(Champions, "_write_both", lost)
-    registered = publish.register(run.recipe, run.base, run.store, published_by(run), {})
+    registered = register(run.recipe, run.base, run.store, published_by(run), {})
     assert registered["promoted"] and registered["champion"]["version"] == "v1"
     assert len(publish.registry_of(run.recipe).history()) == 1
 
@@ -429,18 +430,18 @@ def test_a_promotion_that_is_made_although_the_store_raised_is_announced(
 def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
     run = publishing(run, signing_key=str(tmp_path / "none.pem"))
     with pytest.raises(StageFailed, match=r"signing key .*none\.pem"):
-        publish.register(run.recipe, run.base, run.store, published_by(run), {})
+        register(run.recipe, run.base, run.store, published_by(run), {})
     assert publish.registry_of(run.recipe).champion() is None
 
 
 def test_old_versions_are_deleted_after_the_promotion(run: Run) -> None:
     run = publishing(run, keep_versions=1, gate=())
     for number in (7, 8, 9):
-        publish.register(run.recipe, run.base, run.store, published_by(run, number), {})
+        register(run.recipe, run.base, run.store, published_by(run, number), {})
     registry = publish.registry_of(run.recipe)
     assert [version.name for version in registry.versions()] == ["v2", "v3"]
     registry.rollback()
-    publish.register(run.recipe, run.base, run.store, published_by(run, 10), {})
+    register(run.recipe, run.base, run.store, published_by(run, 10), {})
     assert [version.name for version in registry.versions()] == ["v2", "v4"]
 
 
@@ -458,12 +459,12 @@ def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again
             raise FileNotFoundError("v1/unet")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publish, "sign_version", delete)
+        patch.setattr("tasks.publish.register.sign_version", delete)
         with pytest.raises(TransientError, match="v1 was deleted by another run before its prom"):
-            publish.register(run.recipe, run.base, run.store, results, {})
+            register(run.recipe, run.base, run.store, results, {})
     assert registry.champion() is None
-    monkeypatch.setattr(publish, "sign_version", lambda *_: None)
-    registered = publish.register(run.recipe, run.base, run.store, results, {})
+    monkeypatch.setattr("tasks.publish.register.sign_version", lambda *_: None)
+    registered = register(run.recipe, run.base, run.store, results, {})
     assert registered["promoted"] and registered["champion"]["version"] == "v3"
     assert [version.name for version in registry.versions()] == ["v2", "v3"]
 
