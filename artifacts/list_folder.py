@@ -6,7 +6,6 @@ fsspec's `exists`, `glob`, `find` and `walk` leave out what they cannot read.
 from __future__ import annotations
 
 import math
-import os
 import uuid
 from collections.abc import Iterator
 from datetime import datetime
@@ -30,40 +29,22 @@ def entries(fs: AbstractFileSystem, path: str) -> list[Entry]:
 
 def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:
     """Names of the folders in a folder, and of links to folders. Raises as `entries`."""
-    return sorted(name_of(e) for e in entries(fs, path) if _is_folder(fs, e))
+    return sorted(name_of(e) for e in entries(fs, path) if is_folder(fs, e))
 
 
-def _is_folder(fs: AbstractFileSystem, entry: Entry) -> bool:
+def is_folder(fs: AbstractFileSystem, entry: Entry) -> bool:
     """Whether an entry is a folder; fsspec says "other" of a local link to one."""
     linked = entry["type"] == "other" and entry.get("islink")
     return entry["type"] == "directory" or bool(linked and fs.isdir(entry["name"]))
 
 
-def files(
-    fs: AbstractFileSystem,
-    path: str,
-    depth: float = math.inf,
-    *,
-    follow: frozenset[str] | None = None,
-) -> Iterator[Entry]:
-    """Every file in a folder and in its subfolders, to a depth. Raises as `entries`.
-
-    Args:
-        follow: real paths of the local folders above, to which no link returns; None: links to
-            folders are files.
-    """
+def files(fs: AbstractFileSystem, path: str, depth: float = math.inf) -> Iterator[Entry]:
+    """Every file in a folder and in its subfolders, to a depth. Raises as `entries`."""
     for entry in entries(fs, path):
-        is_folder = entry["type"] == "directory"
-        below = f"{path}/{name_of(entry)}"
-        if follow is None or not (is_folder or _is_folder(fs, entry)):
-            above, is_new = follow, True
-        else:
-            real = os.path.realpath(below)
-            is_folder, is_new, above = True, real not in follow, follow | {real}
-        if not is_folder:
+        if entry["type"] != "directory":
             yield entry
-        elif depth > 1 and is_new:
-            yield from files(fs, below, depth - 1, follow=above)
+        elif depth > 1:
+            yield from files(fs, f"{path}/{name_of(entry)}", depth - 1)
 
 
 def name_of(entry: Entry) -> str:

@@ -506,8 +506,11 @@ def main() -> None:
         _fail("interrupted; run the same command to resume", INTERRUPTED)
     except Exception as error:
         from artifacts.remote_client_options_and_errors import is_of_client
+        from flows.prefect_settings import wrong_prefect_setting
         from tasks.build_or_reuse import is_ours
 
+        if (why := wrong_prefect_setting(error)) is not None:
+            _fail(why, WRONG_INPUT)
         if is_of_client(error):
             _fail(f"the store cannot be used now ({one_line(error)})", FAILED)
         if not is_ours(error):

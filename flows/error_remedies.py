@@ -182,7 +182,6 @@ REMEDIES = {
     "TopologyMissing": "Add `--gpu` or `--topology`.",
     "TwoPlaces": "Give `--gpu` or `--topology`, not both.",
     "ServerAway": "Start the Prefect server, or unset `PREFECT_API_URL`.",
-    "InvalidPrefectSetting": "Correct or unset the `PREFECT_` variable that it names.",
     "SliceUnavailable": "Prefect retries. Choose another zone or capacity ([tpu.md](tpu.md)).",
     "Outage": "Prefect retries. Run again when the network or the hosts are back.",
     "WorkersLost": "Prefect retries. Look at the logs of the workers ([scale.md](scale.md)).",

@@ -69,7 +69,7 @@ def verify_model(url: str, model: str, key: Path | None) -> bool:
         SignatureError: the signature is missing or wrong.
     """
     folder = Path(model)
-    is_folder = folder.is_dir() and model not in _names(url)
+    is_folder = folder.is_dir() and model.partition("@")[0] not in _names(url)
     if is_folder and key is None:
         raise SignatureError(f"{folder}: a folder is verified against a public key: add --key")
     if not is_folder:

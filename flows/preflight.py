@@ -257,7 +257,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
         check_support.check_family(recipe.runtime, found["family"], device)
     factor = found["size_step"]
     largest = max(map(max, bucket_sizes(TransformSettings.of(recipe), factor)))
-    _check_position_embeddings(model, largest, factor)
+    _check_position_embeddings(recipe, model, largest, factor)
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
@@ -268,20 +268,26 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     return model, None if vae is None else vae_path(model, vae)
 
 
-def _check_position_embeddings(model: Path, largest: int, factor: int) -> None:
-    """Raise RecipeError for pictures whose sides exceed the model's table of positions (SD3).
+def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor: int) -> None:
+    """Raise RecipeError for pictures whose sides exceed a denoiser's table of positions (SD3).
 
     Args:
         largest: the longest side of a bucket, in pixels.
         factor: pixels per position.
     """
-    config = read_model_config(model / detect_family(model).denoiser / "config.json")
-    most = config.get("pos_embed_max_size")
-    if most is not None and largest > most * factor:
-        raise RecipeError(
-            f"encode.resolution: sides of {largest} pixels exceed the {most * factor} of the "
-            "model's position embeddings: lower it, or encode.max_aspect"
-        )
+    settings, drawn = recipe.train, recipe.evaluate
+    base = read_model_config(model / detect_family(model).denoiser / "config.json")
+    instead = settings.denoiser_config
+    trained = base if instead is None else read_model_config(Path(instead))
+    draws = max(drawn.height or 0, drawn.width or 0)
+    checks = [("encode.resolution", largest, trained), ("evaluate.height and width", draws, base)]
+    for setting, side, config in [*checks, ("evaluate.height and width", draws, trained)]:
+        most = config.get("pos_embed_max_size")
+        if most is not None and side > most * factor:
+            raise RecipeError(
+                f"{setting}: sides of {side} pixels exceed the {most * factor} of the model's "
+                "position embeddings: lower them, or encode.max_aspect"
+            )
 
 
 def _resolved(setting: str, path: str, revision: str | None = None) -> Path:

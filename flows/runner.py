@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -42,8 +41,8 @@ def run(
 ) -> dict[str, Any]:
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
     _prepare_prefect()
-    if configured_server() is None:
-        with _error_as_json(as_json):
+    with _error_as_json(as_json):
+        if configured_server() is None:
             recipe = load_recipe(arguments["recipe"], overrides)
             _check_before_server(recipe, arguments.get("until", STAGES[-1]))
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
@@ -131,13 +130,6 @@ def _prepare_prefect() -> None:
     # As in pyproject.toml, which Prefect reads only in the checkout.
     given = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "500").split(",")
     os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*given, "500"}))
-    try:
-        import prefect.context  # noqa: F401  it reads and checks them
-    except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        raise InvalidPrefectSetting(
-            f"Prefect: {'; '.join(wrong)} (a PREFECT_ variable or the profile sets it)"
-        ) from None
 
 
 def configured_server() -> str | None:
@@ -200,10 +192,6 @@ def _asked_once(url: str) -> Exception | None:
         transport: Any = client._client._transport_for_url(client.api_url)
         transport._pool._retries = 0
         return client.api_healthcheck()
-
-
-class InvalidPrefectSetting(ValueError):
-    """Prefect refuses a value of its own settings."""
 
 
 class ServerAway(ValueError):

@@ -1,4 +1,6 @@
-"""Checks of a recipe for `kiln doctor RECIPE`: runtime, models, source, store, hub token, memory.
+"""Checks of a recipe for `kiln doctor RECIPE`.
+
+They are of runtime, gate, prompts, memory, models, source, store and hub token.
 
 No picture and no weights are fetched.
 """
@@ -49,7 +51,7 @@ def recipe_checks(
     def gate_and_prompts() -> Iterator[Finding]:
         return _gate_and_prompts(recipe)
 
-    def memory() -> Iterator[Finding]:
+    def memory() -> Iterator[Finding]:  # also reads the prompts
         return _memory(recipe, arguments or [recipe.name])
 
     def source() -> Iterator[Finding]:
@@ -62,8 +64,8 @@ def recipe_checks(
     asking = [limited(check) for check in (*_models(recipe), source, *_stores(recipe))]
     return [
         runtime,
-        gate_and_prompts,
-        memory,
+        limited(gate_and_prompts),
+        limited(memory),
         *asking,
         limited(hub_login, problem if needed else note),
     ]

@@ -103,6 +103,6 @@ def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise WrongInput if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
         given, wanted = config.get(name), base.get(name)
-        if given != wanted:
+        if (given or None) != (wanted or None):  # diffusers leaves out some settings that are false
             actual = "is missing" if name not in config else f"is {given}"
             raise WrongInput(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")

@@ -146,12 +146,24 @@ def _beside(fs: AbstractFileSystem, paths: Sequence[str]) -> dict[str, dict[str,
 
 
 def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[str, Any]]:
-    """Every file below a local folder, also behind links to folders.
+    """Every file below a local folder, by name; a folder behind links is listed once.
 
     Raises as the filesystem does, where its `find` omits folders.
     """
-    found = list_folder.files(fs, folder, depth, follow=frozenset([os.path.realpath(folder)]))
-    return {entry["name"]: entry for entry in found}
+    found, seen = dict[str, dict[str, Any]](), set[str]()
+    folders, links = [(folder, depth)], list[tuple[str, float]]()
+    while folders or links:
+        path, depth = folders.pop() if folders else links.pop(0)
+        if (real := os.path.realpath(path)) in seen:
+            continue
+        seen.add(real)
+        for entry in sorted(list_folder.entries(fs, path), key=list_folder.name_of):
+            if not list_folder.is_folder(fs, entry):
+                found[entry["name"]] = entry
+            elif depth > 1:
+                below = folders if entry["type"] == "directory" else links
+                below.append((entry["name"], depth - 1))
+    return found
 
 
 def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:

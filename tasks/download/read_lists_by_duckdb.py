@@ -255,7 +255,10 @@ def _selected(
             values["captions"] = f"[{values['captions']}]"
         if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
             values["aesthetic_score"] += "::varchar"
-        kept = {name: _quoted(name) for name in additional}
+        kept = {
+            name: _decoded(_quoted(name)) if types[name] == "BLOB" else _quoted(name)
+            for name in additional
+        }
         if format.tolerant is not None:  # Python's reader knows no null in text
             kept = {name: f"coalesce({column}, '')" for name, column in kept.items()}
     listed = {name: values.get(name, "null") for name in columns}
@@ -271,7 +274,7 @@ def _selected(
             null::varchar as file, null::bigint as row, additional
         from (
             select {_text(listed["url"], "url" in binary)} as url, {captions} as captions,
-                lower({_text(listed["sha256"], "sha256" in binary)}) as sha256,
+                lower({_digest(listed["sha256"], "sha256" in binary)}) as sha256,
                 try_cast({listed["aesthetic_score"]} as double) as score, {more} as additional
             from {table}
         )
@@ -288,8 +291,18 @@ def _path(column: str) -> str:
 
 def _text(value: str, binary: bool) -> str:
     """SQL of a value as text. Some writers of parquet leave text without its type."""
-    text = f"try(decode({value}))" if binary else f"({value})::varchar"
-    return f"coalesce({text}, '')"
+    return f"coalesce({_decoded(value) if binary else f'({value})::varchar'}, '')"
+
+
+def _decoded(value: str) -> str:
+    """SQL of bytes as text: UTF-8, else with an escape for each byte."""
+    return f"coalesce(try(decode({value})), ({value})::varchar)"
+
+
+def _digest(value: str, binary: bool) -> str:
+    """SQL of a sha256 as hex; a binary column may have its bytes."""
+    text = _text(value, binary)
+    return f"if(octet_length({value}) = 32, hex({value}), {text})" if binary else text
 
 
 def additional_settings(columns: Sequence[str]) -> dict[str, str]:

@@ -96,7 +96,7 @@ def score_of(value: Any) -> float | None:
 def additional_of(columns: Sequence[str], values: Mapping[str, Any]) -> str | None:
     """The value of `additional` for the chosen columns of a line or a row."""
     chosen = {name: values.get(name) for name in columns}
-    return text_of(json.dumps(chosen, ensure_ascii=False, default=str)) if columns else None
+    return text_of(json.dumps(chosen, ensure_ascii=False, default=text_of)) if columns else None
 
 
 def canonical_additional(text: str | None) -> str | None:

@@ -294,9 +294,10 @@ class Registry:
         A run whose artifacts exist most often made the champion, so it reads one manifest.
         """
         champion = last(self.history())
-        others = (name for name in reversed(self._version_names()) if name != champion)
-        for name in (champion, *others) if champion else others:
-            if (version := self._version(name)) is not None:
+        if champion is not None and (version := self._version(champion)) is not None:
+            yield version
+        for name in reversed(self._version_names()):
+            if name != champion and (version := self._version(name)) is not None:
                 yield version
 
     def _version(self, name: str) -> Version | None:

@@ -16,8 +16,10 @@ from artifacts.checksummed_files import Damaged, write_record
 from artifacts.hashing import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (
+    Latents,
     LatentSample,
     LatentShard,
+    ShardRef,
     Texts,
     flipped_group,
     from_bfloat16,
@@ -109,6 +111,9 @@ def test_mirrored_variants_are_a_group_of_their_own(content, tmp_path: Path) -> 
     write_latent_shard(tmp_path / "a", {**groups, mirrored: groups["train/8x8"][::-1]}, texts)
     shard = LatentShard(tmp_path / "a")
     assert shard.groups[mirrored] == 3
+    ref = ShardRef(str(tmp_path / "a"), 0, "", shard.groups)
+    latents = Latents({}, [ref, ref])
+    assert (latents.training, latents.held_out) == (8, 2)
     assert shard.sample(mirrored, 0).id == groups["train/8x8"][2].id
 
 

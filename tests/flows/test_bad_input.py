@@ -154,8 +154,9 @@ def test_a_wrong_setting_of_prefect_is_reported(
 ) -> None:
     named = {**kiln_command.environment(tmp_path), "PREFECT_CLIENT_MAX_RETRIES": "many"}
     monkeypatch.setattr(kiln_command, "environment", lambda *_: named)
-    said = kiln(tmp_path, "run", "digits", code=2).splitlines()[-1]  # Prefect writes lines, too
-    assert said.startswith("kiln: Prefect: max_retries: Input should be a valid integer")
+    for command in ("run", "doctor", "place"):
+        said = kiln(tmp_path, command, "digits", code=2).splitlines()[-1]  # Prefect writes, too
+        assert said.startswith("kiln: PREFECT_CLIENT_MAX_RETRIES: Input should be a valid integer")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
 from configs.load_and_extend_recipe import RecipeError, load_recipe
-from flows.preflight import check_gate_rules, prepare
+from flows.preflight import _check_position_embeddings, check_gate_rules, prepare
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
 from runtimes.hosts.detect_nvidia import NvidiaGpu
@@ -174,8 +174,28 @@ def test_a_blank_reason_forces_no_publication(small: dict[str, Any], reason: str
 
 
 def test_sides_beyond_the_position_embeddings_are_refused(
-    small: dict[str, Any], tiny_sd3: Path
+    small: dict[str, Any], tiny_sd3: Path, tmp_path: Path
 ) -> None:
+    config = tmp_path / "config.json"
+    own = json.loads((tiny_sd3 / "transformer/config.json").read_text())
+    config.write_text(json.dumps({**own, "pos_embed_max_size": 4}))
+
+    def check(largest: int, denoiser_config: str | None = None, **sides: int) -> None:
+        recipe = load_recipe("digits", {f"evaluate.{name}": side for name, side in sides.items()})
+        train = recipe.train.model_copy(update={"denoiser_config": denoiser_config})
+        recipe = recipe.model_copy(update={"train": train})
+        _check_position_embeddings(recipe, tiny_sd3, largest, 8)
+
+    check(96, height=96)
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"largest": 104}, r"encode\.resolution: sides of 104 pixels exceed the 96"),
+        ({"largest": 96, "width": 104}, "evaluate.height and width: sides of 104"),
+        ({"largest": 64, "denoiser_config": str(config)}, "sides of 64 pixels exceed the 32"),
+        ({"largest": 32, "width": 64, "denoiser_config": str(config)}, "evaluate.* exceed the 32"),
+    ]
+    for wrong, words in refused:
+        with pytest.raises(RecipeError, match=words):
+            check(**wrong)
     given = {**small, "model.path": str(tiny_sd3), "train.snr_gamma": None}
     with pytest.raises(RecipeError, match=r"encode\.resolution: sides of 4096 pixels exceed the"):
         prepare(load_recipe("digits", {**given, "encode.resolution": 4096}))

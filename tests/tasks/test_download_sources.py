@@ -996,7 +996,10 @@ def test_a_picture_or_a_caption_behind_a_link_is_read_again_when_its_target_chan
     recipe = make_recipe({"kind": "folder", "path": str(folder)}, tmp_path / "store")
     assert rows_of(recipe, tmp_path)[0].captions == ("a cat",)
     (there / "a.txt").write_text("a dog")
-    assert rows_of(recipe, tmp_path)[0].captions == ("a dog",)
+    [row] = rows_of(recipe, tmp_path)
+    assert row.captions == ("a dog",)
+    (there / "a.png").write_bytes(png(2))
+    assert rows_of(recipe, tmp_path)[0].sha256 != row.sha256
 
 
 def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
@@ -1006,6 +1009,7 @@ def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
         (path / f"{number}.png").write_bytes(png(number))
     (folder / "more").symlink_to(there)
     (folder / "again").symlink_to(folder)
+    (folder / "more_again").symlink_to(there)
     (there / "up").symlink_to(folder)
     found = [Path(file.name).name for file in list_files(str(folder), (".png",))]
     assert sorted(found) == ["0.png", "1.png"]
@@ -1044,14 +1048,20 @@ def test_text_in_binary_columns_is_utf_8(tmp_path: Path, value: Any) -> None:
         "url": pa.array([b"http://example.org/\xc3\xa4.jpg", b"\xff"], pa.binary()),
         "caption": pa.array([captions, None], kind),
         "image": pa.array([png(1), png(2)], pa.binary()),
+        "more": pa.array(["Bär".encode(), None], pa.binary()),
+        "sha256": pa.array([bytes(range(200, 232)), b"AB" * 32], pa.binary()),
     }
     pq.write_table(pa.table(columns), tmp_path / "list.parquet")
     expected = tuple(value) if is_list else (value,)
     path = str(tmp_path / "list.parquet")
-    listed = {"kind": "urls", "path": path, "url_column": "url", "caption_column": "caption"}
+    named = {"caption_column": "caption", "additional_columns": ["more"]}
+    listed = {"kind": "urls", "path": path, "sha256_column": "sha256", **named}
     rows = rows_of(make_recipe(listed), tmp_path)
-    assert [row.url for row in rows] == ["http://example.org/ä.jpg", ""]
+    assert [row.url for row in rows] == ["http://example.org/ä.jpg", r"\xFF"]
+    assert [row.sha256 for row in rows] == [bytes(range(200, 232)).hex(), "ab" * 32]
+    assert [row.additional["more"] for row in rows] == ["Bär", None]
     assert [row.captions for row in rows] == [expected, ("",)]
-    columns_of = {"image_column": "image", "caption_column": "caption"}
-    dataset = make_recipe({"kind": "dataset", "path": path, **columns_of})
-    assert [row.captions for row in rows_of(dataset, tmp_path)] == [expected, ("",)]
+    dataset = make_recipe({"kind": "dataset", "path": path, "image_column": "image", **named})
+    rows = rows_of(dataset, tmp_path)
+    assert [row.captions for row in rows] == [expected, ("",)]
+    assert [row.additional["more"] for row in rows] == ["Bär", None]
