@@ -32,6 +32,12 @@ def weight_variant(folder: Path) -> str | None:
     return None if None in variants else min(variants, default=None)
 
 
+def pipeline_variant(folder: Path) -> str | None:
+    """The `variant` argument of from_pretrained for a pipeline's folder."""
+    parts = [part for part in sorted(folder.iterdir()) if part.is_dir()]
+    return next((found for part in parts if (found := weight_variant(part)) is not None), None)
+
+
 def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
     """The weight files of a component, in full precision if available, else the fp16 variant.
 

@@ -14,7 +14,11 @@ import yaml
 from artifacts.download_or_find_model import LICENSE_FILES
 from configs.load_and_extend_recipe import dump
 from configs.redact_urls import without_secrets
+from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
+from runtimes.families.family import Family
+from runtimes.objective.scheduler_config import read_scheduler_config
+from runtimes.pipeline_folder.weight_files import pipeline_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.promotion_gate import Verdict, as_rows
@@ -32,12 +36,14 @@ class Weights:
 
     pipeline: bool  # a full pipeline; otherwise adapters only
     adapters: bool = False
-    scheduler: bool = False  # a scheduler that differs from the base's
+    scheduler: str | None = None  # class of a scheduler that differs from the base's
+    variant: str | None = None  # of the base's weight files, such as fp16
 
     @classmethod
-    def of(cls, tuned: TrainedWeights, *, merged: bool) -> Weights:
-        has_lora = tuned.lora is not None
-        return cls(merged or not has_lora, has_lora, "scheduler" in tuned.parts)
+    def of(cls, tuned: TrainedWeights, base: Path, *, merged: bool) -> Weights:
+        has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
+        scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
+        return cls(merged or not has_lora, has_lora, scheduler, pipeline_variant(base))
 
 
 def base_card(base: Path) -> dict[str, str]:
@@ -103,6 +109,7 @@ def write_card(
     *,
     forced: str | None = None,
     caption_tokens: int | None = None,
+    family: Family | None = None,
 ) -> str:
     """README.md of the published folder, with the metadata of the Hugging Face hub.
 
@@ -111,6 +118,7 @@ def write_card(
         training: facts of the training run for people, as of `training_facts`.
         forced: the reason to publish a model that failed the gate.
         caption_tokens: T5's maximum caption length, where it is not the pipeline's default.
+        family: of the base; its pipeline may have other arguments of guidance.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -152,6 +160,7 @@ def write_card(
         weights=weights,
         prompt=next(iter(_first_prompts(recipe)), "a prompt"),
         training=training,
+        guidance=_guidance(given, family),
         scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
@@ -168,6 +177,17 @@ def write_card(
         without_secrets=without_secrets,
     )
     return str(card)
+
+
+def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
+    """The arguments of guidance of the pipeline's call, as the evaluation has drawn with it."""
+    found: dict[str, Any] = {"guidance_scale": given.guidance_scale}
+    if family is not None:
+        found = family.pipeline_arguments(None, found, count=1)
+    if given.true_cfg_scale > 1:
+        found |= {"true_cfg_scale": given.true_cfg_scale, "negative_prompt": ""}
+    first = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+    return {name: value for name, value in first.items() if value is not None}
 
 
 def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:

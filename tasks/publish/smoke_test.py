@@ -97,18 +97,17 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
 
 def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
-    from runtimes.pipeline_folder.weight_files import weight_variant
+    from runtimes.pipeline_folder.weight_files import pipeline_variant, weight_variant
     from tasks.publish.assemble_pipeline import pipeline_weight_files
 
     pipeline = folder if (folder / INDEX).is_file() else base
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
-    variants = {weight_variant(part) for part in parts} - {None}
     weights = [path for part in parts for path in pipeline_weight_files(part)]
     given = recipe.evaluate
     return {
         "folder": str(folder),
         "base": str(base),
-        "variant": next(iter(variants), None),
+        "variant": pipeline_variant(pipeline),
         "vae": None if vae is None else str(vae),
         "vae_variant": None if vae is None else weight_variant(vae),
         "float32_bytes": 4 * sum(map(_elements, weights)),
@@ -132,6 +131,7 @@ def draw(job: dict[str, Any]) -> None:
     A pipeline that fits as float32 is loaded without further arguments. A larger one is loaded in
     the dtype of the evaluation, which has drawn with it.
     """
+    import diffusers
     import numpy as np
     import torch
     from diffusers import DiffusionPipeline
@@ -148,6 +148,9 @@ def draw(job: dict[str, Any]) -> None:
         given |= {} if job["vae"] is None else {"vae": _load_vae(job, dtype)}
         pipe = DiffusionPipeline.from_pretrained(job["base"], **given)
         pipe.load_lora_weights(folder, weight_name=ADAPTERS)
+        if (folder / "scheduler").is_dir():
+            config = json.loads((folder / "scheduler/scheduler_config.json").read_text())
+            pipe.scheduler = getattr(diffusers, config["_class_name"]).from_config(config)
     pipe.set_progress_bar_config(disable=True)
     if getattr(pipe, "safety_checker", None) is not None:
         pipe.safety_checker = None  # it blackens what it takes for unsafe, such as noise

@@ -17,6 +17,7 @@ from artifacts.store import Artifact, Draft
 from configs.load_and_extend_recipe import dump
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
+from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import unusual_text_length
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
@@ -187,12 +188,13 @@ def build(
     ):
         out = Path(scratch) / "model"
         _write_weights(recipe, tuned, base, vae, out)
-        facts = model_card.Weights.of(tuned, merged=recipe.publish.merge)
+        facts = model_card.Weights.of(tuned, base, merged=recipe.publish.merge)
         training = model_card.training_facts(trained.manifest["run"], trained.summary)
         text = model_card.write_card(
             *(recipe, base, measured, verdicts, lineage, facts, training),
             forced=forced,
             caption_tokens=unusual_text_length(base),
+            family=detect_family(base),
         )
         (out / "README.md").write_text(text, encoding="utf-8")
         for path in model_card.license_files(base):

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from configs.load_and_extend_recipe import load_recipe
+from runtimes.families import family_named
 from tasks.evaluate.metric_table import metric_rows
 from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
 
@@ -44,7 +45,12 @@ def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inpainting", [True, False])
 @pytest.mark.parametrize(
     "weights",
-    [Weights(True), Weights(True, True), Weights(False, True), Weights(False, True, True)],
+    [
+        Weights(True),
+        Weights(True, True),
+        Weights(False, True),
+        Weights(False, True, "DDIMScheduler", "fp16"),
+    ],
 )
 def test_the_code_of_every_kind_of_card_is_python(
     weights: Weights, inpainting: bool, score: bool, tmp_path: Path
@@ -61,10 +67,25 @@ def test_the_code_of_every_kind_of_card_is_python(
     assert ('kwargs | {"class_labels": scores}' in code) == score
     assert ("revision='r2'" in code) == (not weights.pipeline)
     assert ("load_lora_weights" in code) == ("VAE 'a/vae'" in code) == (not weights.pipeline)
-    assert ("scheduler/: load it" in code) == weights.scheduler
+    assert ("pipe.scheduler = DDIMScheduler.from_pretrained" in code) == bool(weights.scheduler)
+    assert ("variant='fp16'" in code) == bool(weights.variant)
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
-    assert ("| ComfyUI | `digits_kohya.safetensors`" in card) == weights.adapters
+    folder = "lora/" if weights.pipeline else ""
+    assert (f"| ComfyUI | `{folder}digits_kohya.safetensors`" in card) == weights.adapters
+
+
+def test_the_card_of_qwen_image_is_guided_as_the_evaluation(tmp_path: Path) -> None:
+    recipe = load_recipe("qwen-image-lora")
+    measured = {"metrics": {}, "differences": {}}
+    given = (recipe, tmp_path, measured, [], {}, Weights(False, True))
+    scale = recipe.evaluate.guidance_scale
+    assert f"guidance_scale={scale}" in write_card(*given, family=family_named("sd"))
+    (code,) = re.findall(
+        r"```python\n(.*?)```", write_card(*given, family=family_named("qwen_image")), re.DOTALL
+    )
+    assert f", true_cfg_scale={scale}, negative_prompt=''" in code
+    assert "guidance_scale" not in code
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_the_metadata_names_what_the_hub_knows(
     summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
     facts = training_facts(run, summary)
     card = write_card(recipe, tmp_path, measured, [], {}, weights, facts, caption_tokens=256)
-    assert ', true_cfg_scale=3.0, negative_prompt="", height=512' in card
+    assert ", true_cfg_scale=3.0, negative_prompt='', height=512" in card
     assert ", height=512, width=768, max_sequence_length=256).images[0]" in card
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)

@@ -203,9 +203,27 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     own = json.dumps({**config, "prediction_type": "v_prediction"}).encode()
     alone = publish(tmp_path, digits(tmp_path, tiny_sdxl), **{name: own})
     assert alone.read(name) == own
-    assert "scheduler/" in alone.read("README.md").decode()
+    code = re.search(r"```python\n(.*?)```", alone.read("README.md").decode(), re.DOTALL)
+    assert code
+    text = code[1].replace("path/to/this/folder", alone.path)
+    run: dict[str, Any] = {}
+    exec(text.replace("num_inference_steps=20", "num_inference_steps=1"), run)
+    assert run["pipe"].scheduler.config.prediction_type == "v_prediction"
     model = load_published_model(Path(alone.path))
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
+
+
+def test_the_card_of_adapters_loads_a_base_of_the_variant_fp16(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    base = tmp_path / "base"
+    pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, torch_dtype=torch.float16)
+    pipe.save_pretrained(base, variant="fp16")
+    alone = publish(tmp_path, digits(tmp_path, base))
+    code = re.search(r"```python\n(.*?)```", alone.read("README.md").decode(), re.DOTALL)
+    assert code and "variant='fp16'" in code[1]
+    text = code[1].replace("path/to/this/folder", alone.path)
+    exec(text.replace("num_inference_steps=20", "num_inference_steps=1"))
 
 
 def test_only_weights_count_as_trained_content(tmp_path: Path, tiny_sdxl: Path) -> None:
