@@ -263,7 +263,10 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     _check_objective(recipe, model)
     own = read_scheduler_config(model / "scheduler")
     for config in (own, scheduler_config(own, recipe.train)):  # both models are drawn
-        check_support.check_scheduler(recipe.runtime, config, recipe.evaluate.scheduler)
+        drawn = recipe.evaluate
+        check_support.check_scheduler(
+            recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
+        )
     check_training_targets.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 

@@ -16,6 +16,7 @@ from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.detect_gaudi import bridge_version
+from runtimes.objective.noise_schedule import is_flow
 from runtimes.objective.scheduler_config import SCHEDULERS, drawing_config
 from runtimes.registry import has_own_environment, import_from, interpreter, spec_of
 
@@ -97,22 +98,33 @@ def check_scheduler(
     name: str,
     config: Mapping[str, Any],
     chosen: str | None,
-    setting: str = "evaluate.scheduler",
+    steps: int,
+    section: str = "evaluate.",
 ) -> None:
-    """Raise WrongInput if a runtime does not support the scheduler.
+    """Raise WrongInput for a scheduler that the runtime lacks, or steps that the scheduler lacks.
 
     Args:
         config: config of the model's own scheduler.
         chosen: a name in SCHEDULERS that replaces the model's scheduler; None keeps it.
-        setting: the recipe's setting, for the message.
+        steps: of a drawing.
+        section: of the settings, for messages.
     """
     supported = spec_of(name).schedulers
     kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
     if supported is not None and kind not in supported:
         names = ", ".join(key for key, value in SCHEDULERS.items() if value in supported)
         raise WrongInput(
-            f"{setting}: runtime {name} cannot draw with {kind}, which it has not "
+            f"{section}scheduler: runtime {name} cannot draw with {kind}, which it has not "
             f"tabulated: choose one of {names}"
+        )
+    if is_flow(config):  # any number of steps
+        return
+    # PNDM begins with three Runge-Kutta steps (arXiv 2202.09778).
+    least = 4 if kind == "PNDMScheduler" and not config.get("skip_prk_steps") else 1
+    most = config.get("num_train_timesteps", 1000)
+    if not least <= steps <= most:
+        raise WrongInput(
+            f"{section}num_inference_steps: {kind} takes {least} to {most} steps, not {steps}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,9 @@ def terminal_lines(trials: Sequence[Outcome], sweep: Mapping[str, Any]) -> Itera
 
 def _sparkline(curve: Sequence[tuple[int, float]], trials: Sequence[Outcome]) -> str:
     """A bar per point, at most 24 of them."""
-    values = [value for trial in trials for _, value in trial["curve"]]
+    curve = [(step, value) for step, value in curve if math.isfinite(value)]
+    every = [value for trial in trials for _, value in trial["curve"]]
+    values = [value for value in every if math.isfinite(value)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     scale = (len(BARS) - 1) / (high - low or 1.0)
     chosen = curve[:: -max(1, -(-len(curve) // 24))][::-1]

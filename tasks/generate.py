@@ -19,7 +19,9 @@ from runtimes import check_support, registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_scheduler_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.job import GenerateJob
+from runtimes.sample.guidance import is_guided
 from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
 from tasks.check_training_targets import check_true_cfg
@@ -75,8 +77,8 @@ def check(settings: Generate, model: EvalModel) -> None:
         check_support.check_devices(settings.runtime, {"device": settings.device})
     check_support.check_family(settings.runtime, detect_family(model.folder).name, settings.device)
     own = read_scheduler_config(model.part("scheduler"))
-    check_support.check_scheduler(settings.runtime, own, settings.scheduler, "scheduler")
-    chosen = settings.scheduler
+    chosen, steps = settings.scheduler, settings.num_inference_steps
+    check_support.check_scheduler(settings.runtime, own, chosen, steps, section="")
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
         raise WrongInput(f"ddim_eta is for scheduler ddim alone, not {kind}: set it to 0")
@@ -87,11 +89,13 @@ def check(settings: Generate, model: EvalModel) -> None:
             raise WrongInput(str(error)) from None
     family = detect_family(model.folder)
     check_true_cfg("", settings, family)
-    if settings.negative_prompt is not None and family.guidance_weight(settings.model_dump()) <= 1:
+    info = describe_encoders(model.folder, model.vae)
+    if settings.negative_prompt is not None and not is_guided(family, settings.model_dump(), info):
         name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
-        raise WrongInput(
-            f"negative_prompt: it has no effect without guidance: raise {name} above 1"
-        )
+        remedy = f"raise {name} above 1"
+        if info.get("distilled"):
+            remedy = "this model is distilled, leave it out"
+        raise WrongInput(f"negative_prompt: it has no effect without guidance: {remedy}")
     if settings.ddim_eta and registry.uses_tabulated_scheduler(settings.runtime):
         raise WrongInput(
             f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0"

@@ -244,9 +244,30 @@ def test_shards_that_the_devices_cannot_share_are_refused(
 def test_the_runtime_must_support_the_recipes_scheduler(name: str) -> None:
     recipe = load_recipe(name)
     base = {"_class_name": "PNDMScheduler"}  # of Stable Diffusion 2
-    check_scheduler(recipe.runtime, base, recipe.evaluate.scheduler)
+    check_scheduler(recipe.runtime, base, recipe.evaluate.scheduler, 20)
     with pytest.raises(WrongInput, match="cannot draw with PNDMScheduler"):
-        check_scheduler(recipe.runtime, base, None)
+        check_scheduler(recipe.runtime, base, None, 20)
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "words"),
+    [
+        ({"_class_name": "PNDMScheduler"}, 3, "PNDMScheduler takes 4 to 1000 steps, not 3"),
+        ({"_class_name": "PNDMScheduler"}, 4, None),
+        ({"_class_name": "PNDMScheduler", "skip_prk_steps": True}, 1, None),
+        ({"_class_name": "DDIMScheduler", "num_train_timesteps": 50}, 51, "takes 1 to 50 steps"),
+        ({"_class_name": "EulerDiscreteScheduler"}, 1000, None),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, 2000, None),
+    ],
+)
+def test_a_scheduler_takes_so_many_steps(
+    config: dict[str, Any], steps: int, words: str | None
+) -> None:
+    if words is None:
+        check_scheduler("torch", config, None, steps)
+        return
+    with pytest.raises(WrongInput, match=f"evaluate.num_inference_steps: .*{words}"):
+        check_scheduler("torch", config, None, steps)
 
 
 def test_rules_without_held_out_pictures_are_refused_before_training(

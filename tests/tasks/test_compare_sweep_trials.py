@@ -1,6 +1,7 @@
 """The best trial of a sweep, refusals before work, and the table and curves of all trials."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,12 @@ def test_the_terminal_has_a_row_and_a_curve_per_trial_the_best_first() -> None:
     assert [line.split()[-1] for line in lines] == ["best", "measured", "diverged"]
     assert "0.2 [0.1, 0.3]" in lines[0]
     assert lines[0].split()[-2][0] == "█" and lines[1].split()[-2][-1] == "▁"
+
+
+def test_a_curve_may_have_values_that_are_not_finite() -> None:
+    trials = [trial(1e-4, 0.3, [(1, 0.5), (2, math.inf), (3, 1.5)])]
+    _, line = terminal_lines(trials, Sweep().model_dump())
+    assert line.split()[-2] == "▁█"
 
 
 def test_the_page_has_all_trials_curves_and_metrics() -> None:

@@ -110,6 +110,7 @@ def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> No
         ({"true_cfg_scale": 3}, "true_cfg_scale: it is for flux, not sdxl: set guidance_scale"),
         ({"aesthetic_score": 7}, "aesthetic_score has no effect with a model that was not trained"),
         ({"ddim_eta": 0.5, "scheduler": "euler"}, "ddim_eta is for scheduler ddim"),
+        ({"num_inference_steps": 1001}, "^num_inference_steps: .* takes 1 to 1000 steps"),
         ({"height": 36}, "height: 36 is not a multiple"),
         ({"device": "tpu"}, "device: tpu is not on this machine"),
         ({"runtime": "jax", "scheduler": "ddpm"}, "^scheduler: runtime jax cannot draw with DDPM"),
@@ -121,6 +122,13 @@ def test_unsupported_settings_are_one_line_errors(
     with pytest.raises((RecipeError, WrongInput), match=words) as caught:
         draw(**settings)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_distilled_model_takes_no_negative_prompt(tiny_flux2_distilled: Path) -> None:
+    given = {"negative_prompt": "blue", "guidance_scale": 3, "device": "cpu"}
+    settings = read_settings(str(tiny_flux2_distilled), ["a cat"], given)
+    with pytest.raises(WrongInput, match=r"negative_prompt: .* this model is distilled"):
+        generate.check(settings, generate.find_model(settings))
 
 
 def test_a_scheduler_that_lacks_the_noise_of_the_model_is_refused(
