@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 def wrong_prefect_setting(error: Exception) -> str | None:
     """What is wrong with Prefect's settings, in one line; None if the error is another one."""
+    if not isinstance(error, ValidationError):
+        return None
     frames = traceback.extract_tb(error.__traceback__)
-    is_of_prefect = any("/prefect/settings/" in frame.filename for frame in frames)
-    if not isinstance(error, ValidationError) or not is_of_prefect:
+    if not any("/prefect/settings/" in frame.filename for frame in frames):
         return None
     return "; ".join(f"{_variables(one['loc'])}: {one['msg']}" for one in error.errors())
 

@@ -158,7 +158,7 @@ def check_gate_and_prompts(recipe: Recipe) -> None:
 
 
 def check_locations(recipe: Recipe) -> None:
-    """Check the store and the local folders of models: what takes no time.
+    """Check the store, the registry, and the local folders of the base and of CLIP.
 
     Raises:
         RecipeError, ModelNotFound: one of them is missing, or cannot be written.
@@ -261,9 +261,8 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
-    own = read_scheduler_config(model / "scheduler")
+    own, drawn = read_scheduler_config(model / "scheduler"), recipe.evaluate
     for config in (own, scheduler_config(own, recipe.train)):  # both models are drawn
-        drawn = recipe.evaluate
         check_support.check_scheduler(
             recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
         )

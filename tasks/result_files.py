@@ -6,4 +6,4 @@ GRID = "before_after.png"
 
 RECIPE = "recipe.yaml"
 GATE = "gate.json"
-REPORT = "report.html"  # outside the manifest: it has the page of the publication itself
+REPORT = "report.html"  # outside the manifest, since it shows the publication itself

@@ -1,8 +1,7 @@
 """Checks of a recipe for `kiln doctor RECIPE`.
 
-They are of runtime, gate, prompts, memory, models, source, store and hub token.
-
-No picture and no weights are fetched.
+They cover runtime, gate, prompts, signing key, memory, models, source, store and hub token. No
+picture and no weights are fetched.
 """
 
 from __future__ import annotations

@@ -134,7 +134,6 @@ def draw(job: dict[str, Any]) -> None:
     import diffusers
     import numpy as np
     import torch
-    from diffusers import DiffusionPipeline
     from PIL import Image
 
     folder = Path(job["folder"])
@@ -142,11 +141,12 @@ def draw(job: dict[str, Any]) -> None:
     fits = HEADROOM * job["float32_bytes"] <= _free_bytes(device)
     dtype = torch.float32 if fits else getattr(torch, job["dtype"])
     if (folder / INDEX).is_file():
-        pipe = DiffusionPipeline.from_pretrained(folder, **({} if fits else {"dtype": dtype}))
+        given: dict[str, Any] = {} if fits else {"dtype": dtype}
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
     else:  # a base may store its text encoders in half precision, and not load bare
         given = {"dtype": dtype, "variant": job["variant"]}
         given |= {} if job["vae"] is None else {"vae": _load_vae(job, dtype)}
-        pipe = DiffusionPipeline.from_pretrained(job["base"], **given)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(job["base"], **given)
         pipe.load_lora_weights(folder, weight_name=ADAPTERS)
         if (folder / "scheduler").is_dir():
             config = json.loads((folder / "scheduler/scheduler_config.json").read_text())

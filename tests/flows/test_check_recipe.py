@@ -213,5 +213,6 @@ def test_a_gate_and_prompts_that_a_run_refuses_are_problems(
 def test_wrong_input_is_exit_code_2(here: Here) -> None:
     assert "sdxl" in here("doctor", "sdxll", code=2)
     assert "-o needs a recipe" in here("doctor", "-o", "train.steps=1", code=2)
+    assert "--schema is of all recipes" in here("recipes", "digits", "--schema", code=2)
     settings: dict[str, Any] = {"train.stpes": 1}
     assert "train.steps" in here("doctor", "digits", overrides=settings, code=2)

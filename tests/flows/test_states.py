@@ -58,6 +58,13 @@ def test_the_final_state_of_a_task_names_the_outcome(
     assert keys == ["my-digits-encode"]
 
 
+def test_a_flow_whose_model_is_rejected_ends_with_that_name() -> None:
+    last = Completed(message="cmmd < base")
+    state = finetune.final_state({"status": "rejected"}, last)
+    assert (state.name, state.message) == ("Rejected", "cmmd < base")
+    assert finetune.final_state({"status": "published"}, last) == {"status": "published"}
+
+
 def test_a_rejected_model_is_an_outcome_with_its_verdicts(
     run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,16 +1,12 @@
 """Sources: every kind and format yields its rows, or any span of them, or a one-line error."""
 
-import csv
-import errno
 import gzip
-import hashlib
 import json
 import math
 import os
 import random
 import socket
 import tracemalloc
-from collections.abc import Iterable
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -29,10 +25,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 from hub_server import HubServer, Repository
 from huggingface_hub import HfFileSystem
-from PIL import Image
+from source_rows import ROWS, context, make_recipe, png, rows_of, write_list
 from store_servers import REMOTE, UrlOf
 
-from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import (
     plan_parquet,
@@ -41,76 +36,20 @@ from tasks.download import (
     read_malformed_lists,
     sources,
 )
-from tasks.download.download_shard import DownloadContext, download_shard, planned_rows
-from tasks.download.list_files import list_files, reading
+from tasks.download.download_shard import download_shard
+from tasks.download.list_files import reading
 from tasks.download.read_lists_by_duckdb import FORMATS, read_list
 from tasks.download.read_lists_by_duckdb import read_malformed_list as read_list_in_python
 from tasks.download.row_fields_and_hash import Row
-from tasks.download.source_protocol import PictureLocation, ServedAt
+from tasks.download.source_protocol import PictureLocation
 from tasks.download.stage_errors import SourceError
 
 pytestmark = pytest.mark.slow
-
-CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
-ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]
-
-
-def make_recipe(source: dict[str, Any], store: Any = "memory://store", **settings: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": "unused"},
-            "source": source,
-            "store": str(store),
-            "download": {"shard_size": 4, **settings},
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
-    )
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
-
-
-def write_list(path: Path, rows: list[dict[str, Any]]) -> str:
-    kind = path.name.split(".")[1]
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
-        return str(path)
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "wt", encoding="utf-8", newline="") as stream:
-        if kind == "json":
-            json.dump(rows, stream)
-        elif kind in ("csv", "tsv"):
-            writer = csv.DictWriter(stream, list(rows[0]), delimiter="," if kind == "csv" else "\t")
-            writer.writeheader()
-            writer.writerows(rows)
-        else:
-            stream.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
-
-
-def png(number: int) -> bytes:
-    buffer = BytesIO()
-    Image.new("RGB", (8, 8), (number, 60, 90)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def context(recipe: Recipe) -> DownloadContext:
-    key = plan_parquet.plan_key()
-    return DownloadContext(recipe.store, "", recipe.source, recipe.download, ServedAt(), key)
-
-
-def rows_of(recipe: Recipe, scratch: Path) -> list[Row]:
-    """All rows, read shard by shard as the workers do."""
-    rows = []
-    for number, shard in enumerate(download.plan(recipe).shards):
-        folder = scratch / f"{recipe.source.kind}-{number}"
-        folder.mkdir(exist_ok=True)
-        rows += planned_rows(shard, context(recipe), folder)
-    return rows
 
 
 FORMAT_NAMES = [
@@ -421,39 +360,6 @@ def test_base_url_is_ignored_for_absolute_urls_and_sha256_is_not(tmp_path: Path)
     changed = [{**rows[0], "hash": "1" * 64}, *rows[1:]]
     assert digest(rows) == digest(changed)
     assert digest(rows, sha256_column="hash") != digest(changed, sha256_column="hash")
-
-
-def _folder(path: Path, names: Iterable[str]) -> None:
-    for number, name in enumerate(names):
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(png(number))
-
-
-def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
-    _folder(tmp_path / "in", ["a.png", "sub/b.PNG", "c.png"])
-    (tmp_path / "in/a.txt").write_text("a cat\n")
-    (tmp_path / "in/sub/b.txt").write_bytes("\ufeffein Bär".encode())
-    (tmp_path / "in/notes.md").write_text("no picture")
-    rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
-    assert [row.captions for row in rows] == [("a cat",), ("",), ("ein Bär",)]
-    assert [Path(row.file or "").read_bytes() for row in rows] == [png(0), png(2), png(1)]
-    assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
-
-
-def test_a_folder_may_have_metadata_jsonl(tmp_path: Path) -> None:
-    _folder(tmp_path / "in", ["a.png", "b.png"])
-    lines = [
-        {"file_name": "b.png", "text": "second"},
-        {"file_name": "gone.png", "text": "lost"},
-        {"file_name": "a.png", "text": "first"},
-    ]
-    write_list(tmp_path / "in/metadata.jsonl", lines)
-    rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
-    assert [row.captions[0] for row in rows] == ["second", "lost", "first"]
-    assert rows[1] == Row("", ("lost",))
-    write_list(tmp_path / "in/metadata.jsonl", [{"file_name": "../secret.png", "text": ""}])
-    with pytest.raises(download.SourceError, match="leads out of the folder"):
-        download.plan(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}))
 
 
 def test_a_dataset_has_embedded_pictures(tmp_path: Path) -> None:
@@ -791,34 +697,6 @@ def test_a_line_that_unpacks_to_gigabytes_is_one_row_in_bounded_memory(
     assert urls == ["http://h/1", "", "http://h/1"] and peak < 2**24
 
 
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_list(tmp_path / name / "rows.parquet", ROWS)
-    ls = LocalFileSystem.ls
-
-    def failing(fs: LocalFileSystem, path: str, **more: Any) -> Any:
-        if path.endswith("/b"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return ls(fs, path, **more)
-
-    monkeypatch.setattr(LocalFileSystem, "ls", failing)
-    for path in (tmp_path, f"{tmp_path}/*/*.parquet"):
-        with pytest.raises(download.SourceError, match=r"cannot be read: .*Input/output error"):
-            list_files(str(path), (".parquet",))
-
-
-def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
-    _folder(tmp_path / "in", ["a.png", "ein Bär 🐻.png"])
-    recipe = make_recipe({"kind": "folder", "path": str(tmp_path / "in")})
-    assert len(rows_of(recipe, tmp_path)) == 2
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9.png")).write_bytes(png(3))
-    with pytest.raises(download.SourceError, match=r"caf\\udce9\.png' is not UTF-8: rename"):
-        download.plan(recipe)
-
-
 def test_a_damaged_plan_is_built_again_by_the_next_run(tmp_path: Path) -> None:
     path = write_list(tmp_path / "a.parquet", _many(40))
     recipe = make_recipe({"kind": "urls", "path": path}, tmp_path / "store")
@@ -982,86 +860,3 @@ def test_planning_keeps_no_rows_in_memory(tmp_path: Path) -> None:
     small, large = peak(5_000), peak(15_000)
     # The text of 10,000 more rows is 5 MB; only the list of shards may grow.
     assert large - small < 2_000_000
-
-
-def test_a_picture_or_a_caption_behind_a_link_is_read_again_when_its_target_changes(
-    tmp_path: Path,
-) -> None:
-    there, folder = tmp_path / "there", tmp_path / "folder"
-    for path in (there, folder):
-        path.mkdir()
-    for name, content in (("a.png", png(1)), ("a.txt", b"a cat")):
-        (there / name).write_bytes(content)
-        (folder / name).symlink_to(there / name)
-    recipe = make_recipe({"kind": "folder", "path": str(folder)}, tmp_path / "store")
-    assert rows_of(recipe, tmp_path)[0].captions == ("a cat",)
-    (there / "a.txt").write_text("a dog")
-    [row] = rows_of(recipe, tmp_path)
-    assert row.captions == ("a dog",)
-    (there / "a.png").write_bytes(png(2))
-    assert rows_of(recipe, tmp_path)[0].sha256 != row.sha256
-
-
-def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
-    there, folder = tmp_path / "there", tmp_path / "folder"
-    for number, path in enumerate((there, folder)):
-        path.mkdir()
-        (path / f"{number}.png").write_bytes(png(number))
-    (folder / "more").symlink_to(there)
-    (folder / "again").symlink_to(folder)
-    (folder / "more_again").symlink_to(there)
-    (there / "up").symlink_to(folder)
-    found = [Path(file.name).name for file in list_files(str(folder), (".png",))]
-    assert sorted(found) == ["0.png", "1.png"]
-
-
-@pytest.mark.parametrize("text", ["ein Bär", "🐻"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
-def test_captions_are_utf_8_or_utf_16_by_their_mark(
-    tmp_path: Path, text: str, encoding: str
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "a.png").write_bytes(png(1))
-    mark = "\ufeff" if encoding.startswith("utf-16") else ""
-    (folder / "a.txt").write_bytes((mark + text).encode(encoding))
-    recipe = make_recipe({"kind": "folder", "path": str(folder)})
-    assert rows_of(recipe, tmp_path)[0].captions == (text,)
-
-
-def test_a_local_name_with_colons_is_no_chain_of_filesystems(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "a::b.png").write_bytes(png(1))
-    (folder / "a::b.txt").write_text("a cat")
-    recipe = make_recipe({"kind": "folder", "path": str(folder)})
-    [row] = rows_of(recipe, tmp_path)
-    assert row.captions == ("a cat",) and row.url.startswith("sha256:")
-
-
-@pytest.mark.parametrize("value", ["ein Bär", ["ein Bär", "a bear"]])
-def test_text_in_binary_columns_is_utf_8(tmp_path: Path, value: Any) -> None:
-    is_list = isinstance(value, list)
-    captions = [one.encode() for one in value] if is_list else value.encode()
-    kind = pa.list_(pa.binary()) if is_list else pa.binary()
-    columns = {
-        "url": pa.array([b"http://example.org/\xc3\xa4.jpg", b"\xff"], pa.binary()),
-        "caption": pa.array([captions, None], kind),
-        "image": pa.array([png(1), png(2)], pa.binary()),
-        "more": pa.array(["Bär".encode(), None], pa.binary()),
-        "sha256": pa.array([bytes(range(200, 232)), b"AB" * 32], pa.binary()),
-    }
-    pq.write_table(pa.table(columns), tmp_path / "list.parquet")
-    expected = tuple(value) if is_list else (value,)
-    path = str(tmp_path / "list.parquet")
-    named = {"caption_column": "caption", "additional_columns": ["more"]}
-    listed = {"kind": "urls", "path": path, "sha256_column": "sha256", **named}
-    rows = rows_of(make_recipe(listed), tmp_path)
-    assert [row.url for row in rows] == ["http://example.org/ä.jpg", r"\xFF"]
-    assert [row.sha256 for row in rows] == [bytes(range(200, 232)).hex(), "ab" * 32]
-    assert [row.additional["more"] for row in rows] == ["Bär", None]
-    assert [row.captions for row in rows] == [expected, ("",)]
-    dataset = make_recipe({"kind": "dataset", "path": path, "image_column": "image", **named})
-    rows = rows_of(dataset, tmp_path)
-    assert [row.captions for row in rows] == [expected, ("",)]
-    assert [row.additional["more"] for row in rows] == ["Bär", None]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from configs.settings.recipe import Recipe
+from flows.show_gpu_plan import lines
 from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import Moment, StepMemory
@@ -103,6 +104,11 @@ def test_the_peak_is_the_sum_of_its_parts(plan: Callable[..., GpuPlan]) -> None:
     assert parts == {"weights": 1, "optimizer": 2, "activations": 16, "temporaries": 2}
     assert gib(found.peaks.largest) == 21 and found.fits
     assert gib(found.peaks.sampling) == 1 + 4 / 4  # evaluate.batch_size 4
+
+
+def test_the_table_has_the_micro_batch_that_is_used(plan: Callable[..., GpuPlan]) -> None:
+    shown = dict(lines(plan(80, micro_batch_size=5, processes=2)))
+    assert shown["batch"] == "8 in micro-batches of 4"
 
 
 def test_sampling_is_planned_at_the_size_that_is_drawn(

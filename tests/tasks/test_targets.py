@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from configs.load_and_extend_recipe import load_recipe
+from configs.settings.train import Train
 from runtimes.contract import WrongInput
+from runtimes.pipeline_folder.denoiser_config import trained_config
 from tasks import train
 from tasks.check_training_targets import check
 
@@ -66,6 +68,15 @@ def test_token_ids_of_a_language_model_are_refused(
 def test_token_ids_are_for_families_with_clip_alone(tiny_sd: Path, tiny_sdxl: Path) -> None:
     for base in (tiny_sd, tiny_sdxl):
         check(load_recipe("digits", {"encode.text": "token_ids"}), base)
+
+
+@pytest.mark.parametrize("name", ["guidance_embeds", "cap_feat_dim"])
+def test_a_replacement_has_the_inputs_of_the_base(name: str) -> None:
+    base = {"_class_name": "FluxTransformer2DModel", name: False}
+    settings = Train(init="random")
+    assert trained_config(base, settings, {"_class_name": base["_class_name"]})
+    with pytest.raises(WrongInput, match=f"train.denoiser_config: {name} is 24, the base's is"):
+        trained_config(base, settings, {**base, name: 24})
 
 
 def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_path: Path) -> None:

@@ -211,6 +211,11 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     assert run["pipe"].scheduler.config.prediction_type == "v_prediction"
     model = load_published_model(Path(alone.path))
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
+    job = smoke_test.describe(Path(alone.path), tiny_sdxl, None, digits(tmp_path, tiny_sdxl))
+    smoke_test.draw(job)
+    Path(alone.path, name).write_text(json.dumps({**config, "_class_name": "NoScheduler"}))
+    with pytest.raises(AttributeError, match="NoScheduler"):
+        smoke_test.draw(job)
 
 
 def test_the_card_of_adapters_loads_a_base_of_the_variant_fp16(

@@ -1,0 +1,75 @@
+"""Sources of tests, and their rows as the workers of a download read them."""
+
+import csv
+import gzip
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from configs.settings.recipe import Recipe
+from tasks import download
+from tasks.download import plan_parquet
+from tasks.download.download_shard import DownloadContext, planned_rows
+from tasks.download.row_fields_and_hash import Row
+from tasks.download.source_protocol import ServedAt
+
+CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
+ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]
+
+
+def make_recipe(source: dict[str, Any], store: Any = "memory://store", **settings: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {"path": "unused"},
+            "source": source,
+            "store": str(store),
+            "download": {"shard_size": 4, **settings},
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+        }
+    )
+
+
+def write_list(path: Path, rows: list[dict[str, Any]]) -> str:
+    kind = path.name.split(".")[1]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=4)
+        return str(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8", newline="") as stream:
+        if kind == "json":
+            json.dump(rows, stream)
+        elif kind in ("csv", "tsv"):
+            writer = csv.DictWriter(stream, list(rows[0]), delimiter="," if kind == "csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+def png(number: int) -> bytes:
+    buffer = BytesIO()
+    Image.new("RGB", (8, 8), (number, 60, 90)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def context(recipe: Recipe) -> DownloadContext:
+    key = plan_parquet.plan_key()
+    return DownloadContext(recipe.store, "", recipe.source, recipe.download, ServedAt(), key)
+
+
+def rows_of(recipe: Recipe, scratch: Path) -> list[Row]:
+    """All rows, read shard by shard as the workers do."""
+    rows = []
+    for number, shard in enumerate(download.plan(recipe).shards):
+        folder = scratch / f"{recipe.source.kind}-{number}"
+        folder.mkdir(exist_ok=True)
+        rows += planned_rows(shard, context(recipe), folder)
+    return rows

@@ -1,0 +1,169 @@
+"""Local sources: folders, links, names, and the encodings of text."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from source_rows import ROWS, make_recipe, png, rows_of, write_list
+
+from tasks import download
+from tasks.download.list_files import list_files
+from tasks.download.row_fields_and_hash import Row
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+
+
+def _folder(path: Path, names: Iterable[str]) -> None:
+    for number, name in enumerate(names):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(png(number))
+
+
+def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a.png", "sub/b.PNG", "c.png"])
+    (tmp_path / "in/a.txt").write_text("a cat\n")
+    (tmp_path / "in/sub/b.txt").write_bytes("\ufeffein Bär".encode())
+    (tmp_path / "in/notes.md").write_text("no picture")
+    rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
+    assert [row.captions for row in rows] == [("a cat",), ("",), ("ein Bär",)]
+    assert [Path(row.file or "").read_bytes() for row in rows] == [png(0), png(2), png(1)]
+    assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
+
+
+def test_a_folder_may_have_metadata_jsonl(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a.png", "b.png"])
+    lines = [
+        {"file_name": "b.png", "text": "second"},
+        {"file_name": "gone.png", "text": "lost"},
+        {"file_name": "a.png", "text": "first"},
+    ]
+    write_list(tmp_path / "in/metadata.jsonl", lines)
+    rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
+    assert [row.captions[0] for row in rows] == ["second", "lost", "first"]
+    assert rows[1] == Row("", ("lost",))
+    write_list(tmp_path / "in/metadata.jsonl", [{"file_name": "../secret.png", "text": ""}])
+    with pytest.raises(download.SourceError, match="leads out of the folder"):
+        download.plan(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}))
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_list(tmp_path / name / "rows.parquet", ROWS)
+    ls = LocalFileSystem.ls
+
+    def failing(fs: LocalFileSystem, path: str, **more: Any) -> Any:
+        if path.endswith("/b"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return ls(fs, path, **more)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", failing)
+    for path in (tmp_path, f"{tmp_path}/*/*.parquet"):
+        with pytest.raises(download.SourceError, match=r"cannot be read: .*Input/output error"):
+            list_files(str(path), (".parquet",))
+
+
+def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a.png", "ein Bär 🐻.png"])
+    recipe = make_recipe({"kind": "folder", "path": str(tmp_path / "in")})
+    assert len(rows_of(recipe, tmp_path)) == 2
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9.png")).write_bytes(png(3))
+    with pytest.raises(download.SourceError, match=r"caf\\udce9\.png' is not UTF-8: rename"):
+        download.plan(recipe)
+
+
+def test_a_picture_or_a_caption_behind_a_link_is_read_again_when_its_target_changes(
+    tmp_path: Path,
+) -> None:
+    there, folder = tmp_path / "there", tmp_path / "folder"
+    for path in (there, folder):
+        path.mkdir()
+    for name, content in (("a.png", png(1)), ("a.txt", b"a cat")):
+        (there / name).write_bytes(content)
+        (folder / name).symlink_to(there / name)
+    recipe = make_recipe({"kind": "folder", "path": str(folder)}, tmp_path / "store")
+    assert rows_of(recipe, tmp_path)[0].captions == ("a cat",)
+    (there / "a.txt").write_text("a dog")
+    [row] = rows_of(recipe, tmp_path)
+    assert row.captions == ("a dog",)
+    (there / "a.png").write_bytes(png(2))
+    assert rows_of(recipe, tmp_path)[0].sha256 != row.sha256
+
+
+def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
+    there, folder = tmp_path / "there", tmp_path / "folder"
+    for number, path in enumerate((there, folder)):
+        path.mkdir()
+        (path / f"{number}.png").write_bytes(png(number))
+    (folder / "more").symlink_to(there)
+    (folder / "again").symlink_to(folder)
+    (folder / "more_again").symlink_to(there)
+    (there / "up").symlink_to(folder)
+    found = [Path(file.name).name for file in list_files(str(folder), (".png",))]
+    assert sorted(found) == ["0.png", "1.png"]
+
+
+@pytest.mark.parametrize("text", ["ein Bär", "🐻"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "utf-16-be"])
+def test_captions_are_utf_8_or_utf_16_by_their_mark(
+    tmp_path: Path, text: str, encoding: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png(1))
+    mark = "\ufeff" if encoding.startswith("utf-16") else ""
+    (folder / "a.txt").write_bytes((mark + text).encode(encoding))
+    recipe = make_recipe({"kind": "folder", "path": str(folder)})
+    assert rows_of(recipe, tmp_path)[0].captions == (text,)
+
+
+def test_a_local_name_with_colons_is_no_chain_of_filesystems(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a::b.png").write_bytes(png(1))
+    (folder / "a::b.txt").write_text("a cat")
+    recipe = make_recipe({"kind": "folder", "path": str(folder)})
+    [row] = rows_of(recipe, tmp_path)
+    assert row.captions == ("a cat",) and row.url.startswith("sha256:")
+
+
+@pytest.mark.parametrize("value", ["ein Bär", ["ein Bär", "a bear"]])
+def test_text_in_binary_columns_is_utf_8(tmp_path: Path, value: Any) -> None:
+    is_list = isinstance(value, list)
+    captions = [one.encode() for one in value] if is_list else value.encode()
+    kind = pa.list_(pa.binary()) if is_list else pa.binary()
+    columns = {
+        "url": pa.array([b"http://example.org/\xc3\xa4.jpg", b"\xff"], pa.binary()),
+        "caption": pa.array([captions, None], kind),
+        "image": pa.array([png(1), png(2)], pa.binary()),
+        "more": pa.array(["Bär".encode(), None], pa.binary()),
+        "sha256": pa.array([bytes(range(200, 232)), b"AB" * 32], pa.binary()),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "list.parquet")
+    expected = tuple(value) if is_list else (value,)
+    path = str(tmp_path / "list.parquet")
+    named = {"caption_column": "caption", "additional_columns": ["more"]}
+    listed = {"kind": "urls", "path": path, "sha256_column": "sha256", **named}
+    rows = rows_of(make_recipe(listed), tmp_path)
+    assert [row.url for row in rows] == ["http://example.org/ä.jpg", r"\xFF"]
+    assert [row.sha256 for row in rows] == [bytes(range(200, 232)).hex(), "ab" * 32]
+    assert [row.additional["more"] for row in rows] == ["Bär", None]
+    assert [row.captions for row in rows] == [expected, ("",)]
+    dataset = make_recipe({"kind": "dataset", "path": path, "image_column": "image", **named})
+    rows = rows_of(dataset, tmp_path)
+    assert [row.captions for row in rows] == [expected, ("",)]
+    assert [row.additional["more"] for row in rows] == ["Bär", None]
