@@ -1,1 +1,1 @@
-"""Content keys, the artifact store and the shard formats; imports no other package of ours."""
+"""Content keys, the artifact store and the shard formats; imports only configs."""

@@ -72,8 +72,13 @@ def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
     return swap(fs, path, VersionedContent(None, None), data) is not None
 
 
-def remove(fs: AbstractFileSystem, path: str) -> bytes | None:
+def remove(
+    fs: AbstractFileSystem, path: str, is_meant: Callable[[bytes], bool] = lambda data: True
+) -> bytes | None:
     """Delete a plain file and return what it held; None if there is none, or another by then.
+
+    Args:
+        is_meant: called with what the file holds; if False, the file stays, and None is returned.
 
     A request that arrives late deletes nothing that was written meanwhile. If two processes delete
     a file at the same time, both may get its bytes: an answer can be lost, too.
@@ -86,12 +91,14 @@ def remove(fs: AbstractFileSystem, path: str) -> bytes | None:
                 data = stream.read()
         except FileNotFoundError:
             return None
+        if not is_meant(data):
+            return None
         with suppress(FileNotFoundError):
             os.unlink(path)
         return data
     swapper = _swapper(fs)
     seen = swapper.read(path)
-    if seen.data is None:
+    if seen.data is None or not is_meant(seen.data):
         return None
     deleted = swapper.delete(path, seen) or swapper.read(path).data is None
     return seen.data if deleted else None

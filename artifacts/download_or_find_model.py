@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import tempfile
@@ -17,7 +16,10 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
+from artifacts.cache_errors import caching
+from artifacts.delete_and_fetch_folders import fetch_files
 from artifacts.hashing import canonical_json, digest_bytes, digest_json
+from artifacts.remote_client_options_and_errors import is_full
 from configs.redact_errors_and_logs import one_line
 
 #: What a web server says about a file's version, without which it is fetched again.
@@ -70,6 +72,7 @@ def resolve_model(
 
     Raises:
         ModelNotFound: the location does not exist or cannot be fetched.
+        CacheUnusable: the cache of remote models cannot be written.
     """
     if (folder := local_model(path)) is not None:
         return folder
@@ -96,6 +99,7 @@ def resolve_file(path: str) -> Path:
 
     Raises:
         ModelNotFound: there is no such file, or it cannot be fetched.
+        CacheUnusable: the cache of remote models cannot be written.
     """
     if "://" not in path:
         with asking_for(path):
@@ -109,7 +113,7 @@ def resolve_file(path: str) -> Path:
         marks = [info.get(name) for name in HTTP_MARKS] if _is_web(path) else [fs.checksum(root)]
     target = _cached(path, [*marks, info.get("size")] if _is_web(path) else marks[0])
     if not any(marks) or not target.is_file():
-        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        with _beside(target) as temporary:
             part = Path(temporary, "file")
             with asking_for(path):
                 fs.get_file(root, str(part))
@@ -132,7 +136,7 @@ def asking_for(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each filesystem's client has errors of its own
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise
         # Every answer of a web server is the cause of a FileNotFoundError.
         cause = error.__cause__ if _is_web(path) and error.__cause__ else error
@@ -215,6 +219,7 @@ def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
 def _fetch_url(url: str) -> Path:
     try:
         fs, root = fsspec.core.url_to_fs(url)
+        fs.invalidate_cache()  # `find` asks the store, but `checksum` an earlier listing
         files = {p: fs.checksum(p) for p in sorted(fs.find(root))}
     except FileNotFoundError:
         files = {}
@@ -222,13 +227,14 @@ def _fetch_url(url: str) -> Path:
         raise ModelNotFound(f"model {url}: {error}") from None
     if not files:
         raise ModelNotFound(f"model {url}: no files there")
-    if outside := [path for path in files if ".." in path.split("/")]:
-        raise ModelNotFound(f"model {url}: {outside[0]!r} leads out of its folder")
     target = _cached(url, sorted(files.items()))
     if not target.is_dir():
-        with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        with _beside(target) as temporary:
             complete = Path(temporary, "model")
-            fs.get(root, str(complete), recursive=True)
+            try:
+                fetch_files(fs, root, files, str(complete))
+            except ValueError as error:
+                raise ModelNotFound(f"model {url}: {error}") from None
             try:
                 complete.rename(target)
             except OSError:
@@ -240,24 +246,31 @@ def _fetch_url(url: str) -> Path:
 def _cached(url: str, version: Any) -> Path:
     """The place in the cache of one version of a remote folder or file."""
     target = cache_folder() / "models" / digest_bytes(canonical_json([url, version]))
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with caching(cache_folder()):
+        target.parent.mkdir(parents=True, exist_ok=True)
     return target
+
+
+@contextmanager
+def _beside(target: Path) -> Iterator[str]:
+    """A temporary folder beside a place in the cache, for what will be there."""
+    with caching(cache_folder()), tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        yield temporary
 
 
 def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     from httpx2 import HTTPError
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, XetDownloadError
 
     skipped = [*HUB_SKIPPED, *HUB_VARIANTS]
     try:
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=list(files), ignore_patterns=skipped
-        )
+        with caching(Path(constants.HF_HUB_CACHE), "HF_HOME"):
+            folder = snapshot_download(
+                repo, revision=revision, allow_patterns=list(files), ignore_patterns=skipped
+            )
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            raise  # a full local disk does not mean that the model is missing
         why = hub_refusal(error, repo, revision)
         if _is_away(error):
             raise HubAway(f"model {repo}: no such folder, and {why}") from None
@@ -275,9 +288,16 @@ def _is_away(error: Exception) -> bool:
     return isinstance(error, TransportError) or isinstance(cause, TransportError)
 
 
+def was_not_reached(error: Exception) -> bool:
+    """Whether an error of huggingface_hub is of the connection: the hub has not answered."""
+    from httpx2 import ConnectError, TimeoutException
+
+    found = (error, error.__cause__)
+    return any(isinstance(one, ConnectError | TimeoutException) for one in found)
+
+
 def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
     """One line: the reason why the hub refused a model, and a remedy."""
-    from httpx2 import ConnectError, TimeoutException
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -294,9 +314,7 @@ def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
         return f"the hub has no such model visible to you: if it is private, {log_in}"
     if isinstance(error, RevisionNotFoundError):
         return f"the hub's model has no revision {revision}"
-    if isinstance(error, ConnectError | TimeoutException) or isinstance(
-        cause, ConnectError | TimeoutException
-    ):
+    if was_not_reached(error):
         return f"the hub cannot be reached at {constants.ENDPOINT}"
     reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
     return f"the hub could not serve it ({reason.strip()})"

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from artifacts.checksummed_files import read_record
-from artifacts.compare_and_swap import read, remove_checked
+from artifacts.compare_and_swap import read, remove, remove_checked
+from artifacts.delete_and_fetch_folders import delete_tree
 from artifacts.file_stamps import TICK
 from artifacts.gc_find_needed import DAY, Marks, is_held
 from artifacts.list_folder import (
@@ -30,6 +31,7 @@ from artifacts.list_folder import (
     size_of,
 )
 from artifacts.lock import LockLost, hold, seize
+from artifacts.remote_client_options_and_errors import file_info
 from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
 from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Store
 
@@ -244,13 +246,29 @@ class Collector:
         fs = self._store.fs
         if item.record is not None and not remove_checked(fs, item.record, check):
             return False  # another process is at it
+        if item.kind == "leftover" and item.paths[0].startswith(self._locks(item.stage)):
+            return self._remove_lock(item.paths[0])
         for path in item.paths:
             check()  # what a builder has written since is not ours to delete
             with suppress(FileNotFoundError):
-                fs.rm(path, recursive=True)
+                delete_tree(fs, path)
         if item.kind == "run":
             self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
         return True
+
+    def _locks(self, stage: str) -> str:
+        return f"{self._store.root}/{stage}/{LOCKS}/"
+
+    def _remove_lock(self, path: str) -> bool:
+        """Delete a shard's lock; False if a builder has taken it since: in a bucket it is one file.
+
+        The age is that of the state that is deleted, or of a later one.
+        """
+        fs = self._store.fs
+        with suppress(FileNotFoundError):
+            old = remove(fs, path, lambda _: self._is_old([file_info(fs, path)], DAY))
+            return old is not None
+        return False
 
     def _refresh(self) -> bool:
         """Mark again if a run has recorded something since; whether one has."""

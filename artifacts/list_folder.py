@@ -9,6 +9,7 @@ import math
 import uuid
 from collections.abc import Iterator
 from datetime import datetime
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -45,6 +46,14 @@ def files(fs: AbstractFileSystem, path: str, depth: float = math.inf) -> Iterato
             yield entry
         elif depth > 1:
             yield from files(fs, f"{path}/{name_of(entry)}", depth - 1)
+
+
+def matching(fs: AbstractFileSystem, folder: str, pattern: str) -> list[str]:
+    """Paths in a folder whose own names match, sorted: the folder's path is no pattern.
+
+    Raises as `entries`.
+    """
+    return sorted(e["name"] for e in entries(fs, folder) if fnmatchcase(name_of(e), pattern))
 
 
 def name_of(entry: Entry) -> str:

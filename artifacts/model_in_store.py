@@ -10,7 +10,9 @@ from pathlib import Path
 from filelock import FileLock
 from fsspec.core import url_to_fs
 
+from artifacts.cache_errors import caching
 from artifacts.checksummed_files import put_atomic
+from artifacts.delete_and_fetch_folders import fetch_files
 from artifacts.download_or_find_model import ModelNotFound, cache_folder
 from artifacts.store import Store
 
@@ -43,18 +45,21 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
 
     Raises:
         ModelNotFound: the store has no such model, or other bytes.
+        CacheUnusable: the cache cannot be written.
     """
     target = cache_folder() / "models" / digest
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):  # the other workers of this machine wait
+    with caching(cache_folder()):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    # The other workers of this machine wait.
+    with caching(cache_folder()), FileLock(f"{target}.lock"):
         if not target.is_dir():
             fs, root = url_to_fs(url)
+            names = fs.find(root)
+            if not names:
+                raise ModelNotFound(f"model {url}: no files there")
             with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
                 complete = Path(temporary, "model")
-                try:
-                    fs.get(root, str(complete), recursive=True)
-                except FileNotFoundError:
-                    raise ModelNotFound(f"model {url}: no files there") from None
+                fetch_files(fs, root, names, str(complete))
                 if digest_of(complete) != digest:
                     raise ModelNotFound(f"model {url}: it has other bytes than its name says")
                 complete.rename(target)

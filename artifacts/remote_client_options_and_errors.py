@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -83,6 +84,11 @@ def is_of_client(error: BaseException) -> bool:
 def is_forbidden(error: BaseException) -> bool:
     """Whether a store denies access: S3's client has no errno, Google's no type of its own."""
     return isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk, or the share of it that this user may have, is full."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_outage(error: BaseException) -> bool:

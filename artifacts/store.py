@@ -31,6 +31,7 @@ from artifacts.checksummed_files import (
     SMALL,
     Damaged,
     FileEntry,
+    decode_record,
     digest_files,
     encode_record,
     first_fault,
@@ -43,7 +44,7 @@ from artifacts.checksummed_files import (
     write_atomic,
     write_record,
 )
-from artifacts.compare_and_swap import NoSwap, create, remove_checked
+from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
@@ -58,7 +59,7 @@ LOCK = "lock.json"
 SHARDS = "shards"
 LOCKS = "locks"
 #: Folders of a store that are no stages.
-NO_STAGES = {"compiled", "models", "registries", "registry", "runs"}
+NO_STAGES = {"compiled", "models", "plans", "registries", "registry", "runs"}
 log = logging.getLogger("kiln")
 
 
@@ -382,19 +383,40 @@ class Store:
         """
         root = self.shards_path(stage)
         path = f"{root}/{key}.json"
+        record = None
         try:
             record = read_record(self.fs, path)
             if record and not isinstance(record.get("meta"), dict):
                 raise ValueError("its record has no facts")
             fault = None if record is None else first_fault(self.fs, root, record["files"])
         except ValueError as error:
-            record, fault = None, str(error)
+            fault = str(error)
         if fault is not None:
             log.warning("%s shard %s: %s; it will be rebuilt", stage, key[:12], fault)
             if discard:
-                self.fs.rm_file(path)
+                self._discard(path, record)
             return None
         return None if record is None else Shard(key, record["files"], record["meta"])
+
+    def _discard(self, path: str, record: dict[str, Any] | None) -> None:
+        """Delete a damaged shard's record, unless another run has deleted or replaced it.
+
+        Args:
+            record: what was read; None if the record itself is damaged.
+        """
+
+        def is_same(data: bytes) -> bool:
+            try:
+                return decode_record(data, path) == record
+            except Damaged:
+                return record is None
+
+        try:
+            remove(self.fs, path, is_same)
+        except OSError:
+            if not self.is_local:
+                raise
+            self.fs.rm_file(path)  # a disk does not give its bytes
 
     def committed_shards(self, stage: str, keys: Iterable[str]) -> Iterator[Shard | None]:
         """Each shard as its record says, in order; None if it has none. Files are not checked.

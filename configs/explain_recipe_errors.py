@@ -13,6 +13,12 @@ from configs.redact_urls import without_secrets
 from configs.settings import source
 from configs.settings.recipe import Recipe
 
+#: Type of pydantic's error -> what YAML the setting takes.
+_EXPECTED = {
+    **dict.fromkeys(("tuple_type", "list_type"), "it takes a list, such as [a, b]"),
+    **dict.fromkeys(("dict_type", "model_type"), "it takes a section, such as {name: value}"),
+}
+
 
 def explain(
     where: str,
@@ -65,7 +71,10 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
         return f"{dotted}: unknown setting ({hint_of(where[-1], known, prefix)})"
     if item["type"] == "missing":
         return f"{dotted}: missing; it must be set"
-    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "union_tag_invalid":
+        kinds, tag = item["ctx"]["expected_tags"].replace("'", "").split(", "), item["ctx"]["tag"]
+        return f"{dotted}.kind: {tag!r} is unknown ({hint_of(tag, kinds)})"
+    message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" and isinstance(item["input"], dict):
         # A validator of a whole section: its message names the settings.
         return f"{dotted}: {message}" if dotted else message

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from configs.redact_urls import has_secrets, is_secret_name
+from configs.redact_urls import has_secrets, is_secret
 
 
 def hide_secrets(settings: Any, name: str = "") -> Any:
@@ -15,6 +15,8 @@ def hide_secrets(settings: Any, name: str = "") -> Any:
         return {key: hide_secrets(value, key) for key, value in settings.items()}
     if isinstance(settings, list):
         return [hide_secrets(value, name) for value in settings]
-    if isinstance(settings, str) and (has_secrets(settings) or is_secret_name(name)):
-        return SecretStr(settings)
+    if isinstance(settings, SecretStr):
+        return settings
+    if is_secret(name, settings) or (isinstance(settings, str) and has_secrets(settings)):
+        return SecretStr(str(settings))
     return settings

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from configs.explain_recipe_errors import explain
 from configs.nearest_name import hint_of
 from configs.redact_errors_and_logs import one_line
-from configs.redact_urls import is_secret_name, without_secrets
+from configs.redact_urls import is_secret, without_secrets
 from configs.settings.recipe import Recipe
-from configs.strict_yaml import dump_yaml, parse_yaml
+from configs.strict_yaml import dump_yaml, parse_option, parse_yaml
 
 RECIPES = Path(__file__).parent
 
@@ -78,7 +78,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     if not sign or not key.strip():
         raise RecipeError(f"override {text!r}: write it as key=value, such as train.steps=100")
     try:
-        return key.strip(), parse_yaml(value)
+        return key.strip(), parse_option(value)
     except yaml.YAMLError:
         raise RecipeError(f"override {key}: the value is not valid YAML") from None
 
@@ -95,9 +95,9 @@ def _redacted(value: Any, name: str = "") -> Any:
         return {key: _redacted(item, key) for key, item in value.items()}
     if isinstance(value, list):
         return [_redacted(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    return "..." if is_secret_name(name) else without_secrets(value)
+    if is_secret(name, value):
+        return "..."
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

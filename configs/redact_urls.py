@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 #: Query parameters whose values are kept: they select a picture or its rendering. Of all others the
 #: value is removed, because each service has its own names for signatures and tokens.
@@ -12,12 +13,16 @@ HARMLESS = re.compile(
     re.IGNORECASE,
 )
 #: user:password@ or token@. A name without a colon is a revision (hf) or a container (Azure).
+#: A password of AWS may have slashes; digits before the first slash are a port.
 USERINFO = re.compile(
-    r"(?<=://)[^\s/?#:@]*:[^\s/?#]*@|(?<!hf)(?<!abfs)(?<!abfss)(?<!az)(://)[^\s/?#]*@"
+    r"(?<=://)[^\s/?#:@]*:(?:[^\s/?#]*|(?!\d*/)[^\s?#:@]*)@"
+    r"|(?<!hf)(?<!abfs)(?<!abfss)(?<!az)(://)[^\s/?#]*@"
 )
 #: Names of settings with a secret, such as beam.s3_secret_access_key.
 SECRET_NAME = re.compile(
-    r"[^.]*(secret|password|api_?key|access_key|credentials)[^.]*$|(?<!user_agent_)token$", re.I
+    r"[^.]*(secret|passw|passphrase|(api|access|account|private)_?key|connection_string"
+    r"|credentials)[^.]*$|(?<!user_agent_)token$",
+    re.I,
 )
 HTTP = re.compile("https?://", re.IGNORECASE)
 REMEDY = "set credentials in the environment (AWS_ACCESS_KEY_ID, HF_TOKEN, FSSPEC_...)"
@@ -48,6 +53,14 @@ def has_secrets(text: str) -> bool:
 def is_secret_name(name: str) -> bool:
     """Whether a setting of this (dotted) name holds a secret."""
     return SECRET_NAME.search(name) is not None
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether the value of a setting that is no section is a secret, by its name.
+
+    YAML reads a secret of digits as a number. Null and booleans are none.
+    """
+    return is_secret_name(name) and value is not None and not isinstance(value, bool)
 
 
 def check_read_url(url: str) -> str:

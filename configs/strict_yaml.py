@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -11,8 +12,8 @@ import yaml
 MOST_LEVELS = 50
 _BOOLEAN, _INTEGER, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float"))
 _MERGE = "tag:yaml.org,2002:merge"
-#: What PyYAML raises for a value that is not of its type, such as 2026-13-45.
-_INVALID = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+#: What PyYAML raises for a value that is not of its type, such as 2026-13-45 or "\UFFFFFFFF".
+_INVALID = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
 class _Loader(yaml.SafeLoader):
@@ -88,6 +89,20 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except _INVALID as error:
         raise yaml.YAMLError(f"a value is not of its type: {error}") from None
+
+
+def parse_option(text: str) -> Any:
+    """The value of an option, as of `parse_yaml`; unquoted text has no comments: `a #2` is whole.
+
+    Raises yaml.YAMLError.
+    """
+    found = parse_yaml(text)
+    node = yaml.compose(text, _Loader)
+    is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
+    rest = text if node is None else text[node.end_mark.index :]
+    if is_plain and rest.strip():
+        return parse_yaml(json.dumps(text.strip(), ensure_ascii=False))
+    return found
 
 
 def dump_yaml(value: Any) -> str:

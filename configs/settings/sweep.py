@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from configs.settings.base_section import Section
+from configs.settings.best_checkpoint import HOLDOUT_LOSS
 
 
 class Sweep(Section):
@@ -18,7 +19,7 @@ class Sweep(Section):
         "a grid.",
     )
     metric: str = Field(
-        "holdout_loss", description="Metric of the evaluation that selects the best trial."
+        HOLDOUT_LOSS, description="Metric of the evaluation that selects the best trial."
     )
     mode: Literal["min", "max"] | None = Field(
         None,

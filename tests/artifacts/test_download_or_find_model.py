@@ -2,8 +2,9 @@
 
 import errno
 import hashlib
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
 from store_servers import REMOTE, S3Server, UrlOf
 
+from artifacts.cache_errors import CacheFull, CacheUnusable
 from artifacts.check_model_available import check_file_available
 from artifacts.download_or_find_model import (
     HUB_FILES,
@@ -30,6 +32,8 @@ from artifacts.download_or_find_model import (
     resolve_file,
     resolve_model,
 )
+from artifacts.model_in_store import fetch_model
+from artifacts.store import Store
 
 SDXL = {
     "model_index.json",
@@ -62,6 +66,23 @@ def test_a_remote_model_is_copied_once_and_nothing_else_stays(remote: str) -> No
     assert list((cache_folder() / "models").iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("kind", REMOTE)
+def test_a_model_is_not_mixed_with_one_that_its_url_matches_as_a_pattern(
+    kind: str, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    url = url_of(kind)
+    fs, root = fsspec.core.url_to_fs(url)
+    for name in ("m1", "m[1]"):
+        fs.pipe_file(f"{root}/{name}/unet/config.json", name.encode())
+    own = resolve_model(f"{url}/m[1]")
+    assert (own / "unet/config.json").read_bytes() == b"m[1]"
+    staged = fetch_model(f"{url}/m[1]", digest_model(own), digest_model)
+    assert (staged / "unet/config.json").read_bytes() == b"m[1]"
+    with pytest.raises(ModelNotFound, match="no files there"):
+        fetch_model(f"{url}/none", "0", digest_model)
+
+
 def test_a_name_that_leads_out_of_a_remote_model_is_refused(
     s3: S3Server, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +93,8 @@ def test_a_name_that_leads_out_of_a_remote_model_is_refused(
     fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/../../../../outside.txt": b"evil"})
     with pytest.raises(ModelNotFound, match="leads out of its folder"):
         resolve_model(url)
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        fetch_model(url, "0", digest_model)
     assert not list(tmp_path.rglob("outside.txt"))
 
 
@@ -83,6 +106,8 @@ def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:
     assert after != before
     assert (after / "unet/config.json").read_bytes() == b"{}"
     assert (before / "unet/config.json").read_bytes() == b"[]"
+    Store(remote).fs.pipe_file(f"{root}/model.sig", b"by another client")
+    assert (resolve_model(remote) / "model.sig").read_bytes() == b"by another client"
 
 
 def test_a_remote_file_is_copied_once_per_version(remote: str) -> None:
@@ -255,9 +280,9 @@ def test_a_bucket_that_does_not_answer_is_no_missing_file(s3_away: None) -> None
 
 def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file is in the way")
-    with pytest.raises(OSError) as raised:
-        resolve_model(remote)
-    assert raised.value.errno in (errno.ENOTDIR, errno.EEXIST)
+    for resolve in (resolve_model, lambda url: resolve_file(f"{url}/unet/config.json")):
+        with pytest.raises(CacheUnusable, match=r"Not a directory\): set KILN_CACHE to a writable"):
+            resolve(remote)
 
 
 @pytest.mark.parametrize(
@@ -383,9 +408,25 @@ def test_a_full_disk_is_no_missing_model(
     blobs = tmp_path / "hub/models--some--model/blobs"
     blobs.mkdir(parents=True)
     (blobs / f"{digest.hexdigest()}.{UUID(int=0).hex[:8]}.incomplete").symlink_to("/dev/full")
-    with pytest.raises(OSError) as raised:
+    with pytest.raises(CacheFull, match=f"no space left for the cache {tmp_path}/hub: .* HF_HOME"):
         resolve_model("some/model")
-    assert raised.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("resolve", [resolve_model, lambda url: resolve_file(f"{url}/a.json")])
+def test_a_full_cache_says_where_to_free_space(
+    remote: str, monkeypatch: pytest.MonkeyPatch, number: int, resolve: Callable[[str], Path]
+) -> None:
+    fs, root = fsspec.core.url_to_fs(remote)
+    fs.pipe_file(f"{root}/a.json", b"")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))  # as `write`, which names no file
+
+    monkeypatch.setattr(fs, "get_file", full)
+    monkeypatch.setattr(fs, "get", full)
+    with pytest.raises(CacheFull, match=f"no space left for the cache {cache_folder()}: free"):
+        resolve(remote)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from artifacts import run_records
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
 from artifacts.compare_and_swap import read, remove, swap
+from artifacts.delete_and_fetch_folders import delete_tree
 from artifacts.file_stamps import TICK
 from artifacts.gc_delete_unneeded import PAUSE, Collector, Garbage
 from artifacts.gc_find_needed import Marks, mark, needed_by
-from artifacts.lock import hold, read_owner
+from artifacts.list_folder import Entry, checksum, files, modified
+from artifacts.lock import Lock, hold, read_owner
+from artifacts.remote_client_options_and_errors import file_info
 from artifacts.run_records import GarbageUnsure, record_run, runs
 from artifacts.store import Artifact, Store
 
@@ -97,6 +102,21 @@ def test_only_unreferenced_artifacts_are_garbage(store: Store) -> None:
     assert store.shard("download", "shard2") is None
     assert store.shard("download", "shard1") is not None
     assert list(collector(store).garbage()) == []
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_gc_deletes_nothing_of_a_store_that_its_own_url_matches_as_a_pattern(
+    kind: str, url_of: UrlOf
+) -> None:
+    url = url_of(kind)
+    beside, own = Store(f"{url}/run1"), Store(f"{url}/run[1]")
+    for store in (beside, own):
+        make(store, "train", 1)
+    found = collector(own)
+    assert len(list(found.delete(list(found.garbage())))) == 2
+    assert list(files(own.fs, f"{own.root}/train/shards")) == []
+    (kept,) = beside.artifacts()
+    assert beside.fault(kept, deep=True) is None
 
 
 def test_gc_keeps_what_a_live_builder_works_on(store: Store) -> None:
@@ -216,15 +236,15 @@ def test_a_gc_paused_between_two_files_keeps_the_second_of_a_builder(
     found = collector(store)
     (item,) = list(found.garbage())
     monkeypatch.setattr("artifacts.lock.EXPIRY_SECONDS", 0.0)
-    deleted, rm = list[str](), store.fs.rm
+    deleted = list[str]()
 
-    def paused(path: str, recursive: bool = False) -> None:
-        rm(path, recursive=recursive)
+    def paused(fs: Any, path: str) -> None:
+        delete_tree(fs, path)
         deleted.append(path)
         lock = f"{store.root}/train/{parts.key}/lock.json"
         swap(store.fs, lock, read(store.fs, lock), b'{"token": "of a builder"}')
 
-    monkeypatch.setattr(store.fs, "rm", paused)
+    monkeypatch.setattr("artifacts.gc_delete_unneeded.delete_tree", paused)
     assert list(found.delete([item])) == []
     assert len(deleted) == 1
 
@@ -401,6 +421,56 @@ def test_gc_keeps_the_lock_of_a_shard_that_is_being_built(local: Store) -> None:
         assert list(found.delete(list(found.garbage()))) == []
         lock.renew()
         lock.check()
+
+
+@pytest.mark.parametrize("taken", ["before the deletion", "after its age was asked"])
+def test_gc_keeps_an_old_lock_of_a_shard_that_a_builder_takes(
+    store: Store, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a bucket, it is the same file."""
+    model = make(store, "train", 1)
+    with store.shard_lock("train", "shard9"):
+        pass
+    (left,) = files(store.fs, f"{store.root}/train/locks")
+    known = checksum(left) or left["name"]
+
+    def aged(entry: Entry) -> float:
+        return modified(entry) - (2 * DAY if known in (checksum(entry), entry["name"]) else 0)
+
+    monkeypatch.setattr("artifacts.gc_delete_unneeded.modified", aged)
+    found, locks, held = collector(store, model, min_age=DAY), list[Lock](), ExitStack()
+    items = list(found.garbage())
+    assert kinds(items) == [("train", "leftover")]
+
+    def taken_late(fs: Any, path: str) -> Any:
+        info = file_info(fs, path)
+        locks.append(held.enter_context(store.shard_lock("train", "shard9")))
+        return info
+
+    def delete() -> None:
+        with held:
+            if taken == "before the deletion":
+                locks.append(held.enter_context(store.shard_lock("train", "shard9")))
+            else:
+                monkeypatch.setattr("artifacts.gc_delete_unneeded.file_info", taken_late)
+            deleted = list(found.delete(items))
+            assert deleted == [] or store.is_local, "a disk's old lock is another file"
+            (lock,) = locks
+            lock.renew()
+            lock.check()
+
+    copy_context().run(delete)  # a builder's lock outlives the collection's, which stays held here
+
+
+def test_gc_deletes_an_old_lock_of_a_shard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(store, "train", 1)
+    with store.shard_lock("train", "shard9"):
+        pass
+    present = time.time() + 2 * DAY
+    monkeypatch.setattr("artifacts.gc_delete_unneeded.present_time", lambda *_: present)
+    found = collector(store, model, min_age=3 * DAY)
+    assert kinds(found.delete(list(found.garbage()))) == [("train", "leftover")]
+    assert list(files(store.fs, f"{store.root}/train/locks")) == []
 
 
 def test_gc_deletes_unused_compiled_programs_and_staged_models(

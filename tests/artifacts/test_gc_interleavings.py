@@ -18,6 +18,7 @@ from store_servers import UrlOf
 from artifacts import compare_and_swap, gc_delete_unneeded, run_records
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
+from artifacts.delete_and_fetch_folders import delete_tree
 from artifacts.gc_delete_unneeded import Collector
 from artifacts.gc_find_needed import mark
 from artifacts.lock import Lock, hold
@@ -211,7 +212,6 @@ def test_a_run_keeps_what_it_finds_during_a_collection(
     url, deleted = url_of(kind), set[int]()
     for number, order in enumerate(chosen()):
         store = Store(f"{url}/{number}")
-        remove = store.fs.rm
         run = case(store, tmp_path)
         collector = Collector(store, lambda store=store: mark(store, [], 30), min_age=0)  # type: ignore[misc]
         items = list(collector.garbage())
@@ -219,16 +219,16 @@ def test_a_run_keeps_what_it_finds_during_a_collection(
             "shard" if case is built_from_a_shard else "artifact"
         }
 
-        def removing(path: str, recursive: bool = False, remove: Any = remove) -> None:
+        def removing(fs: Any, path: str) -> None:
             stop("rm")
-            remove(path, recursive)
+            delete_tree(fs, path)
 
         def collect(collector: Collector = collector, items: Any = items) -> None:
             deleted.add(len(list(collector.delete(items))))
 
-        monkeypatch.setattr(store.fs, "rm", removing)
-        interleave(order, collect, run)
-        monkeypatch.setattr(store.fs, "rm", remove)
+        with monkeypatch.context() as patch:
+            patch.setattr(gc_delete_unneeded, "delete_tree", removing)
+            interleave(order, collect, run)
         recorded = {one.path.rpartition("/")[2]: one.keys for one in runs(store)}
         assert recorded["a-run.json"] == {("train", PARTS.key)}, order
     assert deleted >= {0, len(items)}

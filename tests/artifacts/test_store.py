@@ -19,12 +19,12 @@ from artifacts import checksummed_files
 from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
 from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged, FileEntry
+from artifacts.checksummed_files import Damaged, FileEntry, encode_record, first_fault
 from artifacts.file_stamps import TICK
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import files, name_of, subfolders
 from artifacts.lock import Lock, LockLost, seize
-from artifacts.store import Artifact, Draft, Store, StoreError
+from artifacts.store import Artifact, Draft, Shard, Store, StoreError
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 
@@ -223,6 +223,43 @@ def test_a_shard_half_written_is_not_there(any_store: Store) -> None:
     any_store.fs.makedirs(any_store.shards_path("encode"), exist_ok=True)
     any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/k2.tar", b"half")
     assert any_store.shard("encode", "k2") is None
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_damaged_shard_is_discarded_once(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    """Another run finds the damage too, and is first, perhaps with a new shard."""
+    (tmp_path / "x").write_bytes(b"tar bytes")
+
+    def commit(by: str) -> Shard:
+        return any_store.commit_shard("encode", "k", {".tar": str(tmp_path / "x")}, {"by": by})
+
+    def other_first(*given: Any, **more: Any) -> str | None:
+        fault = first_fault(*given, **more)
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "first_fault", first_fault)
+            assert any_store.shard("encode", "k", discard=True) is None
+        if committed:
+            commit("the other")
+        return fault
+
+    (tar,) = commit("us").files
+    any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/{tar.path}", b"tar bytez")
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "first_fault", other_first)
+        assert any_store.shard("encode", "k", discard=True) is None
+    found = any_store.shard("encode", "k")
+    assert (found and found.meta) == ({"by": "the other"} if committed else None)
+
+
+@pytest.mark.parametrize("data", [b"{}", encode_record({"files": []})])
+def test_a_damaged_record_of_a_shard_is_discarded(any_store: Store, data: bytes) -> None:
+    path = f"{any_store.shards_path('encode')}/k.json"
+    any_store.fs.makedirs(any_store.shards_path("encode"), exist_ok=True)
+    any_store.fs.pipe_file(path, data)
+    assert any_store.shard("encode", "k", discard=True) is None
+    assert not any_store.fs.exists(path)
 
 
 def test_two_builders_of_one_shard_each_record_their_own_whole_file(tmp_path: Path) -> None:

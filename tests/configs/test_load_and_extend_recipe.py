@@ -43,7 +43,10 @@ def test_documented_recipes_exist() -> None:
         ({"train.steps": 0}, "train.steps: Input should be greater than 0 (got 0)"),
         ({"runtime": "tpu"}, "runtime: Input should be 'torch'"),
         ({"name.x": 1}, "name is a value, not a section"),
-        ({"source.kind": "ftp"}, "source"),
+        ({"source.kind": "ftp"}, "source.kind: 'ftp' is unknown (there are: "),
+        ({"source.kind": "folders"}, "'folders' is unknown (did you mean folder?)"),
+        ({"publish.gate": "cmmd < base"}, "publish.gate: it takes a list, such as [a, b] (got"),
+        ({"evaluate.prompts.new": ["a"]}, "evaluate.prompts.new: it takes a section, such as {"),
         ({"train.fsdp": True}, "train: fsdp must be a number, not true"),
         ({"train.caption_dropout_rate": False}, "caption_dropout_rate must be a number, not fals"),
         ({"encode.holdout": 1.0}, "encode.holdout: Input should be less than 1 (got 1.0)"),
@@ -210,13 +213,22 @@ def test_a_section_that_is_null_in_a_dumped_recipe_can_be_set(
         ("train.mixed_precision=no", ("train.mixed_precision", "no")),  # as YAML 1.2 has it
         ("train.deterministic=true", ("train.deterministic", True)),
         ("store=gs://b/x=y", ("store", "gs://b/x=y")),
+        ("store=/data/run #2", ("store", "/data/run #2")),
+        ("store= #2 é😀 ", ("store", "#2 é😀")),
+        ("train.steps=10 # ten", ("train.steps", "10 # ten")),
+        ("store='/data/run #2' # quoted", ("store", "/data/run #2")),
+        ("publish.gate=[a] # a list", ("publish.gate", ["a"])),
+        ("train.lora=null ", ("train.lora", None)),
+        ("train.lora=", ("train.lora", None)),
     ],
 )
 def test_override_values_are_yaml(text: str, expected) -> None:
     assert parse_override(text) == expected
 
 
-@pytest.mark.parametrize("text", ["train.steps", "=3", "a=["])
+@pytest.mark.parametrize(
+    "text", ["train.steps", "=3", "a=[", "a=b #\0", "a=b #\ud800", r'a="\UFFFFFFFF"']
+)
 def test_invalid_override_raises(text: str) -> None:
     with pytest.raises(RecipeError, match="override"):
         parse_override(text)
@@ -244,6 +256,13 @@ def test_dumped_recipe_has_no_secrets() -> None:
     text = dump(load_recipe("digits", given))
     assert "example.org/list" in text and "s3_secret_access_key: '...'" in text
     assert not any(word in text for word in ("secret@", "hidden", "concealed"))
+
+
+def test_a_dumped_recipe_has_no_secret_of_digits() -> None:
+    secrets = {"beam.s3_secret_access_key": 5550123456, "beam.s3_session_token": [1.5]}
+    text = dump(load_recipe("digits", {**secrets, "beam.s3_access_key_id": None}))
+    assert "s3_secret_access_key: '...'" in text and "s3_access_key_id: null" in text
+    assert "5550123456" not in text and "1.5" not in text
 
 
 @pytest.mark.parametrize("url", ["s3://key:hidden@bucket/a", "https://example.org/a?sig=hidden"])
