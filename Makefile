@@ -32,7 +32,7 @@ test extended soak: export KILN_MUST_RUN ?= torch jax xla mindspore hpu npu $(if
 .PHONY: help demo environments setup setup-cuda setup-jax-tpu setup-xla-tpu setup-plan setup-oldest setup-browser setup-fidelity setup-deploy setup-xla setup-mindspore FORCE quick test extended soak faults fuzz chaos lint format ui clean
 
 help:
-	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of processor time after set-up)"
+	@echo "make demo    fine-tune, evaluate and publish a model of digits (5 minutes of CPU time after set-up)"
 	@echo "make quick   unit tests, in under a minute"
 	@echo "make test    lint, types and tests (of some runtimes: RUNTIMES=\"torch jax\")"
 	@echo "make extended  tests of further runtimes, engines, stores and settings"

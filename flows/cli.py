@@ -25,6 +25,7 @@ from configs.recipe_json_schema import json_schema
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 from configs.settings.generate import read_settings
 from configs.settings.recipe import StageName
+from flows.error_as_json import error_as_json
 from flows.exit_codes import FAILED, INTERRUPTED, REJECTED, WRONG_INPUT
 from runtimes.process.memory import collect_garbage_rarely
 
@@ -117,6 +118,14 @@ def _parsed(override: list[str] | None) -> dict[str, Any]:
     return dict(parse_override(text) for text in override or [])
 
 
+def _checked(recipe: str, override: list[str] | None, *, as_json: bool) -> dict[str, Any]:
+    """The overrides of a valid recipe; wrong input is reported before slow imports and servers."""
+    with error_as_json(as_json):
+        overrides = _parsed(override)
+        load_recipe(recipe, overrides)
+    return overrides
+
+
 def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> None:
     """Run a flow; a rejected model is an exit code."""
     from flows import runner
@@ -145,8 +154,7 @@ def run(
     Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 2 wrong
     input (nothing was started), 1 failed.
     """
-    overrides = _parsed(override)
-    load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
+    overrides = _checked(recipe, override, as_json=as_json)
     _run(
         "finetune",
         recipe=recipe,
@@ -169,8 +177,7 @@ def retrain(
     Exit code: 0 published or unchanged, 3 rejected by the gate, 2 wrong input (nothing was
     started), 1 failed.
     """
-    overrides = _parsed(override)
-    load_recipe(recipe, overrides)  # report wrong input before slow imports and servers
+    overrides = _checked(recipe, override, as_json=as_json)
     _run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
 
 
@@ -188,8 +195,9 @@ def sweep(
 
     --set adds to the recipe's `sweep.values`. Exit codes are those of `kiln run`.
     """
-    overrides = add_values(_parsed(override), values or ())
-    load_trials(recipe, overrides)  # report wrong input before slow imports and servers
+    with error_as_json(as_json):  # report wrong input before slow imports and servers
+        overrides = add_values(_parsed(override), values or ())
+        load_trials(recipe, overrides)
     _run("sweep", recipe=recipe, overrides=overrides, as_json=as_json)
 
 
@@ -199,8 +207,7 @@ def watch(recipe: RecipeArgument, override: Overrides = None, as_json: AsJson = 
 
     A change is the event `kiln.source.changed`, on which deploy/prefect.yaml starts `retrain`.
     """
-    overrides = _parsed(override)
-    load_recipe(recipe, overrides)  # report wrong input before slow imports
+    overrides = _checked(recipe, override, as_json=as_json)
     from flows import runner
 
     runner.watch(recipe=recipe, overrides=overrides, as_json=as_json)
@@ -227,11 +234,14 @@ def generate(
 
     The settings are those of docs/generation.md, such as seed=7 or scheduler=ddim.
     """
-    settings = _parsed(override)
-    if file is not None and "file" in settings:
-        raise RecipeError("generate: --from-file and -o file exclude each other")
-    settings |= {} if file is None else {"file": file}
-    read_settings(model, prompts, settings)  # report wrong input before servers start
+    with error_as_json(as_json):  # report wrong input before servers start
+        settings = _parsed(override)
+        if file is not None and "file" in settings:
+            raise RecipeError("generate: --from-file and -o file exclude each other")
+        settings |= {} if file is None else {"file": file}
+        if not prompts and "file" not in settings:
+            raise RecipeError("generate: it has no prompt: give one, or --from-file")
+        read_settings(model, prompts, settings)
     from flows import runner
 
     runner.generate(
@@ -505,17 +515,18 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; run the same command to resume", INTERRUPTED)
     except Exception as error:
-        from artifacts.remote_client_options_and_errors import is_of_client
         from flows.prefect_settings import wrong_prefect_setting
-        from tasks.build_or_reuse import is_ours
+        from tasks.build_or_reuse import is_ours, storage_error
 
         if (why := wrong_prefect_setting(error)) is not None:
             _fail(why, WRONG_INPUT)
-        if is_of_client(error):
-            _fail(f"the store cannot be used now ({one_line(error)})", FAILED)
-        if not is_ours(error):
+        if type(error).__module__.partition(".")[0] == "httpx":  # no store's client has it
+            why = f"Prefect's server does not answer ({one_line(error)})"
+            _fail(f"{why}: run the same command to resume", FAILED)
+        found = storage_error(None, error)
+        if not is_ours(found):
             raise
-        _fail(str(error), WRONG_INPUT if isinstance(error, ValueError) else FAILED)
+        _fail(str(found), WRONG_INPUT if isinstance(found, ValueError) else FAILED)
 
 
 def _fail(message: Any, code: int) -> None:

@@ -140,6 +140,8 @@ REMEDIES = {
     "SourceError": "Correct the section `source` ([recipes.md](recipes.md#sources)).",
     "TooManyFailed": "Look at the outcomes. Raise the named limit of `download`, or mend the list.",
     "ModelNotFound": "Correct the path or the hub id. Check the network, and `HF_TOKEN`.",
+    "CacheUnusable": "Set `KILN_CACHE` (for models of the hub, `HF_HOME`) to a writable folder.",
+    "CacheFull": "Free space on its disk, or set the variable of the message, and run again.",
     "HubAway": "Check the network, and run again later. A run on a work pool waits.",
     "GateError": "Correct the rule ([recipes.md](recipes.md#the-gate)).",
     "Rejected": "Change training, data or rules. The exit code is 3.",

@@ -105,8 +105,8 @@ def train(run: Run, latents: StageResult) -> StageResult:
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(encoded.uri))
     prompts = sample_prompts(run.recipe)
-    score = SampleScorer(run.recipe.evaluate.judges, run.clip, prompts)
-    parts = train_stage.key_parts(run.recipe, encoded, run.base, run.clip)
+    score = SampleScorer(run.recipe.evaluate.judges, run.measuring.clip, prompts)
+    parts = train_stage.key_parts(run.recipe, encoded, run.base, run.measuring.clip)
     progress = run.begin(parts)
     build = partial(
         train_stage.build,
@@ -174,7 +174,7 @@ def publish(
     evaluated: StageResult,
 ) -> StageResult:
     """Publish the model if it passes the gate; a new version becomes the champion."""
-    run.check_champion(trained.digest)
+    run.check_start_is_champion(trained.digest)
     before = (images, latents, trained, evaluated)
     pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)

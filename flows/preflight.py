@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
@@ -36,6 +35,7 @@ from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.pipeline_folder.describe_encoders import read_config as read_model_config
+from runtimes.pipeline_folder.weight_files import stored_weight_files
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import BEAM_STAGES, Workers, beam_options, check_workers, workers_of
@@ -43,18 +43,19 @@ from tasks.build_or_reuse import storage_error
 from tasks.check_places import check_places
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.evaluate import holdout_loss
 from tasks.evaluate import stage as evaluate
+from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
-from tasks.publish.assemble_pipeline import missing_weights, pipeline_weight_files
+from tasks.publish.assemble_pipeline import missing_weights
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_rules, parse_rule
 from tasks.publish.sign_model import check_key
 from tasks.tpu import launch
+from tasks.train import warn_of_warmup
 
 log = logging.getLogger("kiln")
 
@@ -89,7 +90,8 @@ def prepare(
         if recipe.tpu is not None:
             launch.check(recipe.tpu, recipe.store, recipe.train)
         _check_monitoring(recipe)
-        _warn_of_settings(recipe.train)
+        _warn_of_lora(recipe.train)
+        warn_of_warmup(recipe.train)
     if "download" in built:  # a sent stage may be on a pool that does not reach the source
         download.check(recipe)
     _check_workers(recipe, stages)
@@ -99,8 +101,7 @@ def prepare(
     _check_license(recipe, model)
     run_id = run_id or str(uuid.uuid4())
     return Run(
-        *(recipe, store, model, vae),
-        **_check_measuring_models(recipe, stages),
+        *(recipe, store, model, vae, _check_measuring_models(recipe, stages)),
         id=run_id,
         retry_run=run_id if retry_failed else None,
         force=force,
@@ -224,14 +225,9 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_workers(recipe, stages)
 
 
-def _warn_of_settings(settings: Train) -> None:
-    """Warn of settings that are valid, and seldom meant."""
+def _warn_of_lora(settings: Train) -> None:
     if settings.method == "full" and settings.lora != Lora():
         log.warning("train.lora has no effect: train.method full trains all weights")
-    warmup, steps = settings.lr_warmup_steps, settings.steps
-    if settings.epochs is None and warmup > steps:
-        words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
-        log.warning(words, warmup, steps)
 
 
 def _check_monitoring(recipe: Recipe) -> None:
@@ -307,8 +303,8 @@ def _naming(setting: str) -> Iterator[None]:
         raise type(error)(f"{setting}: {error}") from None
 
 
-def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, Any]:
-    """Check the models that measure pictures; returns their folders and the weights file."""
+def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> MeasuringModels:
+    """Check the models that measure pictures, and find their local copies."""
     settings = recipe.evaluate
     clip, encoder = _resolved("evaluate.clip", settings.clip), None
     check_clip(clip)
@@ -326,8 +322,7 @@ def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> dict
         inception = resolve_file(settings.inception)
         if "evaluate" in stages:
             check_inception(inception, settings.inception)
-    found = {"clip": clip, "image_encoder": encoder, "preference_models": judges}
-    return {**found, "inception": inception}
+    return MeasuringModels(clip, encoder, judges, inception)
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:
@@ -349,7 +344,7 @@ def _check_weights(model: Path, vae: Path | None) -> None:
     missing = [part for part in missing_weights(model) if part != "vae" or vae is None]
     if missing:
         raise ModelNotFound(f"model {model}: no .safetensors weights in {', '.join(missing)}")
-    if vae is not None and not pipeline_weight_files(folder := vae_path(model, vae)):
+    if vae is not None and not stored_weight_files(folder := vae_path(model, vae)):
         raise ModelNotFound(f"model.vae {folder}: it has no .safetensors weights")
 
 
@@ -369,7 +364,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     else:
         return
     for rule in map(parse_rule, recipe.publish.gate):
-        if rule.metric.startswith(holdout_loss.NAME) and rule.model == "base":
+        if rule.metric.startswith(HOLDOUT_LOSS) and rule.model == "base":
             raise RecipeError(
                 f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
                 "of the tuned model differ from the base's: remove the rule"

@@ -68,7 +68,8 @@ def compare(run: Run) -> Compared:
             log.info("retrain: unchanged: %s", why)
         elif champion is not None and run.recipe.retrain.start == "champion":
             start = champion.load(run.store, "train", champion.trained)
-            continue_training.check_start(run.recipe, run.base, start)
+            latents = champion.load(run.store, "encode", champion.latents)
+            continue_training.check_start(run.recipe, run.base, start, latents)
     return Compared(champion, changes, why)
 
 
@@ -87,9 +88,10 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
-        parts = train_stage.key_parts(recipe, selected, run.base, run.clip, start, encoded)
+        models = (run.base, run.measuring.clip)
+        parts = train_stage.key_parts(recipe, selected, *models, start, encoded)
     prompts = sample_prompts(recipe)
-    score = SampleScorer(recipe.evaluate.judges, run.clip, prompts)
+    score = SampleScorer(recipe.evaluate.judges, run.measuring.clip, prompts)
     progress = run.begin(parts)
     build = partial(
         continue_training.build,
@@ -106,8 +108,8 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
 
 @task(**stage_task("conclude"))
 @redacted_errors()
-def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, Any]:
-    """Record the decision, and show what changed, the metrics and the verdict."""
+def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> None:
+    """Record the decision, with the evaluation and the verdict as its parents."""
     parts = decision.key_parts(run.recipe, changes, run.champion, run.model_digests())
     run.begin(parts)
     build = partial(decision.build, changes, report)
@@ -118,7 +120,6 @@ def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> dict[str, An
     judged = verdict_of(run.store, report)
     parents |= {} if judged is None else {rejection_artifact.STAGE: judged}
     build_or_reuse(run.store, parts, build, parents=parents)
-    return report
 
 
 @flow(name="retrain", flow_run_name="retrain {recipe}")
@@ -172,8 +173,7 @@ def _retrain(run: Run) -> Any:
     if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
         return _unchanged(run, changes, why, facts)
-    continues = champion is not None and run.recipe.retrain.start == "champion"
-    training = continue_from_champion if continues else train
+    training = training_task(run.recipe, champion)
     trained = waiting_task(training, run.recipe)(given, latents)
     evaluated = waiting_task(evaluate, run.recipe)(given, images, latents, trained)
     published = publish(given, images, latents, trained, evaluated)
@@ -184,6 +184,12 @@ def _retrain(run: Run) -> Any:
         log.warning("retrain: the decision is not recorded: an equal retraining may run again")
     _show(run, changes, report)
     return final_state(report, states[-1])
+
+
+def training_task(recipe: Recipe, champion: object | None) -> Any:
+    """The Prefect task that continues the champion's training, or trains from the base."""
+    continues = champion is not None and recipe.retrain.start == "champion"
+    return continue_from_champion if continues else train
 
 
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:

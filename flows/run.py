@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -21,11 +21,11 @@ from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, storing
 from tasks.check_places import settings_to_send
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.evaluation_inputs import EvalInputs, measuring_models, model_digests
+from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.progress import Progress
 from tasks.publish import stage as publish
 from tasks.publish.model_registry import Version
-from tasks.retrain.champion import Champion, check_champion
+from tasks.retrain.champion import Champion, check_start_is_champion
 from tasks.retrain.source_changes import plan_changes
 
 
@@ -46,11 +46,8 @@ class Run:
     store: Store
     base: Path  # pipeline folder
     vae: Path | None
-    clip: Path
+    measuring: MeasuringModels
     id: str  # of the flow run
-    image_encoder: Path | None = None  # vision model of the metrics; None: clip
-    preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
-    inception: Path | None = None  # weights file; None: no metrics of Inception
     retry_run: str | None = None  # the run that fetches rows with transient failures again
     champion: Champion | None = None  # the champion that a retraining starts from
     force: str | None = None  # the reason to publish a model that fails the gate
@@ -71,16 +68,12 @@ class Run:
         if self.champion is not None:
             compared = self.champion.comparison_set(self.recipe, self.store, latents)
             images, latents = compared or (images, latents)
-        models = (self.base, self.vae, *self._measuring)
+        models = (self.base, self.vae, self.measuring)
         return EvalInputs(self.recipe, images, latents, *models, training_images=training)
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures."""
-        return model_digests(self.base, self.vae) | measuring_models(*self._measuring)
-
-    @property
-    def _measuring(self) -> tuple[Path, Path | None, Mapping[str, Path], Path | None]:
-        return self.clip, self.image_encoder, self.preference_models, self.inception
+        return model_digests(self.base, self.vae) | self.measuring.digests()
 
     def plan(self) -> download.DownloadPlan:
         """The shards of the source; a retraining keeps those of the champion.
@@ -127,14 +120,14 @@ class Run:
         send = partial(self.send, before=before)
         return partial(evaluate.metrics_of_published, given, evaluated, self.begin, send=send)
 
-    def check_champion(self, model: str) -> None:
+    def check_start_is_champion(self, model: str) -> None:
         """Raise StageFailed unless the champion is the start of a retraining, or its own model.
 
         Args:
             model: digest of its weights.
         """
         if self.champion is not None:
-            check_champion(self.recipe, self.champion, model)
+            check_start_is_champion(self.recipe, self.champion, model)
 
     def begin(self, parts: KeyParts) -> Progress:
         """Record that this run needs a stage; returns the progress of building it."""

@@ -15,11 +15,11 @@ from prefect.states import Completed
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import Recipe
-from flows.finetune import download, encode, evaluate, report_of, train
+from flows.finetune import download, encode, evaluate, report_of
 from flows.logs import log_to_prefect
 from flows.parameters import Settings
 from flows.preflight import prepare
-from flows.retrain import continue_from_champion
+from flows.retrain import training_task
 from flows.run import Run, Sent
 from flows.send_stage import FLOW
 from flows.task_settings import may_pass, without_edges
@@ -76,8 +76,7 @@ def run_stage(
 def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
     """The Prefect task that builds the stage."""
     if stage == "train":
-        continues = champion is not None and recipe.retrain.start == "champion"
-        return continue_from_champion if continues else train
+        return training_task(recipe, champion)
     return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
 
 

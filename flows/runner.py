@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal
+from urllib.request import getproxies
 
 from rich.console import Console
 from rich.progress import (
@@ -27,6 +25,8 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import STAGES, Recipe, StageName
+from flows.error_as_json import error_as_json
+from flows.own_prefect_server import start_server
 from tasks import progress
 
 logger = logging.getLogger("kiln")
@@ -41,7 +41,7 @@ def run(
 ) -> dict[str, Any]:
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
     _prepare_prefect()
-    with _error_as_json(as_json):
+    with error_as_json(as_json):
         if configured_server() is None:
             recipe = load_recipe(arguments["recipe"], overrides)
             _check_before_server(recipe, arguments.get("until", STAGES[-1]))
@@ -69,25 +69,15 @@ def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
     return any(stage in stages for stage in recipe.place.pools())
 
 
-@contextmanager
-def _error_as_json(as_json: bool) -> Iterator[None]:
-    """Print an error as the JSON object of the last line, if `as_json`."""
-    try:
-        yield
-    except Exception as error:
-        if as_json:
-            print(json.dumps({"status": "failed", "error": str(error)}), flush=True)
-        raise
-
-
 def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `watch_source` and print whether the source changed."""
     _prepare_prefect()
-    if configured_server() is None:
-        raise ServerAway(
-            "watch: an event needs a lasting Prefect server: start it (`make ui`) and set "
-            "PREFECT_API_URL"
-        )
+    with error_as_json(as_json):
+        if configured_server() is None:
+            raise ServerAway(
+                "watch: an event needs a lasting Prefect server: start it (`make ui`) and set "
+                "PREFECT_API_URL"
+            )
     hidden = hide_secrets(overrides)
     report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
     outcome = "changed" if report["changed"] else "unchanged"
@@ -110,10 +100,10 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
     It uses the configured Prefect server, else one of its own during the run.
     """
     _prepare_prefect()
-    with _Display(as_json=as_json) as display, _error_as_json(as_json):
+    with _Display(as_json=as_json) as display, error_as_json(as_json):
         if (server := configured_server()) is None:
             display.print("starting Prefect (its own server, for this run) …")
-            _start_server()
+            start_server()
         else:
             check_server(server)
         flow = getattr(import_module(f"flows.{name}"), name)
@@ -128,32 +118,29 @@ def _prepare_prefect() -> None:
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     # As in pyproject.toml, which Prefect reads only in the checkout.
-    given = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "500").split(",")
-    os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*given, "500"}))
+    given = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "").split(",")
+    os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*given, "500"} - {""}))
+    if os.environ.get("PREFECT_API_URL") == "":  # Prefect would ask a server of no address
+        del os.environ["PREFECT_API_URL"]
+    _bypass_proxy()
+
+
+def _bypass_proxy() -> None:
+    """Ask servers of this machine without the proxy of the environment: it cannot reach them."""
+    given = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    hosts = [host.strip() for host in ",".join(given).split(",") if host.strip()]
+    if getproxies().keys() - {"no"} and "*" not in hosts:  # with others, * counts for less
+        hosts = [*dict.fromkeys([*hosts, "127.0.0.1", "localhost"])]
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
 
 def configured_server() -> str | None:
     """URL of the server in the environment or in Prefect's profile; None without one."""
-    if (named := os.environ.get("PREFECT_API_URL")) is not None:
+    if named := os.environ.get("PREFECT_API_URL"):
         return named
     from prefect.settings import get_current_settings
 
-    return get_current_settings().api.url
-
-
-def _start_server() -> None:
-    """Start Prefect's own server with SIGINT blocked.
-
-    Ctrl-C would otherwise end the server before the run, and Prefect's client would retry its last
-    request for a minute.
-    """
-    from prefect.server.api.server import SubprocessASGIServer
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it
-    try:
-        SubprocessASGIServer().start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return get_current_settings().api.url or None
 
 
 #: Time limit in seconds of the first request; a busy server answers late.
@@ -244,7 +231,8 @@ class _Display(logging.Handler):
             tenth = 10 * done // max(total, 1)
             if tenth != self.tenths.get(stage):
                 self.tenths[stage] = tenth
-                self.print(f"{stage}: {done}/{total} {text}".rstrip())
+                told = text.startswith(f"{done:,} of {total:,}")
+                self.print(f"{stage}: {text if told else f'{done}/{total} {text}'.rstrip()}")
             return
         if stage not in self.rows:
             self.rows[stage] = self.bar.add_task(stage, total=total, text=text)

@@ -92,7 +92,8 @@ def send_stage(
         parameters: of the flow `kiln-stage`.
 
     Raises:
-        StageFailed: the run failed, or was cancelled there, or the server refuses it for good.
+        StageFailed: the run failed, or was cancelled or deleted there, or the server refuses it for
+            good.
         TransientError: MOST_CRASHES runs crashed without progress, or the server is away.
     """
     pool, key = recipe.place.pools()[stage], parameters["key"]
@@ -150,6 +151,9 @@ def _run_once(
         try:
             _tell(client, stage, pool, sent, reached.progress)
             return _wait(client, sent, reached), sent.name
+        except ObjectNotFound as error:
+            where = f"{stage}: run {sent.name} on pool {pool}"
+            raise StageFailed(f"{where} was deleted: run again") from error
         except BaseException:  # cancelled, interrupted, or too late
             _cancel(client, sent)
             raise

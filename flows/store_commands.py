@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import shlex
@@ -14,6 +13,7 @@ from artifacts.checksummed_files import first_fault
 from artifacts.gc_delete_unneeded import Collector, Garbage
 from artifacts.gc_find_needed import Marks, mark
 from artifacts.list_folder import entries, subfolders
+from artifacts.remote_client_options_and_errors import is_full
 from artifacts.run_records import GarbageUnsure, registries, runs
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError
@@ -40,10 +40,21 @@ class StoreNotThere(ValueError):
 def check_store(url: str, kind: Literal["store", "registry"] = "store") -> None:
     """Raise StoreNotThere for a missing store or registry, StoreError for an unsupported URL."""
     store = Store(url)
-    if not store.fs.exists(store.root):
+    if not _is_there(store):
         raise StoreNotThere(f"{kind} {without_secrets(url)}: not found")
     if store.is_local and not store.fs.isdir(store.root):
         raise StoreNotThere(f"{kind} {without_secrets(url)}: it is a file: name a folder")
+
+
+def _is_there(store: Store) -> bool:
+    """Whether a store exists. Of a bucket that is away or forbidden, s3fs says that it does not."""
+    if store.is_local:
+        return bool(store.fs.exists(store.root))
+    try:
+        store.fs.info(store.root)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
@@ -117,7 +128,7 @@ def verify_store(url: str, what: str | None, registry: str | None = None) -> boo
 
 def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[str, str | None]]:
     """(name, fault or None) of artifacts and, without `what`, of published models."""
-    damaged = [found for found in store.unreadable() if _matches(what or "", *found[:2])]
+    damaged = list(_damaged(store, what or ""))
     for stage, key, error in damaged:
         yield f"{stage:9} {key[:12]}", error
     if what and damaged:
@@ -180,7 +191,7 @@ def collect_garbage(
             print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
             count, size = count + 1, size + item.size
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             raise
         raise StorageAway(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
@@ -208,10 +219,17 @@ def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
 
 def _one(store: Store, what: str) -> Artifact:
     found = [a for a in store.artifacts() if _matches(what, a.stage, a.key)]
+    for stage, key, error in () if found else _damaged(store, what):
+        raise NotInStore(f"{stage}/{key[:12]} is damaged: {error}; the next run builds it again")
     if len(found) != 1:
         names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found) or "nothing"
         raise NotInStore(f"{what}: matches {names}; see `kiln ls`")
     return found[0]
+
+
+def _damaged(store: Store, what: str) -> Iterator[tuple[str, str, str]]:
+    """(stage, key, fault) of the artifacts whose manifest is damaged."""
+    return (found for found in store.unreadable() if _matches(what, *found[:2]))
 
 
 def _matches(what: str, stage: str, key: str) -> bool:

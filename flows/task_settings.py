@@ -9,6 +9,7 @@ from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
+from artifacts.cache_errors import CacheFull
 from artifacts.download_or_find_model import HubAway
 from artifacts.remote_client_options_and_errors import is_outage
 from configs.load_and_extend_recipe import RecipeError
@@ -42,7 +43,7 @@ LIMITS = {
 def may_pass(error: BaseException) -> bool:
     """Whether another try may succeed."""
     cause = error.__cause__ if isinstance(error, RecipeError) else None  # see writable_store
-    return isinstance(error, TransientError | HubAway) or is_outage(cause or error)
+    return isinstance(error, TransientError | HubAway | CacheFull) or is_outage(cause or error)
 
 
 def should_retry(task: Any, run: Any, state: State[Any]) -> bool:

@@ -57,10 +57,8 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
     found = probe_runtime(name)
     if not found.available:
         raise WrongInput(f"runtime {name}: {found.reason}")
-    names = {words.split()[0] for words in found.devices}  # cpu, cuda:0, ...
-    names |= {device.partition(":")[0] for device in names}
     for setting, device in asked.items():
-        if device not in {"auto", *names}:
+        if device not in {"auto", *found.names}:
             known = ", ".join(found.devices)
             raise WrongInput(f"{setting}: {device} is not on this machine ({known})")
 
@@ -117,7 +115,9 @@ def check_scheduler(
             f"{section}scheduler: runtime {name} cannot draw with {kind}, which it has not "
             f"tabulated: choose one of {names}"
         )
-    if is_flow(config):  # any number of steps
+    if is_flow(config):
+        if config.get("shift_terminal") and steps < 2:  # its formula divides by zero at one step
+            raise WrongInput(f"{section}num_inference_steps: {kind} takes 2 or more steps, not 1")
         return
     # PNDM begins with three Runge-Kutta steps (arXiv 2202.09778).
     least = 4 if kind == "PNDMScheduler" and not config.get("skip_prk_steps") else 1

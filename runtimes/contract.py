@@ -144,6 +144,12 @@ class Probe:
     versions: dict[str, str] = field(default_factory=dict)
     reason: str = ""  # why the runtime is not available, and the remedy
 
+    @property
+    def names(self) -> set[str]:
+        """What a setting may name: `cuda:0`, `cuda`, `cpu`; the rest of an entry describes it."""
+        numbered = {device.split()[0] for device in self.devices}
+        return numbered | {name.partition(":")[0] for name in numbered}
+
 
 class Runtime(Protocol):
     """Forward pass, backward pass and update on one kind of device. All other code is shared.

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.checksummed_files import read_record, write_record
-from artifacts.download_or_find_model import files_below
+from artifacts.download_or_find_model import files_below, resolve_configs
 from artifacts.hashing import digest_json
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
+from runtimes.pipeline_folder.describe_encoders import vae_path
 
 
 class PlanFailed(RuntimeError):
@@ -112,6 +113,17 @@ def caption_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
     if recipe.encode.text == "token_ids":
         return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
     return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
+
+
+def config_folders(recipe: Recipe) -> tuple[Path, Path | None]:
+    """Local folders of the base, and of a separate VAE; of a model on the hub with configs alone.
+
+    Raises:
+        ModelNotFound: the base or the VAE does not exist.
+    """
+    model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
+    separate = recipe.model.vae
+    return model, None if separate is None else vae_path(model, resolve_configs(separate))
 
 
 def load_or_compute(

@@ -20,7 +20,7 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.lock import owner_in_words
-from artifacts.remote_client_options_and_errors import is_forbidden, is_of_client
+from artifacts.remote_client_options_and_errors import is_forbidden, is_full, is_of_client
 from artifacts.store import Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter
@@ -228,16 +228,23 @@ def storing(store: Store) -> Iterator[None]:
         raise converted from error
 
 
-def storage_error(store: Store, error: Exception) -> Exception:
-    """The StorageError of a store's error, or the error itself if it has another cause."""
-    number = getattr(error, "errno", None)
-    place = getattr(error, "filename", None) or store.url
-    if number in (errno.ENOSPC, errno.EDQUOT):
+def storage_error(store: Store | None, error: Exception) -> Exception:
+    """The StorageError of a store's error, or the error itself if it has another cause.
+
+    Args:
+        store: None: one that is not known here. An error of the system must then name a file.
+    """
+    number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+    if store is None and number is not None and file is None and not is_of_client(error):
+        return error
+    url = "the store" if store is None else store.url
+    place = file or url
+    if is_full(error):
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
-    if is_of_client(error) and not store.is_local:
-        return StorageAway(f"{store.url} cannot be used now ({one_line(error)}): run again later")
+    if is_of_client(error) and (store is None or not store.is_local):
+        return StorageAway(f"{url} cannot be used now ({one_line(error)}): run again later")
     return error
 
 

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 
 from configs.settings.recipe import Recipe
-from configs.settings.sampling import Sampling
 from runtimes.adapters.kohya_format import to_kohya
-from runtimes.adapters.lora_target_layers import Layer, choose_layers
+from runtimes.adapters.lora_target_layers import choose_layers, layers_of
 from runtimes.adapters.merge_lora import Adapter
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.describe_encoders import read_config
-from tasks.publish.assemble_pipeline import pipeline_weight_files
+from runtimes.pipeline_folder.weight_files import weight_shapes
+from tasks.check_guidance import check_guidance
 
 log = logging.getLogger("kiln")
-KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}
 
 
 def check(recipe: Recipe, model: Path) -> None:
@@ -37,10 +36,10 @@ def check(recipe: Recipe, model: Path) -> None:
     denoiser = family.denoiser
     config = read_config(model / denoiser / "config.json")
     if settings.method == "lora":
-        shapes = _shapes(model / denoiser)
-        layers = {name: KINDS[len(shape)] for name, shape in shapes.items()}
+        shapes = weight_shapes(model / denoiser)
+        layers = layers_of(shapes)
         chosen = choose_layers(denoiser, layers, settings.lora, family.attention_layers)
-        outputs = {name: shapes[name][0] for name in chosen}
+        outputs = {name: shapes[f"{name}.weight"][0] for name in chosen}
         if why := without_kohya(family, config, outputs, dora=settings.lora.dora):
             log.warning("train.lora: no file in kohya's layout will be published: %s", why)
     if settings.guidance_scale != 1 and not family.takes_guidance(config):
@@ -55,7 +54,7 @@ def check(recipe: Recipe, model: Path) -> None:
             f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
             f"{encoder.component} is a language model, which no step runs: set embeddings"
         )
-    _check_sampling(recipe, family, config)
+    check_guidance(recipe.evaluate, model, "evaluate.")
     path = settings.denoiser_config
     replacement = None if path is None else read_config(Path(path))
     trained_config(config, settings, replacement)
@@ -94,36 +93,3 @@ def without_kohya(
     except ValueError as error:
         return str(error)
     return None
-
-
-def _check_sampling(recipe: Recipe, family: Family, config: Mapping[str, Any]) -> None:
-    check_true_cfg("evaluate.", recipe.evaluate, family)
-    if not family.guidance_input or family.takes_guidance(config):
-        return
-    if recipe.evaluate.guidance_scale > 1:
-        raise WrongInput(
-            "evaluate.guidance_scale: the base takes no guidance scale: set 1 "
-            "(true_cfg_scale is that of classifier-free guidance)"
-        )
-
-
-def check_true_cfg(prefix: str, settings: Sampling, family: Family) -> None:
-    """Raise WrongInput if `true_cfg_scale` has no effect: other families have guidance_scale."""
-    if settings.true_cfg_scale != 1 and not family.guidance_input:
-        raise WrongInput(
-            f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
-        )
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of linear and convolution layers, told by their rank."""
-    from safetensors import safe_open
-
-    found: dict[str, tuple[int, ...]] = {}
-    for path in pipeline_weight_files(folder):
-        with safe_open(path, framework="np") as stream:
-            for name in stream.keys():  # noqa: SIM118 (not a dict)
-                shape = tuple(stream.get_slice(name).get_shape())
-                if len(shape) in KINDS and name.endswith(".weight"):
-                    found[name.removesuffix(".weight")] = shape
-    return found

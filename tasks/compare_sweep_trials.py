@@ -10,13 +10,13 @@ from typing import Any
 
 from artifacts.store import Artifact
 from configs.nearest_name import hint_of
+from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from configs.settings.sweep import Sweep
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
 from tasks.build_or_reuse import StageFailed
-from tasks.evaluate import holdout_loss
 from tasks.evaluate.metric_names import lower_is_better, metric_names
 from tasks.evaluate.metric_table import with_interval
 from tasks.panels import Chart, Facts, Panel, Table, human
@@ -44,10 +44,10 @@ def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
 def check_comparable(recipes: Sequence[Recipe], base: Path) -> None:
     """Raise WrongInput if `sweep.metric` is a held-out loss that trials define differently."""
     metric = recipes[0].sweep.metric
-    if not metric.startswith(holdout_loss.NAME):
+    if not metric.startswith(HOLDOUT_LOSS):
         return
     losses = [
-        (train.held_out_loss, schedule_facts(read_schedule(base / "scheduler", train)))
+        (train.holdout_loss_inputs, schedule_facts(read_schedule(base / "scheduler", train)))
         for train in (recipe.train for recipe in recipes)
     ]
     if any(loss != losses[0] for loss in losses):

@@ -7,20 +7,18 @@ lists with failures and equal captions need less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from artifacts.safetensors import FLOATS
-from artifacts.tensor_header import read_header
 from configs.settings.publish import Publish
 from configs.settings.recipe import STAGES, Recipe, StageName
 from configs.settings.train import Train
-from runtimes.adapters.lora_target_layers import Layer, choose_layers
+from runtimes.adapters.lora_target_layers import choose_layers, layers_of
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.pipeline_folder.weight_files import WeightShapes, weight_shapes
 from tasks.base_training_plan import caption_bytes, latent_bytes
 from tasks.evaluate.prompts import prompt_sets, sample_prompts
 
@@ -34,9 +32,6 @@ SAMPLE_BYTES = 3200
 REFERENCE_BYTES = 4 * (32 * 32 * 3 + 768)
 #: Bytes of an evaluation beside them: two sheets of small pictures, metrics, resampled values.
 SHEET_BYTES = 250_000
-#: Dtypes of weight files; integers are buffers, such as CLIP's position ids.
-STORED = FLOATS | {name: np.dtype(kind) for name, kind in (("I64", "<i8"), ("I32", "<i4"))}
-WeightShapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,8 @@ def _drawn_bytes(recipe: Recipe) -> int:
 def _published_bytes(publish: Publish, train: Train, model: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
     width = 4 if publish.dtype == "float32" else 2
-    whole = width * sum(math.prod(shape) for part in _parts(model) for _, shape in part)
+    parts = sorted(folder for folder in model.iterdir() if folder.is_dir())
+    whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
     adapters = width * trained if train.method == "lora" else 0
     size = adapters if train.method == "lora" and not publish.merge else whole + adapters
     return size * (2 if publish.registry is None else 1)
@@ -140,36 +136,25 @@ def _trained_parameters(settings: Train, model: Path) -> int:
     """Numbers that training changes."""
     family = detect_family(model)
     parts = (family.denoiser, *(family.clip_encoders if settings.train_text_encoder else ()))
-    return sum(_trained_in(part, dict(_shapes(model / part)), settings, model) for part in parts)
+    return sum(_trained_in(part, _shapes(model / part), settings, model) for part in parts)
 
 
 def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -> int:
     if settings.method == "full" or not shapes:
         return sum(map(math.prod, shapes.values()))
-    weights = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
-    kinds: dict[int, Layer] = {2: "linear", 4: "conv"}
-    layers = {name: kinds[len(shape)] for name, shape in weights.items() if len(shape) in kinds}
-    chosen = choose_layers(part, layers, settings.lora, detect_family(model).attention_layers)
+    family, layers = detect_family(model), layers_of(shapes)
+    chosen = choose_layers(part, layers, settings.lora, family.attention_layers)
     rank, rows = settings.lora.rank, settings.lora.dora
-    sizes = ((weights[name][0], math.prod(weights[name][1:])) for name in chosen)
+    weights = (shapes[f"{name}.weight"] for name in chosen)
+    sizes = ((shape[0], math.prod(shape[1:])) for shape in weights)
     return sum(rank * (out + into) + out * rows for out, into in sizes)
 
 
-def _parts(model: Path) -> Iterator[Iterator[tuple[str, tuple[int, ...]]]]:
-    return (_shapes(folder) for folder in sorted(model.iterdir()) if folder.is_dir())
-
-
-def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of a component's weights, without variants; none for a folder without any."""
-    files = sorted(folder.glob("*.safetensors"))
-    plain = [path for path in files if ".fp16" not in path.name and "non_ema" not in path.name]
-    for path in plain or files:
-        with path.open("rb") as stream:
-            try:
-                _, places = read_header(stream, STORED)
-            except ValueError:  # another stage reports a damaged file
-                continue
-        yield from ((name, place.shape) for name, place in places.items())
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        return weight_shapes(folder)
+    except WrongInput:  # another stage reports a damaged file
+        return {}
 
 
 def in_words(size: float) -> str:

@@ -24,7 +24,7 @@ from runtimes.process.job import GenerateJob
 from runtimes.sample.guidance import is_guided
 from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
-from tasks.check_training_targets import check_true_cfg
+from tasks.check_guidance import check_guidance
 from tasks.child_process import run_job
 from tasks.evaluate.draw_pictures import (
     EvalModel,
@@ -88,7 +88,7 @@ def check(settings: Generate, model: EvalModel) -> None:
         except ValueError as error:
             raise WrongInput(str(error)) from None
     family = detect_family(model.folder)
-    check_true_cfg("", settings, family)
+    check_guidance(settings, model.folder)
     info = describe_encoders(model.folder, model.vae)
     if settings.negative_prompt is not None and not is_guided(family, settings.model_dump(), info):
         name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
@@ -134,7 +134,7 @@ def build(
     prompts = ordered(settings)
     with scratch(draft) as folder:
         job = _job(settings, model, prompts, folder, draft)
-        result = run(job, progress_callback(STAGE, progress))
+        result = run(job, progress_callback(progress))
         for number in range(len(prompts)):
             draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
     noise = settings.num_images_per_prompt if settings.fixed_noise else len(prompts)

@@ -81,8 +81,8 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
     bands = [
         (
             line["step"],
-            line["validation_loss"] - 1.96 * line.get("validation_error", 0),
-            line["validation_loss"] + 1.96 * line.get("validation_error", 0),
+            line["validation_loss"] - 1.96 * (line.get("validation_error") or 0),
+            line["validation_loss"] + 1.96 * (line.get("validation_error") or 0),
         )
         for line in held_out
     ]
@@ -189,7 +189,7 @@ def _interval_row(
     drawing: _Drawing, top: float, height: float, title: str, found: Mapping[str, Any]
 ) -> None:
     left, right = 230, WIDTH - 110
-    edges = [float(edge) for one in found.values() for edge in (*one["ci"], one["value"])]
+    edges = [float(edge) for one in found.values() for edge in (*(one["ci"] or ()), one["value"])]
     known = [edge for edge in edges if math.isfinite(edge)]
     least, most = min(known, default=0.0), max(known, default=0.0)
     room = (most - least or abs(most) or 1) * 0.04
@@ -212,8 +212,9 @@ def _interval_row(
     for number, (name, one) in enumerate(found.items()):
         y = middle + (number - (len(found) - 1) / 2) * 11
         colour = MODELS[name][0]
-        drawing.line([(x(one["ci"][0]), y), (x(one["ci"][1]), y)], colour, 2)
-        for edge in one["ci"]:
+        ends = one["ci"] or (one["value"], one["value"])  # no interval of one sample
+        drawing.line([(x(ends[0]), y), (x(ends[1]), y)], colour, 2)
+        for edge in ends:
             drawing.line([(x(edge), y - 4), (x(edge), y + 4)], colour, 2)
         drawing.mark(x(one["value"]), y, name)
 

@@ -17,6 +17,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import FileEntry, write_atomic
 from artifacts.download_or_find_model import digest_model
 from artifacts.latent_shards import open_latents
+from artifacts.list_folder import matching
 from artifacts.store import Artifact, Draft
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
@@ -191,7 +192,16 @@ def settings_for(given: Train, samples: int) -> Train:
             f"{of_samples} are {settings.steps:,} steps: train.profile traces steps "
             f"{profile.start:,} to {last:,}: lower train.profile.start or train.profile.steps"
         )
+    warn_of_warmup(settings)
     return settings
+
+
+def warn_of_warmup(settings: Train) -> None:
+    """Warn of a warm-up that does not end; without `steps` the run is too early to tell."""
+    warmup, steps = settings.lr_warmup_steps, settings.steps
+    if settings.epochs is None and warmup > steps:
+        words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
+        log.warning(words, warmup, steps)
 
 
 def _summary(
@@ -282,7 +292,7 @@ class _Watch:
 
     def all_scores(self, folder: str) -> list[dict[str, Any]]:
         """Scores of all samples in a folder, including those from before a resume."""
-        for path in sorted(self.fs.glob(f"{folder}/step-*.png")):
+        for path in matching(self.fs, folder, "step-*.png"):
             step = int(Path(path).stem.removeprefix("step-"))
             if step not in self.scores:
                 self._score(step, path)
@@ -329,7 +339,7 @@ def _history(text: bytes) -> list[dict[str, Any]]:
 def _samples(artifact: Artifact, chosen: int | None) -> list[tuple[str, bytes]]:
     """(step, PNG) of some sample pictures: the first, the last, and those of the chosen step."""
     fs, folder = artifact.store.fs, f"{artifact.path}/samples"
-    paths = sorted(fs.glob(f"{folder}/*.png")) if fs.exists(folder) else []
+    paths = matching(fs, folder, "*.png")
     steps = [int(Path(path).stem.removeprefix("step-")) for path in paths]
     shown = {round(n * (len(paths) - 1) / (SAMPLES_SHOWN - 1)) for n in range(SAMPLES_SHOWN)}
     if chosen in steps:

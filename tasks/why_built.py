@@ -1,37 +1,55 @@
-"""The reason why a stage is built again: what changed since its newest artifact."""
+"""The reason why a stage is built again: what differs from the most similar recent artifact."""
 
 from __future__ import annotations
 
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.list_folder import subfolders
-from artifacts.store import MANIFEST, SHARDS, Store
+from artifacts.store import MANIFEST, SHARDS, Artifact, Store
+
+#: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
+RECENT = 20
 
 
 def why_built(store: Store, parts: KeyParts) -> str:
-    """The reason of a build: how the key differs from that of the newest artifact of the stage."""
+    """The reason of a build: how its key differs from the most similar one of the stage.
+
+    Of the RECENT newest artifacts, that with the fewest changes counts, or of several the newest.
+    """
     folder = f"{store.root}/{parts.stage}"
     try:
         if store.fs.exists(f"{folder}/{parts.key}/manifest.json"):
             return "it was damaged"
-        newest = _newest_key(store, parts.stage)
-        if newest is None:
+        recent = _recent_keys(store, parts.stage)
+        if not recent:
             return "none was built before"
-        found = store.load(parts.stage, newest, with_files=False)
-    except (OSError, ValueError):
-        found = None
-    if found is None:
-        return "the newest artifact could not be read"
-    new = _flat(parts.as_dict())
-    old = {name: found.manifest[name] for name in parts.as_dict()}
-    return "changed: " + ", ".join(_changes(_flat(old), new)[:6])
+        found = list(ask_at_once(store.fs, partial(_readable, store, parts.stage), recent))
+    except OSError:
+        found = []
+    given = parts.as_dict()
+    changed = [
+        _changes(_flat({name: one.manifest[name] for name in given}), _flat(given))
+        for one in found
+        if one is not None
+    ]
+    if not changed:
+        return "the artifacts before could not be read"
+    return "changed: " + ", ".join(min(changed, key=len)[:6])
 
 
-def _newest_key(store: Store, stage: str) -> str | None:
-    """Key of the artifact of a stage that was committed last."""
+def _readable(store: Store, stage: str, key: str) -> Artifact | None:
+    try:
+        return store.load(stage, key, with_files=False)
+    except ValueError:  # damaged
+        return None
+
+
+def _recent_keys(store: Store, stage: str) -> list[str]:
+    """Keys of the RECENT artifacts of a stage that were committed last, the newest first."""
     folder = f"{store.root}/{stage}"
 
     def committed(key: str) -> tuple[datetime, str] | None:
@@ -41,8 +59,8 @@ def _newest_key(store: Store, stage: str) -> str | None:
             return None
 
     keys = (key for key in subfolders(store.fs, folder) if key != SHARDS)
-    found = filter(None, ask_at_once(store.fs, committed, keys))
-    return max(found, default=(None, None))[1]
+    found = sorted(filter(None, ask_at_once(store.fs, committed, keys)), reverse=True)
+    return [key for _, key in found[:RECENT]]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

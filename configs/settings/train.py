@@ -330,8 +330,8 @@ class Train(Section):
         return min(self.micro_batch_size or share, share)
 
     @property
-    def held_out_loss(self) -> dict[str, float]:
-        """The settings that define a held-out loss; guidance where it is not the default."""
+    def holdout_loss_inputs(self) -> dict[str, float]:
+        """The settings that a held-out loss depends on; guidance where it is not the default."""
         guidance = {} if self.guidance_scale == 1 else {"guidance_scale": self.guidance_scale}
         return {"noise_offset": self.noise_offset, **guidance}
 

@@ -77,14 +77,12 @@ def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
     if not probe.available:
         yield problem(f"runtime {name}: {probe.reason}")  # the reason has the remedy
         return
-    names = {words.split()[0] for words in probe.devices}
-    names |= {device.partition(":")[0] for device in names}
     yield fine(f"runtime {name}: {', '.join(probe.devices)}")
     for setting, device in devices.items():
-        if device not in {"auto", *names}:
-            there = ", ".join(sorted(names))
+        if device not in {"auto", *probe.names}:
+            there = ", ".join(sorted(probe.names))
             yield problem(f"{setting} {device} is not here", f"set one of auto, {there}")
-    if name == "torch" and "cuda" not in names and devices.get("train.device") == "auto":
+    if name == "torch" and "cuda" not in probe.names and devices.get("train.device") == "auto":
         yield note(
             "runtime torch will train on the CPU, which suits only tiny models such as digits"
         )

@@ -9,9 +9,19 @@ from configs.settings.lora import Lora
 from runtimes.contract import WrongInput
 
 Layer = Literal["linear", "conv"]
+KINDS: dict[int, Layer] = {2: "linear", 4: "conv"}  # by the rank of the weight
 
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 TEXT_LINEAR = (*TEXT_ATTENTION, "fc1", "fc2")
+
+
+def layers_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Layer]:
+    """The linear and convolution layers of a component, given the shapes of its weights."""
+    return {
+        name.removesuffix(".weight"): KINDS[len(shape)]
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) in KINDS
+    }
 
 
 def choose_layers(

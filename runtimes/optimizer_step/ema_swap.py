@@ -1,4 +1,4 @@
-"""Swap a network's weights with their EMA, for validation and sampling."""
+"""Swap a network's weights with their EMA, for held-out losses and samples."""
 
 from __future__ import annotations
 

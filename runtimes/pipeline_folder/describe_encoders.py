@@ -66,6 +66,12 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
     return found
 
 
+def absent_text_parts(model_folder: Path) -> tuple[str, ...]:
+    """The text encoders and tokenizers that model_index.json lists without a class: SD3's T5."""
+    index = read_config(model_folder / "model_index.json")
+    return tuple(name for name in TEXT_PARTS if index.get(name) == [None, None])
+
+
 def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
     index = read_config(model_folder / "model_index.json")
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")

@@ -61,6 +61,36 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
     )
 
 
+def stored_weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a part's weights: the plain ones, else the fp16 variant.
+
+    Only the standard names of diffusers and transformers count; other files are other copies.
+    """
+    for variant in ("", r"\.fp16"):
+        name = re.compile(
+            rf"(diffusion_pytorch_model|model)(-\d+-of-\d+)?{variant}(-\d+-of-\d+)?\.safetensors"
+        )
+        found = [p for p in sorted(folder.glob("*.safetensors")) if name.fullmatch(p.name)]
+        if found:
+            return found
+    return []
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a part's weights, of `stored_weight_files`. Raises WrongInput if damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in stored_weight_files(folder):
+        try:
+            with safe_open(path, framework="np") as stream:
+                for name in stream.keys():  # noqa: SIM118 (not a dict)
+                    found[name] = tuple(stream.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise WrongInput(f"{path} is no valid safetensors file: {error}") from None
+    return found
+
+
 def _shard_names(index: Path) -> list[str]:
     """The files that an index of weights names. Raises WrongInput if one is not beside it."""
     named = read_config(index).get("weight_map")

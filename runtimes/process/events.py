@@ -5,7 +5,7 @@
 | start      | runtime, device, versions, step, total                                           |
 | progress   | step, total, loss, learning_rate, grad_norm, images_per_second, data_wait (fraction |
 |            | of the time), eta_seconds, memory_bytes; tflops (of one device) and mfu, or null |
-| validation | step, loss, error (standard error, or null)                                      |
+| validation | step, loss, error (standard error, or null): the held-out loss                   |
 | checkpoint | step, path, seconds (total), blocked (seconds of paused training), bytes         |
 | back       | step (restored after divergence), left_out (number of the skipped batch)         |
 | sample     | step, path                                                                       |

@@ -88,7 +88,7 @@ class GenerateJob(_HasModel):
     text_dtype: str | None = None  # as TrainJob.text_dtype, for these latents
     holdout: dict[str, Any] = field(
         default_factory=dict
-    )  # samples, levels (of noise), seed, noise_offset
+    )  # samples, levels (of noise), seed, noise_offset; guidance_scale unless it is 1
     vae: str | None = None  # local folder of a VAE that replaces the pipeline's own
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention

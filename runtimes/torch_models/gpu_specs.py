@@ -85,6 +85,10 @@ def known_peak(device_name: str, dtype: str) -> float | None:
     return None if gpu is None else gpu.peak(dtype)
 
 
+#: What a name may have beside the model. Other words make another model, or several GPUs.
+_BESIDE = r"(NVIDIA|Tesla|GeForce|AMD|Instinct|GPU|SXM\d?|PCIe|HBM\d\w?|\d* ?GB|[\s-])*"
+
+
 @dataclass(frozen=True)
 class Gpu:
     """The GPU of a plan."""
@@ -105,8 +109,15 @@ def parse_gpu(text: str) -> Gpu:
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I)
     if size and float(size[1]):
         return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
-    spec = next((gpu for gpu in GPU_SPECS if gpu.name.lower() == text.lower()), known_gpu(text))
+    spec = next((gpu for gpu in GPU_SPECS if _plain(gpu.name) == _plain(text)), None)
+    if spec is None and (named := known_gpu(text)) is not None:
+        whole = re.fullmatch(f"{_BESIDE}(?:{named.pattern}){_BESIDE}", text, re.I)
+        spec = named if whole else None
     if spec is None:
         names = ", ".join(gpu.name for gpu in GPU_SPECS)
         raise WrongInput(f"gpu {text}: set its memory, such as 24GB, or one of {names}")
     return Gpu(spec.name, spec.memory, spec)
+
+
+def _plain(name: str) -> str:
+    return name.replace(" ", "").lower()

@@ -1,1 +1,1 @@
-"""A training run: the loop, checkpoints, validation, sample images and trackers."""
+"""A training run: the loop, checkpoints, measurements and trackers."""

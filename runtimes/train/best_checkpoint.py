@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from configs.settings.best_checkpoint import BestCheckpoint
 from configs.settings.train import Train
 
-#: Field of a history line with the held-out loss.
+#: The name of the held-out loss in history.jsonl and in trackers.
 VALIDATION_LOSS = "validation_loss"
 
 
@@ -39,7 +39,7 @@ class CheckpointRanking:
         """Whether the rule may choose a step; False without a rule."""
         return self._chooses and (step % self._interval == 0 or step == self._steps)
 
-    def needs_validation(self, step: int) -> bool:
+    def needs_holdout_loss(self, step: int) -> bool:
         """Whether the rule needs the held-out loss of a step."""
         return self.is_candidate(step) and not self._rule.by_samples
 

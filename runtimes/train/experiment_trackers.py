@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from artifacts.list_folder import matching
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.checkpoint_errors import is_unreachable, reason_of
@@ -92,13 +93,14 @@ class TensorBoard:
     """
 
     def __init__(self, work: str) -> None:
-        self._fs, root = url_to_fs(work)
+        self._fs, root = url_to_fs(work, use_listings_cache=False)
         self._folder = f"{root.rstrip('/')}/tensorboard"
         self._local = isinstance(self._fs, LocalFileSystem)
         self._lock = threading.Lock()
         self._unsent: dict[str, bytes] = {}  # by path
         self._fs.makedirs(self._folder, exist_ok=True)
-        names = [path.rpartition(".")[2] for path in self._fs.glob(f"{self._folder}/*tfevents.*")]
+        found = matching(self._fs, self._folder, "*tfevents.*")
+        names = [path.rpartition(".")[2] for path in found]
         self._number = max((int(name) for name in names if name.isdigit()), default=0)
         self._begin_file()
 

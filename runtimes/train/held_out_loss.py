@@ -1,4 +1,4 @@
-"""The validation loss: the loss on held-out samples, with the same noise at every measurement."""
+"""The held-out loss: the loss on held-out samples, with the same noise at every measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from runtimes.contract import Runtime
 from runtimes.data.holdout_batches import Holdout, sample_losses
 
-#: Seed of the validation noise. It ignores the run's seed, so that losses of runs are comparable.
+#: Seed of the noise. It ignores the run's seed, so that losses of runs are comparable.
 SEED = 0
 
 
@@ -31,7 +31,7 @@ class HeldOutLoss:
 
 
 def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) -> HeldOutLoss | None:
-    """The validation loss of the current weights; None if `stopping` interrupted it.
+    """The held-out loss of the current weights; None if `stopping` interrupted it.
 
     Every rank measures all samples, so the result does not depend on the number of ranks.
     """

@@ -27,7 +27,7 @@ from runtimes.train.held_out_loss import SEED
 from runtimes.train.training_run import TrainingRun
 from runtimes.train.wandb_tracker import check_wandb
 
-#: Held-out samples that a process keeps in memory, so that only its first validation reads shards.
+#: Held-out samples that a process keeps in memory: only its first measurement reads shards.
 #: 64 samples of FLUX.1 at 1024 x 1024, with 512 tokens each, have 320 MiB.
 HELD_OUT_BYTES = 2**30
 
@@ -125,7 +125,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
 
 
 def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | None:
-    """The held-out batches for validation; None if validation is off.
+    """The held-out batches for the held-out loss; None if it is off.
 
     Args:
         latents: those to train on; `job.holdout` replaces them.

@@ -1,4 +1,4 @@
-"""The work of a run between its steps: checkpoints, validation, sample images, rollback."""
+"""The work of a run between its steps: checkpoints, measurements, rollback."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from runtimes.train.best_checkpoint import CheckpointRanking
 from runtimes.train.detect_divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
+from runtimes.train.measurements import Measurements
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
-from runtimes.train.validation_and_samples import Measurements
 from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 from runtimes.train.write_result import write_result
 
@@ -114,13 +114,16 @@ class TrainingRun:
         return ended and not self._measurements.interrupted
 
     def catch_up(self) -> None:
-        """Run the validation and the samples that are due at the resumed step but missing."""
+        """Make the measurements that are due at the resumed step but missing."""
         if self.step == 0:
             if self._settings.divergence.action == "skip":  # a rollback needs a first checkpoint
                 self._paused(self._start_checkpoint)
             return
-        if self._measurements.lacks_validation(self.step, self.recorder):
-            self._paused(self._validate)
+        self._measure_missing()
+
+    def _measure_missing(self) -> None:
+        if self._measurements.lacks_holdout_loss(self.step, self.recorder):
+            self._paused(self._measure_holdout_loss)
         if self._measurements.lacks_samples(self.step, self.recorder):
             self._paused(self._sample)
         self._check_early_stop()
@@ -134,7 +137,7 @@ class TrainingRun:
         self.step += 1
 
     def after_step(self, waited: float) -> bool:
-        """Report, validate, checkpoint and sample if due; False after a rollback.
+        """Report, measure and write a checkpoint if due; False after a rollback.
 
         Args:
             waited: total seconds that the loop has waited for the loader.
@@ -145,10 +148,10 @@ class TrainingRun:
         settings = self._settings
         ends = self.step == settings.steps or self._ranking.is_candidate(self.step)
         report = self._due(settings.logging_steps) or ends
-        validate = self._measurements.validation_due(self.step)
+        loss = self._measurements.holdout_loss_due(self.step)
         sample = self._measurements.samples_due(self.step)
         save = self._due(settings.checkpointing_steps)
-        if not (report or validate or save or sample):
+        if not (report or loss or save or sample):
             return True
         self.recorder.synchronize()
         if (event := self._divergence_event()) is not None:
@@ -156,8 +159,8 @@ class TrainingRun:
             return False
         if report:
             self.recorder.report(waited)
-        if validate:
-            self._paused(self._validate)
+        if loss:
+            self._paused(self._measure_holdout_loss)
         scored = sample and self._ranking.needs_samples(self.step)
         if scored:  # first, so that the checkpoint's history has the score
             self._paused(self._sample)
@@ -234,8 +237,8 @@ class TrainingRun:
         before = batch_number(self.step - 1, self.skipped) if self.step else -1
         return list(range(before + 1, batch_number(self.step, self.skipped)))
 
-    def _validate(self) -> None:
-        self._measurements.validate(self.step, self.recorder)
+    def _measure_holdout_loss(self) -> None:
+        self._measurements.measure_holdout_loss(self.step, self.recorder)
 
     def _sample(self) -> None:
         self._measurements.sample(self.step, self.recorder)
@@ -320,6 +323,8 @@ class TrainingRun:
         message = f"{event.words}: back to step {self.step}, batch {number} is left out"
         self._events.emit("warning", message=message)
         self._events.emit("back", step=self.step, left_out=number)
+        if self.step:  # a stop may have interrupted the measurement before this checkpoint
+            self._measure_missing()
 
     def _restore(self, saved: Checkpoint) -> None:
         self.step, self.skipped = restore(saved, self._runtime, self.recorder, self.skipped)

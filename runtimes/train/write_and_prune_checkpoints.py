@@ -27,6 +27,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import UNRELATED_ERRORS, FileEntry, read_record, write_record
+from artifacts.delete_and_fetch_folders import delete_tree
 from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, writing
@@ -357,7 +358,7 @@ class Checkpoints:
         if self._fs.exists(f"{path}/{MANIFEST}"):
             self._fs.rm_file(f"{path}/{MANIFEST}")
         if self._fs.exists(path):
-            self._fs.rm(path, recursive=True)
+            delete_tree(self._fs, path)
 
     def _path(self, step: int) -> str:
         return f"{self._root}/step-{step:08d}"

@@ -13,6 +13,7 @@ import apache_beam as beam
 
 from artifacts.checksummed_files import write_atomic
 from artifacts.concurrent_requests import ask_at_once
+from artifacts.delete_and_fetch_folders import delete_tree
 from artifacts.list_folder import entries
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, run_linear
@@ -139,4 +140,4 @@ def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:
 def _clear(store: Store, notes: str) -> None:
     store.fs.invalidate_cache(notes)
     if store.fs.exists(notes):
-        store.fs.rm(notes, recursive=True)
+        delete_tree(store.fs, notes)

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from artifacts.cache_errors import caching
 from artifacts.download_or_find_model import cache_folder
 from runtimes.process.memory import collect_garbage_rarely
 from tasks.download.body_memory import BodyMemory
@@ -52,7 +53,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 def shared(max_connections: int) -> Shared:
     """The shared objects of this process, for a limit of connections."""
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    with caching(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with _creation:
         return Shared(_connections(max_connections), *_of_process(), *_of_folder(folder))
 

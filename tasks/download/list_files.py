@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import duckdb
 import fsspec
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
+from fsspec.core import OpenFile, get_compression, split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
@@ -67,9 +67,27 @@ class ListedFile(NamedTuple):
                 target = os.stat(self.name)
                 marks += map(str, (target.st_mtime_ns, target.st_ctime_ns, target.st_ino))
         if not marks:
-            with reading(self.name), fsspec.open(self.name, "rb") as stream:
+            with reading(self.name), open_file(self.name) as stream:
                 marks = [digest_stream(stream)[0]]
         return digest_json([self.name, self.info.get("size"), *marks])
+
+
+def located(name: str) -> tuple[AbstractFileSystem, str]:
+    """Filesystem and path of a listed file. Raises as its client does.
+
+    fsspec would take `::` in a name for a chain of filesystems, which no listing gives.
+    """
+    if "::" not in name:
+        return url_to_fs(name)
+    protocol = split_protocol(name)[0] or "file"
+    kind = fsspec.get_filesystem_class(protocol)
+    return kind(**kind._get_kwargs_from_urls(name)), kind._strip_protocol(name)
+
+
+def open_file(name: str, compression: str | None = None) -> OpenFile:
+    """A listed file, to be opened by `with`; its compression as of `fsspec.open`."""
+    fs, path = located(name)
+    return OpenFile(fs, path, "rb", compression=get_compression(path, compression))
 
 
 def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:

@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fsspec.core import url_to_fs
 
+from artifacts.cache_errors import caching
 from artifacts.download_or_find_model import cache_folder
 from artifacts.file_stamps import distrust
 from artifacts.hashing import digest_bytes
@@ -127,19 +128,24 @@ def plan_key() -> str:
     """
     path = cache_folder() / "plan.key"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent) as beside:  # mode 600
-            beside.write(base64.b64encode(AESGCM.generate_key(256)))
-            beside.flush()
-            os.fsync(beside.fileno())
-            with suppress(FileExistsError):  # another process was first
-                os.link(beside.name, path)
+        with caching(path.parent):
+            _write_key(path)
     key = path.read_text(errors="replace")
     try:
         _cipher(key)
     except ValueError:
         raise SourceError(f"source: the key {path} is damaged: delete it") from None
     return key
+
+
+def _write_key(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent) as beside:  # mode 600
+        beside.write(base64.b64encode(AESGCM.generate_key(256)))
+        beside.flush()
+        os.fsync(beside.fileno())
+        with suppress(FileExistsError):  # another process was first
+            os.link(beside.name, path)
 
 
 def key_id(key: str) -> str:

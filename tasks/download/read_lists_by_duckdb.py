@@ -11,13 +11,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import duckdb
-import fsspec
 import pyarrow as pa
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
 
 from configs.redact_errors_and_logs import one_line
-from tasks.download.list_files import reading, require_columns
+from tasks.download.list_files import located, open_file, reading, require_columns
 from tasks.download.read_malformed_lists import (
     BLANK,
     csv_header,
@@ -143,7 +141,7 @@ def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 @contextmanager
 def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
     """DuckDB, and the path by which it opens `file`, also a remote one or one with wildcards."""
-    fs, path = url_to_fs(file)
+    fs, path = located(file)
     with _cursor() as db:
         if "file" in fs.protocol and not set("*?[") & set(path):
             yield db, path
@@ -331,7 +329,7 @@ def _packed(*suffixes: str) -> tuple[str, ...]:
 def _parquet_columns(file: str) -> list[str]:
     import pyarrow.parquet as pq
 
-    with reading(file), fsspec.open(file, "rb") as stream:
+    with reading(file), open_file(file) as stream:
         return list(pq.ParquetFile(stream).schema_arrow.names)
 
 

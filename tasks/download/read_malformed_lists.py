@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import IO, Any
 
-import fsspec
-
+from tasks.download.list_files import open_file
 from tasks.download.row_fields_and_hash import integer
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
@@ -62,8 +61,7 @@ def text_rows(file: str) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _open_text(file: str) -> Iterator[IO[bytes]]:
     """The unpacked bytes of a file, which is buffered: files of buckets have no readline(size)."""
-    opened: Any = fsspec.open(file, "rb", compression="infer")
-    with opened as stream, io.BufferedReader(stream, BUFFER) as buffered:
+    with open_file(file, "infer") as stream, io.BufferedReader(stream, BUFFER) as buffered:
         yield buffered
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +22,7 @@ from tasks.download.list_files import (
     check_absent,
     is_glob,
     list_files,
+    open_file,
     reading,
     require_columns,
 )
@@ -335,7 +335,7 @@ def _parquet_rows(
     file: str, columns: list[str], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, values) of the rows in [start, stop), of which few are in memory at a time."""
-    with reading(file), fsspec.open(file, "rb") as stream:
+    with reading(file), open_file(file) as stream:
         table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         counts = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
         ends = np.cumsum(counts, dtype=int)
@@ -352,8 +352,7 @@ def _parquet_rows(
 def _bytes_at(file: str) -> bytes | None:
     with reading(file):
         try:
-            # fsspec would take `::` in a local name for a chain of filesystems.
-            with fsspec.open(file, "rb") if "://" in file else open(file, "rb") as stream:
+            with open_file(file) as stream:
                 return bytes(stream.read())
         except (FileNotFoundError, IsADirectoryError):
             return None

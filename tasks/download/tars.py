@@ -11,7 +11,6 @@ from functools import partial
 from itertools import groupby, islice
 from typing import IO, Any
 
-import fsspec
 import pyarrow as pa
 from braceexpand import braceexpand
 
@@ -21,6 +20,7 @@ from tasks.download.list_files import (
     ListedFile,
     list_files,
     list_range,
+    open_file,
     reading,
     require_columns,
 )
@@ -199,5 +199,5 @@ def _json(sample: Sample) -> dict[str, Any] | None:
 
 @contextmanager
 def _opened(file: str) -> Iterator[IO[bytes]]:
-    with reading(file), fsspec.open(file, "rb") as stream:
+    with reading(file), open_file(file) as stream:
         yield stream

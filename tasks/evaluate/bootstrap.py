@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: A metric in metrics.json: {"value", "n", "ci": [low, high], "resamples", "interval"}, and
-#: "prompts" and "counted" of an Estimate that has them.
+#: A metric in metrics.json: {"value", "n", "ci": [low, high] or None, "resamples", "interval"},
+#: and "prompts" and "counted" of an Estimate that has them.
 Metric = dict[str, Any]
 #: The number of each picture's prompt.
 Prompts = tuple[int, ...]
@@ -31,6 +31,8 @@ Interval = tuple[float, float]
 LEVEL = 0.95
 #: Resamples beyond each end of an interval by percentiles; with fewer, their spread decides.
 LEAST_BEYOND = 5
+#: A share this near to 0 or 1 is all or none: it is a sum of weights, whose last bits differ.
+ROUNDING = 1e-9
 #: Streams of weights: sampled pictures (or held-out losses), and reference pictures.
 PICTURES, REFERENCES = 0, 1
 
@@ -43,16 +45,22 @@ class Estimate:
     n: int
     resampled: Float64  # [B]
     is_share: bool = False  # a mean of True and False
+    is_mean: bool = False  # of numbers, one for each picture or held-out sample
     low: float = -np.inf  # the metric's range
     high: float = np.inf
     prompts: int = 0  # resampled with all their pictures; 0: each picture by itself
     counted: int = 0  # size of the set of a share whose members are not independent; 0: they are
 
+    @property
+    def units(self) -> int:
+        """The number of independent values, if the interval is Student's; else 0."""
+        return self.prompts or (self.n if self.is_mean else 0)
+
     def interval(self, level: float = LEVEL) -> Interval:
-        """The confidence interval of the value: Wilson's for a share, else by bootstrap."""
+        """The confidence interval of the value; infinite for a mean of one value."""
         if self.is_share:
             return _wilson(self, level)
-        low, high = _by_bootstrap(self.resampled, self.value, self.prompts, level)
+        low, high = _by_bootstrap(self.resampled, self.value, self.units, level)
         return max(low, self.low), min(high, self.high)
 
     def metric(self) -> Metric:
@@ -60,15 +68,19 @@ class Estimate:
         return {
             "value": self.value,
             "n": self.n,
-            "ci": list(self.interval()),
+            "ci": _finite(self.interval()),
             "resamples": len(self.resampled),
-            "interval": "wilson" if self.is_share else "bootstrap",
+            "interval": "wilson" if self.is_share else "t" if self.units else "bootstrap",
             **({"prompts": self.prompts} if self.prompts else {}),
             **({"counted": self.counted} if self.counted else {}),
         }
 
 
 Estimates = Mapping[str, Estimate]
+
+
+def _finite(interval: Interval) -> list[float] | None:
+    return list(interval) if all(map(math.isfinite, interval)) else None
 
 
 def weights(
@@ -122,7 +134,8 @@ def mean(
     if len(values) == 0:
         raise ValueError("the mean needs at least one value")
     resampled = weights(seed, resamples, len(values), prompts=prompts) @ values
-    return Estimate(float(values.mean()), len(values), resampled, prompts=clusters(prompts))
+    average, drawn = float(values.mean()), clusters(prompts)
+    return Estimate(average, len(values), resampled, is_mean=True, prompts=drawn)
 
 
 def share(
@@ -166,7 +179,7 @@ def difference(
     if tuned.is_share and other.is_share:
         return _newcombe(tuned, other, factor, value, level)
     resampled = tuned.resampled - factor * other.resampled - offset
-    return _by_bootstrap(resampled, value, tuned.prompts, level)
+    return _by_bootstrap(resampled, value, tuned.units, level)
 
 
 def differences(tuned: Estimates, other: Estimates) -> dict[str, Metric]:
@@ -174,7 +187,7 @@ def differences(tuned: Estimates, other: Estimates) -> dict[str, Metric]:
     return {
         name: {
             "value": estimate.value - other[name].value,
-            "ci": list(difference(estimate, other[name])),
+            "ci": _finite(difference(estimate, other[name])),
         }
         for name, estimate in tuned.items()
         if name in other and other[name].n == estimate.n
@@ -193,15 +206,9 @@ def to_npz(models: Mapping[str, Estimates]) -> bytes:
 
 
 def from_npz(
-    data: bytes,
-    metrics: Mapping[str, Mapping[str, Metric]],
-    model: str,
-    ranges: Mapping[str, Interval],
-) -> Estimates:
-    """A model's estimates from metrics.json and the file of `to_npz`.
-
-    Args:
-        ranges: metric name -> its range; of a metric without one all numbers are possible.
+    data: bytes, metrics: Mapping[str, Mapping[str, Metric]], model: str
+) -> dict[str, Estimate]:
+    """A model's estimates, without ranges, from metrics.json and the file of `to_npz`.
 
     Raises:
         KeyError: the file lacks a metric.
@@ -213,7 +220,7 @@ def from_npz(
                 models[model]["n"],
                 arrays[f"{model}/{name}"].astype(np.float64),
                 models[model]["interval"] == "wilson",
-                *ranges.get(name, (-np.inf, np.inf)),
+                models[model]["interval"] == "t",
                 prompts=models[model].get("prompts", 0),
                 counted=models[model].get("counted", 0),
             )
@@ -222,51 +229,64 @@ def from_npz(
         }
 
 
-def _by_bootstrap(resampled: Float64, value: float, prompts: int, level: float) -> Interval:
+def _by_bootstrap(resampled: Float64, value: float, units: int, level: float) -> Interval:
     """Percentile interval, without the bootstrap estimate of bias (Efron & Tibshirani, ch. 10).
 
     Resamples with replacement have less spread than the sample, which increases a distance.
     Without the correction the whole interval may lie above the value. Percentiles of few resamples
     are too narrow; the interval is then value +- z standard errors (ch. 12). So are percentiles of
-    few prompts; the interval is then value +- t standard errors.
+    few values or prompts; the interval is then value +- t standard errors.
+
+    Args:
+        units: the number of independent values or prompts; 0 for percentiles.
     """
+    if units == 1:
+        return -math.inf, math.inf
     tail = (1.0 - level) / 2.0
-    if prompts or len(resampled) * tail < LEAST_BEYOND - 1e-9:
-        half = _quantile(level, prompts) * math.sqrt(_variance(resampled, prompts))
+    if units or len(resampled) * tail < LEAST_BEYOND - 1e-9:
+        half = _quantile(level, units) * math.sqrt(_variance(resampled, units))
         return value - half, value + half
     centred = resampled - (resampled.mean() - value)
     low, high = np.percentile(centred, [100.0 * tail, 100.0 * (1.0 - tail)])
     return float(low), float(high)
 
 
-def _quantile(level: float, prompts: int) -> float:
-    """Half the width of an interval in standard errors: Student's t if prompts are resampled."""
-    if not prompts:
+def _quantile(level: float, units: int) -> float:
+    """Half the width of an interval in standard errors: Student's t of a number of units."""
+    if not units:
         return NormalDist().inv_cdf((1.0 + level) / 2.0)
     from scipy.special import stdtrit  # half a second to import
 
-    return float(stdtrit(prompts - 1, (1.0 + level) / 2.0))
+    return float(stdtrit(units - 1, (1.0 + level) / 2.0))
 
 
-def _variance(resampled: Float64, prompts: int) -> float:
-    """The squared standard error. Resamples of G prompts have (G - 1) / G of it."""
+def _variance(resampled: Float64, units: int) -> float:
+    """The squared standard error. Resamples of G units have (G - 1) / G of it."""
     found = float(resampled.var(ddof=1)) if len(resampled) > 1 else 0.0
-    return found * prompts / (prompts - 1) if prompts else found
+    return found * units / (units - 1) if units else found
 
 
 def _trials(estimate: Estimate, level: float) -> float:
     """The number of independent pictures that tell as much of a share.
 
     Korn & Graubard 1998: a share's variance by the resamples, and Student's t, reduce the number.
-    At 0 and 1 the resamples may have no variance; t alone then reduces it.
     """
     if not estimate.counted:
         return estimate.n
-    trials, p = float(estimate.counted), estimate.value
-    variance = _variance(estimate.resampled, estimate.prompts)
-    if 0.0 < p < 1.0 and variance > 0.0:
-        trials = min(trials, p * (1.0 - p) / variance)
-    return trials * (_quantile(level, 0) / _quantile(level, estimate.prompts)) ** 2
+    t = _quantile(level, estimate.prompts)
+    return _independent(estimate) * (_quantile(level, 0) / t) ** 2
+
+
+def _independent(estimate: Estimate) -> float:
+    """The number of independent pictures with the variance of a share's resamples.
+
+    At 0 and 1 the resamples may have no variance; the pictures then count as independent.
+    """
+    p, variance = estimate.value, _variance(estimate.resampled, estimate.prompts)
+    if not estimate.counted:
+        return estimate.n
+    known = ROUNDING < p < 1.0 - ROUNDING and variance > ROUNDING**2
+    return min(estimate.counted, p * (1.0 - p) / variance) if known else estimate.counted
 
 
 def _wilson(estimate: Estimate, level: float) -> Interval:
@@ -278,11 +298,17 @@ def _wilson(estimate: Estimate, level: float) -> Interval:
 
 
 def _newcombe(a: Estimate, b: Estimate, factor: float, value: float, level: float) -> Interval:
-    """The interval of a - factor * b from Wilson's limits and the correlation of the resamples."""
+    """The interval of a - factor * b from Wilson's limits and the correlation of the resamples.
+
+    Newcombe subtracts n / 2 from n² times a positive covariance of two pictures, or all of it if it
+    is less: two models that agree on all of few pictures may differ on others.
+    """
     (low_a, high_a), (low_b, high_b) = _wilson(a, level), _wilson(b, level)
     spread = a.resampled.std() * b.resampled.std()
     both = ((a.resampled - a.resampled.mean()) * (b.resampled - b.resampled.mean())).mean()
-    correlation = both / spread if spread > 0 else 0.0
+    if both > 0:  # of means of n pictures, which is 1 / n of that of pictures
+        both = max(both - 0.5 / min(_independent(a), _independent(b)) ** 2, 0.0)
+    correlation = both / spread if spread > ROUNDING**2 else 0.0
 
     def width(x: float, y: float) -> float:
         return float(np.sqrt(max(x**2 - 2 * correlation * x * y + y**2, 0.0)))

@@ -13,13 +13,15 @@ from runtimes.objective.noise_schedule import Schedule, schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.evaluate.draw_pictures import VERSION, SamplingSpec, sampler_settings
+from tasks.evaluate.draw_pictures import SamplingSpec, sampler_settings
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.holdout_loss import LEVELS
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.metric_names import all_prompts, compared_sets
 from tasks.evaluate.prompts import prompt_sets
 
+#: Increment when the pictures, the definition of a metric, or its interval changes.
+VERSION = 5
 log = logging.getLogger("kiln")
 
 
@@ -41,7 +43,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
             "samples": settings.holdout_samples,
             "levels": LEVELS,
             "seed": settings.seed,
-            **recipe.train.held_out_loss,
+            **recipe.train.holdout_loss_inputs,
         },
         text_dtype=recipe.encode.text_dtype if has_holdout else None,
         flash_attention=recipe.train.mindspore.flash_attention,
@@ -67,7 +69,7 @@ def fingerprint(given: EvalInputs) -> str:
             "sampling": sampling_spec(given).facts(),
             "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
             "compared": list(compared_sets(recipe)),
-            "models": given.measuring_models(),
+            "models": given.measuring.digests(),
             "reference": given.images.digest,
             "transform": TransformSettings.of(recipe).for_key(),
             "judges": judge_names(recipe.evaluate.judges),

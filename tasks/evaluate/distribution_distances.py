@@ -20,7 +20,6 @@ from tasks.evaluate.bootstrap import (
     REFERENCES,
     Estimate,
     Float64,
-    Interval,
     Prompts,
     clusters,
     counts,
@@ -195,9 +194,6 @@ DISTANCES: dict[str, Distance] = {
 }
 #: By features of evaluate.inception: what torch-fidelity and most papers call FID and KID.
 INCEPTION_DISTANCES: dict[str, Distance] = {"fd_inception": frechet, "kid_inception": kid}
-#: The range of a distance by its name; kid and kid_inception may have any value. An evaluation
-#: stores resampled values alone, and a publication computes the intervals again.
-RANGES: dict[str, Interval] = dict.fromkeys(("cmmd", "fd", "fd_inception"), (0.0, math.inf))
 
 
 def _estimate(

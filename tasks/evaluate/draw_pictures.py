@@ -33,7 +33,7 @@ from tasks.progress import Progress
 from tasks.trained_weights import BASE, TrainedWeights
 
 STAGE = "evaluate"
-#: Increment when the content of the pictures or the definition of a metric changes.
+#: Increment when the content of the pictures or of the losses changes.
 VERSION = 4
 LOSSES = "losses.json"
 #: The parts of a pipeline folder that affect its pictures.
@@ -92,10 +92,10 @@ class SamplingSpec:
     device: str
     batch_size: int
     prompts: tuple[str, ...]
-    sampler: dict[str, Any]  # seed, num_inference_steps, guidance_scale, height, width, dtype
+    sampler: dict[str, Any]  # SAMPLER_SETTINGS, and dtype
     latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
-    holdout: dict[str, Any]  # samples, levels, seed, noise_offset
+    holdout: dict[str, Any]  # samples, levels, seed, noise_offset; guidance_scale unless it is 1
     text_dtype: str | None = None  # as GenerateJob.text_dtype
     flash_attention: bool = True  # as train.mindspore.flash_attention
 
@@ -147,19 +147,19 @@ def draw(
     return [shard for shard in shards if shard is not None]
 
 
-def progress_callback(stage: str, progress: Progress) -> Callable[[Event], None]:
+def progress_callback(progress: Progress) -> Callable[[Event], None]:
     """A handler of a generate job's events that reports progress and logs the timings."""
 
     def on_event(event: Event) -> None:
         if event["event"] == "drawn":
             done, total = event["done"], event["total"]
-            progress(done, total, f"{done} of {total} pictures")
+            progress(done, total, f"{done:,} of {total:,} pictures")
         elif event["event"] == "result" and event.get("drawn"):
             compiled = event["compile_seconds"]
             suffix = f", after {compiled:.1f} s of compiling" if compiled else ""
             log.info(
                 "%s: drew %d pictures in %.1f s (%.1f s of it for the first batch)%s",
-                *(stage, event["drawn"], event["seconds"], event["first_seconds"], suffix),
+                *(progress.stage, event["drawn"], event["seconds"], event["first_seconds"], suffix),
             )
 
     return on_event

@@ -14,6 +14,27 @@ from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 
 @dataclass(frozen=True)
+class MeasuringModels:
+    """Local copies of the models that measure pictures."""
+
+    clip: Path  # CLIPModel folder
+    image_encoder: Path | None = None  # vision model folder; None: clip
+    preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
+    inception: Path | None = None  # weights file; None: no metrics of Inception
+
+    def digests(self) -> dict[str, str]:
+        """Name -> sha256 of the models."""
+        folders = {"clip": self.clip}
+        if self.image_encoder is not None:
+            folders["image_encoder"] = self.image_encoder
+        folders |= {f"judge {name}": path for name, path in self.preference_models.items()}
+        found = {name: digest_model(path) for name, path in folders.items()}
+        if self.inception is not None:
+            found["inception"] = digest_model_file(self.inception)
+        return found
+
+
+@dataclass(frozen=True)
 class EvalInputs:
     """A recipe, its data and its models."""
 
@@ -22,10 +43,7 @@ class EvalInputs:
     latents: Artifact  # with the held-out latents
     base: Path  # pipeline folder
     vae: Path | None  # None: the VAE of the base
-    clip: Path  # CLIPModel folder
-    image_encoder: Path | None = None  # vision model folder; None: clip
-    preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
-    inception: Path | None = None  # weights file; None: no metrics of Inception
+    measuring: MeasuringModels
     training_images: Artifact | None = None  # with the training pictures; None: images
 
     @property
@@ -40,13 +58,8 @@ class EvalInputs:
             "training_images": self.training.digest,
             "latents": self.latents.digest,
             **model_digests(self.base, self.vae),
-            **self.measuring_models(),
+            **self.measuring.digests(),
         }
-
-    def measuring_models(self) -> dict[str, str]:
-        """Name -> sha256 of the models that measure pictures."""
-        models = (self.clip, self.image_encoder, self.preference_models, self.inception)
-        return measuring_models(*models)
 
     def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
         """The base, or the model with the weights of a train artifact."""
@@ -59,18 +72,3 @@ def model_digests(base: Path, vae: Path | None) -> dict[str, str]:
     """`base` and, if it is separate, `vae` -> sha256 of their content."""
     found = {"base": digest_pipeline(base)}
     return found | ({} if vae is None else {"vae": digest_model(vae)})
-
-
-def measuring_models(
-    clip: Path,
-    image_encoder: Path | None,
-    preference_models: Mapping[str, Path],
-    inception: Path | None = None,
-) -> dict[str, str]:
-    """Name -> sha256 of the models that measure pictures."""
-    folders = {"clip": clip}
-    if image_encoder is not None:
-        folders["image_encoder"] = image_encoder
-    folders |= {f"judge {name}": path for name, path in preference_models.items()}
-    found = {name: digest_model(path) for name, path in folders.items()}
-    return found | ({} if inception is None else {"inception": digest_model_file(inception)})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from tasks.evaluate.bootstrap import Estimate, mean
 
 #: As MLPerf's text-to-image benchmark validates: equidistant levels with equal counts. Ours are the
 #: middles of eight equal bands, so that their mean approximates the loss over all levels.
 LEVELS = 8
-NAME = "holdout_loss"
 #: Metric names of the bands, from the least noise to the most.
-BANDS = tuple(f"{NAME}/level{number}" for number in range(1, LEVELS + 1))
+BANDS = tuple(f"{HOLDOUT_LOSS}/level{number}" for number in range(1, LEVELS + 1))
 
 
 def holdout_losses(losses: NDArray[np.float64], resamples: int, seed: int) -> dict[str, Estimate]:
@@ -24,4 +24,4 @@ def holdout_losses(losses: NDArray[np.float64], resamples: int, seed: int) -> di
     if not len(losses):
         return {}
     bands = {name: mean(losses[:, n], resamples, seed) for n, name in enumerate(BANDS)}
-    return {NAME: mean(losses.mean(axis=1), resamples, seed), **bands}
+    return {HOLDOUT_LOSS: mean(losses.mean(axis=1), resamples, seed), **bands}

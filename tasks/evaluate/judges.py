@@ -103,7 +103,9 @@ def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequ
         try:
             JUDGES[one].check(prompts)
         except ValueError as error:
-            raise WrongInput(f"evaluate.judges: {one}: {error}") from None
+            raise WrongInput(
+                f"evaluate.judges: {one}: {error}; for other prompts leave {one} out"
+            ) from None
 
 
 def judge_pictures(

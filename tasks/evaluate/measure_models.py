@@ -38,6 +38,7 @@ from tasks.evaluate.metric_names import (
     compared_sets,
     prompt_numbers,
     slices_by_set,
+    with_ranges,
 )
 from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference_features import (
@@ -81,18 +82,18 @@ class MetricSuite:
     def of(cls, given: EvalInputs, store: Store) -> MetricSuite:
         """The metrics of a recipe. Raises WrongInput if a model fails to load."""
         recipe, settings, sets = given.recipe, given.recipe.evaluate, prompt_sets(given.recipe)
-        clip = Clip(given.clip, settings.device)
+        clip = Clip(given.measuring.clip, settings.device)
         image: ImageEncoder = WholePictures(clip)
-        if given.image_encoder is not None:
-            image = open_image_encoder(given.image_encoder, settings.device)
+        if given.measuring.image_encoder is not None:
+            image = open_image_encoder(given.measuring.image_encoder, settings.device)
         searching: dict[str, ImageEncoder] = {IMAGE: image, PIXELS: Pixels()}  # of memorisation
         encoders = {CLIP: clip, **searching}
-        if given.inception is not None:
-            encoders[INCEPTION] = Inception(given.inception, settings.device)
+        if given.measuring.inception is not None:
+            encoders[INCEPTION] = Inception(given.measuring.inception, settings.device)
         return cls(
             sets=sets,
             compared=compared_sets(recipe),
-            judges=open_judges(settings.judges, given.preference_models, settings.device),
+            judges=open_judges(settings.judges, given.measuring.preference_models, settings.device),
             resamples=settings.bootstrap,
             seed=settings.seed,
             encoders=encoders,
@@ -121,7 +122,7 @@ class MetricSuite:
         closest = self._nearest(features)
         if closest is not None:
             found |= closest.metrics(self.memorization, self.resamples, self.seed, self.prompts)
-        return Measured(found | self._judged(scores), closest)
+        return Measured(with_ranges(found | self._judged(scores)), closest)
 
     def _look(self, store: Store, drawn: Shard) -> tuple[dict[str, Float32], dict[str, Scores]]:
         """Features by each encoder and scores by each judge, one row per picture."""
@@ -227,7 +228,7 @@ def _references(
 ) -> References:
     settings = TransformSettings.of(given.recipe)
     factor = open_latents(given.latents.uri).info["size_step"]
-    digests = given.measuring_models()
+    digests = given.measuring.digests()
     identities = {
         CLIP: digests["clip"],
         IMAGE: f"whole pictures {digests.get('image_encoder', digests['clip'])}",

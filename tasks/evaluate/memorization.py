@@ -103,11 +103,19 @@ def copies_table(facts: Mapping[str, Any], shares: Mapping[str, Any]) -> list[di
                 "counts from": threshold,
                 "samples that count": f"{round(share['value'] * share['n'])} of {share['n']:,}",
                 "closest sample": max(closest, default="—"),
-                "held-out that count": facts.get("held_out", {}).get(name, "—"),
+                "held-out that count": _counted(facts, name),
                 "closest held-out": facts.get("closest_held_out", {}).get(name, "—"),
             }
         )
     return rows
+
+
+def _counted(facts: Mapping[str, Any], name: str) -> str:
+    """The held-out pictures that count as copies, of all; a dash if there are none."""
+    if name not in facts.get("held_out", {}):
+        return "—"
+    count = facts["held_out_pictures"]
+    return f"{round(facts['held_out'][name] * count)} of {count:,}"
 
 
 def render_pairs(pairs: Sequence[tuple[Pair, NDArray[np.uint8], NDArray[np.uint8]]]) -> bytes:

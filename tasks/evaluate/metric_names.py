@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 
+from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from tasks.evaluate import holdout_loss, memorization
+from tasks.evaluate.bootstrap import Estimate, Estimates, Interval
 from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.prompts import PromptSets, prompt_sets
@@ -15,9 +19,23 @@ CLIP_SCORE, CMMD = "clip_score", "cmmd"
 LEAST_COMPARED = 2
 #: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
 LOWER_IS_BETTER = (
-    *(holdout_loss.NAME, CMMD, "fd", "kid", *INCEPTION_DISTANCES),
+    *(HOLDOUT_LOSS, CMMD, "fd", "kid", *INCEPTION_DISTANCES),
     *(memorization.FEATURES, memorization.PIXELS),
 )
+#: Metric, with its bands and prompt sets -> its range, to which intervals are cut.
+RANGES: dict[str, Interval] = {
+    CLIP_SCORE: (0.0, 100.0),
+    **dict.fromkeys((HOLDOUT_LOSS, CMMD, "fd", "fd_inception"), (0.0, math.inf)),
+}
+
+
+def with_ranges(estimates: Estimates) -> dict[str, Estimate]:
+    """The estimates of metrics by name, with the metrics' ranges."""
+    found = dict(estimates)
+    for name, one in estimates.items():
+        if (limits := RANGES.get(name.partition("/")[0])) is not None:
+            found[name] = replace(one, low=limits[0], high=limits[1])
+    return found
 
 
 def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
@@ -35,7 +53,7 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
         if min(held_out, _compared_pictures(recipe)) >= LEAST_COMPARED:
             names += [CMMD, *DISTANCES]
             names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
-        names += [holdout_loss.NAME, *holdout_loss.BANDS]
+        names += [HOLDOUT_LOSS, *holdout_loss.BANDS]
     names += [memorization.FEATURES, memorization.PIXELS]
     judges = judge_names(recipe.evaluate.judges)
     return names + [name for judge in judges for name in by_set(judge, sets)]

@@ -38,8 +38,10 @@ def metric_rows(
 
 
 def with_interval(metric: Metric | None) -> str:
-    """A metric and its interval as text; a dash if it was not measured."""
+    """A metric and its interval, if there is one, as text; a dash if it was not measured."""
     if metric is None:
         return "—"
+    if metric["ci"] is None:
+        return human(float(metric["value"]))
     low, high = metric["ci"]
     return f"{human(float(metric['value']))} [{human(float(low))}, {human(float(high))}]"

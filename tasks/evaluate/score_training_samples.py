@@ -14,12 +14,13 @@ from configs.settings.evaluate import JudgeName, PreferenceModel
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.feature_encoders import Clip, Float32
 from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
+from tasks.evaluate.metric_names import CLIP_SCORE
 
 
 def sample_metrics(judges: Sequence[JudgeName | PreferenceModel]) -> list[str]:
     """Names of the scores that `SampleScorer` computes."""
     small = [one for one in judges if not isinstance(one, PreferenceModel)]
-    return ["clip_score", *judge_names(small)]
+    return [CLIP_SCORE, *judge_names(small)]
 
 
 class SampleScorer:
@@ -53,7 +54,7 @@ class SampleScorer:
         scores = clip_scores(self._clip.images(pictures), self._texts)
         judged = judge_pictures(self._judges, pictures, self._prompts)
         means = {name: float(found.mean()) for name, found in judged.items()}
-        return {"clip_score": float(scores.mean()), **means}
+        return {CLIP_SCORE: float(scores.mean()), **means}
 
     @cached_property
     def _clip(self) -> Clip:

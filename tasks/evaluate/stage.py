@@ -20,6 +20,7 @@ from artifacts.checksummed_files import read_checked, read_record
 from artifacts.download_or_find_model import resolve_model
 from artifacts.latent_shards import open_latents
 from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
+from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs
@@ -30,10 +31,9 @@ from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
-from tasks.evaluate.comparable_metrics import fingerprint, loss_facts, sampling_spec
+from tasks.evaluate.comparable_metrics import VERSION, fingerprint, loss_facts, sampling_spec
 from tasks.evaluate.compare_pictures import compare_pictures
-from tasks.evaluate.distribution_distances import RANGES
-from tasks.evaluate.draw_pictures import STAGE, VERSION, EvalModel, RunJob
+from tasks.evaluate.draw_pictures import STAGE, EvalModel, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts, judge_names
 from tasks.evaluate.load_published_model import load_published_model
@@ -47,6 +47,7 @@ from tasks.evaluate.metric_names import (
     lower_is_better,
     metric_names,
     slices_by_set,
+    with_ranges,
 )
 from tasks.evaluate.metric_table import metric_rows
 from tasks.evaluate.prompts import PromptSets, prompt_sets
@@ -81,7 +82,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         "judges": judge_names(recipe.evaluate.judges),
         "compared": compared_sets(recipe),
         "reference": TransformSettings.of(recipe).for_key(),
-        **recipe.train.held_out_loss,
+        **recipe.train.holdout_loss_inputs,
     }
 
 
@@ -116,21 +117,23 @@ def build(
     with draw_pictures.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
         shards = draw_pictures.draw(
-            models, spec, store, folder, run, draw_pictures.progress_callback(STAGE, progress)
+            models, spec, store, folder, run, draw_pictures.progress_callback(progress)
         )
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given, store)
     base, tuned = (suite.measure(store, shard) for shard in shards)
-    _check_finite({"base": base.metrics, "tuned": tuned.metrics})
+    found: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
+    _check_finite(found)
+    if not _same_loss(given, models[0]):
+        found["base"] = _without_loss(base.metrics)
     for shard in [*shards, *suite.shards]:
         draft.add_shard(shard)
-    draft.write(BOOTSTRAP, to_npz({"base": base.metrics, "tuned": tuned.metrics}))
+    draft.write(BOOTSTRAP, to_npz(found))
     draft.write(GRID, _grid(store, shards, suite.sets))
     facts = {
-        "metrics": metrics_by_name({"base": base.metrics, "tuned": tuned.metrics}),
+        "metrics": metrics_by_name(found),
         "differences": {
-            name: {"base": found}
-            for name, found in differences(tuned.metrics, base.metrics).items()
+            name: {"base": one} for name, one in differences(tuned.metrics, found["base"]).items()
         },
         "memorization": _memorization(given, suite, store, shards[-1], tuned, draft),
         "fingerprint": fingerprint(given),
@@ -160,6 +163,12 @@ def _finite(estimates: Estimates) -> Estimates:
     return found
 
 
+def _without_loss(estimates: Estimates) -> Estimates:
+    """The metrics of a base whose loss is of another quantity than the trained model's."""
+    log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
+    return {k: one for k, one in estimates.items() if not k.startswith(HOLDOUT_LOSS)}
+
+
 def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metric]]:
     """Metric name -> model -> metric, as in metrics.json."""
     names = dict.fromkeys(name for estimates in models.values() for name in estimates)
@@ -176,7 +185,7 @@ def read_estimates(evaluated: Artifact) -> dict[str, Estimates]:
 
 def _read_estimates(evaluated: Artifact, models: Sequence[str]) -> dict[str, Estimates]:
     metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
-    return {model: from_npz(resampled, metrics, model, RANGES) for model in models}
+    return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}
 
 
 def _memorization(
@@ -256,7 +265,7 @@ def _build_published(
     if not _same_loss(given, model):
         spec = replace(spec, latents=None)  # the model may not even accept our latents
     with draw_pictures.scratch(draft) as folder:
-        on_event = draw_pictures.progress_callback(STAGE, progress)
+        on_event = draw_pictures.progress_callback(progress)
         (shard,) = draw_pictures.draw([model], spec, store, folder, run, on_event)
     suite = MetricSuite.of(given, store)
     models = {"tuned": _finite(suite.measure(store, shard).metrics)}
@@ -349,6 +358,6 @@ def _published_estimates(uri: str, fingerprint: str) -> Estimates | None:
         if found["fingerprint"] != fingerprint:
             return None
         resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
-        return from_npz(resampled, found["metrics"], "tuned", RANGES)
+        return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
     except (OSError, ValueError, KeyError):
         return None

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.download_or_find_model import resolve_configs
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.torch.gpu_step_memory_records import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
-from tasks.base_training_plan import PlanFailed, TrainingPlan
+from tasks.base_training_plan import PlanFailed, TrainingPlan, config_folders
 from tasks.gpu.advice import Advice, advise
 from tasks.gpu.estimate_peak_memory import Peaks, Planner, executed_flops, optimizer_bytes
 
@@ -119,10 +118,7 @@ def plan_gpu_training(recipe: Recipe, gpu: str) -> GpuPlan:
         PlanFailed: the planner failed.
     """
     there = parse_gpu(gpu)
-    model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
-    vae = None
-    if recipe.model.vae is not None:
-        vae = vae_path(model, resolve_configs(recipe.model.vae))
+    model, vae = config_folders(recipe)
     return plan_for(recipe, there, model, vae)
 
 

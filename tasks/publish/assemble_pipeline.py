@@ -17,6 +17,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import SCHEDULER_FILE
 from runtimes.pipeline_folder.denoiser_config import folder_extras
+from runtimes.pipeline_folder.weight_files import stored_weight_files
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
@@ -94,7 +95,7 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
         is_index = path.name.endswith(".index.json")
         if path.is_file() and path.suffix.lower() not in WEIGHTS and not is_index:
             shutil.copyfile(path, target / path.name)
-    weights = pipeline_weight_files(source)
+    weights = stored_weight_files(source)
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
         _cast(weights, target / f"{stem}.safetensors", dtype, merging, _hub_names(source))
@@ -125,26 +126,11 @@ def _load_as_float32(path: Path) -> None:
         path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", "utf-8")
 
 
-def pipeline_weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a part's weights: the plain ones, else the fp16 variant.
-
-    Only the standard names of diffusers and transformers count; other files are other copies.
-    """
-    for variant in ("", r"\.fp16"):
-        name = re.compile(
-            rf"(diffusion_pytorch_model|model)(-\d+-of-\d+)?{variant}(-\d+-of-\d+)?\.safetensors"
-        )
-        found = [p for p in sorted(folder.glob("*.safetensors")) if name.fullmatch(p.name)]
-        if found:
-            return found
-    return []
-
-
 def missing_weights(base: Path) -> list[str]:
     """Names of a pipeline folder's model parts without safetensors weights."""
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
     parts = [base / p for p, s in index.items() if isinstance(s, list) and s[0] is not None]
-    return [p.name for p in parts if _wants_weights(p) and not pipeline_weight_files(p)]
+    return [p.name for p in parts if _wants_weights(p) and not stored_weight_files(p)]
 
 
 def _wants_weights(folder: Path) -> bool:

@@ -17,7 +17,8 @@ from configs.redact_urls import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from runtimes.families.family import Family
-from runtimes.objective.scheduler_config import read_scheduler_config
+from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
+from runtimes.pipeline_folder.describe_encoders import absent_text_parts
 from runtimes.pipeline_folder.weight_files import pipeline_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
@@ -38,12 +39,14 @@ class Weights:
     adapters: bool = False
     scheduler: str | None = None  # class of a scheduler that differs from the base's
     variant: str | None = None  # of the base's weight files, such as fp16
+    absent: tuple[str, ...] = ()  # text encoders and tokenizers that the pipeline goes without
 
     @classmethod
     def of(cls, tuned: TrainedWeights, base: Path, *, merged: bool) -> Weights:
         has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
-        return cls(merged or not has_lora, has_lora, scheduler, pipeline_variant(base))
+        absent = absent_text_parts(base)
+        return cls(merged or not has_lora, has_lora, scheduler, pipeline_variant(base), absent)
 
 
 def base_card(base: Path) -> dict[str, str]:
@@ -120,12 +123,45 @@ def write_card(
         caption_tokens: T5's maximum caption length, where it is not the pipeline's default.
         family: of the base; its pipeline may have other arguments of guidance.
     """
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import ModelCard
+
+    given = recipe.evaluate
+    card = ModelCard.from_template(
+        _metadata(recipe, base, measured, weights),
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
+        recipe=recipe,
+        settings=dump(recipe),
+        weights=weights,
+        prompt=next(iter(_first_prompts(recipe)), "a prompt"),
+        training=training,
+        guidance=_guidance(given, family),
+        drawn_with=None if given.scheduler is None else SCHEDULERS[given.scheduler],
+        scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
+        metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
+        rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
+        forced=forced,
+        caption_tokens=caption_tokens,
+        license_name=shown_license(recipe, base),
+        license_files=[path.name for path in license_files(base)],
+        lineage=lineage,
+        escape=escape_markdown,
+        repr=repr,
+        human=human,
+        shell_quote=shlex.quote,
+        source=_source(recipe),
+        without_secrets=without_secrets,
+    )
+    return str(card)
+
+
+def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Weights) -> Any:
+    """ModelCardData: what the Hugging Face hub shows beside a model and searches by."""
+    from huggingface_hub import EvalResult, ModelCardData
 
     shown, found = license_of(recipe, base), base_card(base)
     if found.get("license") != shown:  # the name and link are those of another licence
         found = {}
-    data = ModelCardData(
+    return ModelCardData(
         license=shown,
         license_name=found.get("license_name"),
         license_link=found.get("license_link"),
@@ -151,32 +187,6 @@ def write_card(
             for name, models in measured["metrics"].items()
         ],
     )
-    given = recipe.evaluate
-    card = ModelCard.from_template(
-        data,
-        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
-        recipe=recipe,
-        settings=dump(recipe),
-        weights=weights,
-        prompt=next(iter(_first_prompts(recipe)), "a prompt"),
-        training=training,
-        guidance=_guidance(given, family),
-        scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
-        metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
-        rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
-        forced=forced,
-        caption_tokens=caption_tokens,
-        license_name=shown_license(recipe, base),
-        license_files=[path.name for path in license_files(base)],
-        lineage=lineage,
-        escape=escape_markdown,
-        repr=repr,
-        human=human,
-        shell_quote=shlex.quote,
-        source=_source(recipe),
-        without_secrets=without_secrets,
-    )
-    return str(card)
 
 
 def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
@@ -236,7 +246,7 @@ def _datasets(recipe: Recipe) -> list[str] | None:
 def _source(recipe: Recipe) -> str:
     """Kind, place and revision of the source, without secrets of URLs."""
     given = yaml.safe_load(dump(recipe))["source"]
-    facts = [given["kind"], given.get("path") or given.get("url"), given.get("revision")]
+    facts = [given["kind"], given.get("path"), given.get("revision")]
     return ", ".join(str(fact) for fact in facts if fact)
 
 

@@ -28,11 +28,13 @@ from artifacts.checksummed_files import (
     write_atomic,
 )
 from artifacts.compare_and_swap import create
+from artifacts.delete_and_fetch_folders import delete_tree
 from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, files, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
+from configs.nearest_name import hint_of
 from tasks.publish.champion_history import (
     ROLLED_BACK,
     Champions,
@@ -161,7 +163,11 @@ class Registry:
         # Any other name is no folder of a version.
         found = self._version(name) if re.fullmatch(r"v\d+", name) else None
         if found is None:
-            names = ", ".join(version.name for version in self.versions()) or "none"
+            names = ", ".join(version.name for version in self.versions())
+            if not names:
+                models = subfolders(self.fs, self.store.root) or ["none"]
+                hint = hint_of(self.name, models)
+                raise RegistryError(f"{self.name} {name}: no such model in the registry ({hint})")
             raise RegistryError(f"{self.name} {name}: no such version (there are: {names})")
         return found
 
@@ -228,7 +234,7 @@ class Registry:
         for name in names[: names.index(complete[-1])] if complete else []:
             if name not in (*complete, *needed):
                 lock.check()
-                self.fs.rm(f"{self.root}/{name}", recursive=True)
+                delete_tree(self.fs, f"{self.root}/{name}")
 
     def _delete(self, name: str, readable: Container[str], lock: Lock) -> bool:
         """Delete a version; False if it is the champion, or the one that a rollback restores.
@@ -248,7 +254,7 @@ class Registry:
         if name in _restorable(self._champions.settle(), readable):
             create(self.fs, f"{root}/{MANIFEST}", manifest)
             return False
-        self.fs.rm(root, recursive=True)
+        delete_tree(self.fs, root)
         return True
 
     def mend_alias(self) -> None:

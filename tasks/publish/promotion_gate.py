@@ -135,25 +135,27 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
         return Verdict(rule.text, passed, tuned.value, None, note)
     bound = rule.number if other is None else rule.factor * other.value + rule.offset
     assert bound is not None
-    interval = _interval(rule, tuned, other)
+    interval, why = _interval(rule, tuned, other)
     compare = _COMPARE[rule.op]
     if rule.level is None:
-        passed = bool(compare(tuned.value, bound))
+        passed, why = bool(compare(tuned.value, bound)), ""
     else:
         passed = interval is not None and all(compare(end, 0.0) for end in interval)
-    return Verdict(rule.text, passed, tuned.value, bound, interval=interval)
+    return Verdict(rule.text, passed, tuned.value, bound, why, interval)
 
 
-def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> Interval | None:
-    """The interval of value - bound; None for metrics of different pictures."""
+def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Interval | None, str]:
+    """The interval of value - bound; or None, and why there is none."""
     level = rule.level or LEVEL
     if other is None:
         low, high = tuned.interval(level)
-        return low - (rule.number or 0.0), high - (rule.number or 0.0)
-    try:
-        return difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
-    except ValueError:
-        return None
+        found = low - (rule.number or 0.0), high - (rule.number or 0.0)
+    else:
+        try:
+            found = difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
+        except ValueError:
+            return None, "no interval: of different pictures"
+    return (found, "") if all(map(math.isfinite, found)) else (None, "no interval: of one sample")
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -177,9 +179,7 @@ def failure(verdict: Verdict) -> str:
     decided = ""
     if parse_rule(verdict.rule).level is not None:
         found = verdict.interval
-        decided = ", no interval: of different pictures"
-        if found is not None:
-            decided = f", value - bound in {_shown(found)}"
+        decided = f", {verdict.note}" if found is None else f", value - bound in {_shown(found)}"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from artifacts.checksummed_files import first_fault
-from artifacts.download_or_find_model import resolve_model
+from artifacts.download_or_find_model import resolve_model, was_not_reached
 from tasks.publish.model_card import TAG
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.sign_model import SIGNATURE
@@ -66,7 +66,8 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
         if isinstance(error, PushFailed):
             raise
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
-        raise PushFailed(f"the hub refused {repo}: {reason.strip()}") from error
+        happened = "cannot be reached for" if was_not_reached(error) else "refused"
+        raise PushFailed(f"the hub {happened} {repo}: {reason.strip()}") from error
     return str(done.commit_url)
 
 

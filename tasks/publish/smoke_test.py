@@ -97,32 +97,29 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
 
 def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
-    from runtimes.pipeline_folder.weight_files import pipeline_variant, weight_variant
-    from tasks.publish.assemble_pipeline import pipeline_weight_files
+    from runtimes.pipeline_folder.describe_encoders import absent_text_parts
+    from runtimes.pipeline_folder.weight_files import (
+        pipeline_variant,
+        weight_shapes,
+        weight_variant,
+    )
 
     pipeline = folder if (folder / INDEX).is_file() else base
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
-    weights = [path for part in parts for path in pipeline_weight_files(part)]
+    shapes = (shape for part in parts for shape in weight_shapes(part).values())
     given = recipe.evaluate
     return {
         "folder": str(folder),
         "base": str(base),
         "variant": pipeline_variant(pipeline),
+        "absent": absent_text_parts(pipeline),
         "vae": None if vae is None else str(vae),
         "vae_variant": None if vae is None else weight_variant(vae),
-        "float32_bytes": 4 * sum(map(_elements, weights)),
+        "float32_bytes": 4 * sum(map(math.prod, shapes)),
         "dtype": given.dtype,
         "device": given.device,
         "aesthetic_scores": [given.negative_aesthetic_score, given.aesthetic_score],
     }
-
-
-def _elements(weights: Path) -> int:
-    """Number of elements in a weight file, by its header."""
-    from safetensors import safe_open
-
-    with safe_open(weights, framework="np") as stream:
-        return sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())  # noqa: SIM118
 
 
 def draw(job: dict[str, Any]) -> None:
@@ -140,11 +137,12 @@ def draw(job: dict[str, Any]) -> None:
     device = "cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu"
     fits = HEADROOM * job["float32_bytes"] <= _free_bytes(device)
     dtype = torch.float32 if fits else getattr(torch, job["dtype"])
+    given: dict[str, Any] = dict.fromkeys(job["absent"])  # diffusers requires a None for each
     if (folder / INDEX).is_file():
-        given: dict[str, Any] = {} if fits else {"dtype": dtype}
+        given |= {} if fits else {"dtype": dtype}
         pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
     else:  # a base may store its text encoders in half precision, and not load bare
-        given = {"dtype": dtype, "variant": job["variant"]}
+        given |= {"dtype": dtype, "variant": job["variant"]}
         given |= {} if job["vae"] is None else {"vae": _load_vae(job, dtype)}
         pipe = diffusers.DiffusionPipeline.from_pretrained(job["base"], **given)
         pipe.load_lora_weights(folder, weight_name=ADAPTERS)

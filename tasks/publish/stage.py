@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.artifact_key import KeyParts
+from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft
 from configs.load_and_extend_recipe import dump
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import unusual_text_length
+from runtimes.pipeline_folder.describe_encoders import read_config, unusual_text_length
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
+from tasks.evaluate.draw_pictures import DRAWING_PARTS
 from tasks.evaluate.stage import PublishedMetrics, metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
@@ -95,6 +97,7 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
         "evaluation": evaluated.digest,
         "card": digest_json(model_card.base_card(base)),
         **_license_digests(base),
+        **_copied_digests(recipe, base),
     }
     champion = registry_of(recipe).champion()
     if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
@@ -190,20 +193,13 @@ def build(
         _write_weights(recipe, tuned, base, vae, out)
         facts = model_card.Weights.of(tuned, base, merged=recipe.publish.merge)
         training = model_card.training_facts(trained.manifest["run"], trained.summary)
-        text = model_card.write_card(
+        card = model_card.write_card(
             *(recipe, base, measured, verdicts, lineage, facts, training),
             forced=forced,
             caption_tokens=unusual_text_length(base),
             family=detect_family(base),
         )
-        (out / "README.md").write_text(text, encoding="utf-8")
-        for path in model_card.license_files(base):
-            shutil.copyfile(path, out / path.name)
-        (out / RECIPE).write_text(dump(recipe), encoding="utf-8")
-        (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
-        (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
-        (out / GRID).write_bytes(evaluated.read(GRID))
-        (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
+        _write_documents(out, card, recipe, base, evaluated, measured, verdicts)
         if (failure := _smoke_test(recipe, out, base, vae)) is not None:
             raise reject([*verdicts, failure])
         progress(2, 3, "copying")
@@ -269,6 +265,19 @@ def _license_digests(base: Path) -> dict[str, str]:
     return {"license_files": digest_json(found)} if found else {}
 
 
+def _copied_digests(recipe: Recipe, base: Path) -> dict[str, str]:
+    """The key's part for what a pipeline folder copies and no evaluation reads; often nothing.
+
+    Such are the `safety_checker` and the `feature_extractor`.
+    """
+    if recipe.train.method == "lora" and not recipe.publish.merge:
+        return {}
+    index = read_config(base / "model_index.json")
+    parts = [name for name, spec in index.items() if isinstance(spec, list) and spec[0] is not None]
+    copied = sorted(set(parts) - set(DRAWING_PARTS))
+    return {"copied_parts": digest_model(base, tuple(copied))} if copied else {}
+
+
 def _check_license(recipe: Recipe, base: Path) -> None:
     if model_card.shown_license(recipe, base) == model_card.UNKNOWN_LICENSE:
         log.warning("publish: the licence is unknown: set publish.license")
@@ -306,6 +315,26 @@ def _write_weights(
             dtype=dtype,
             scheduler=tuned.parts.get("scheduler"),
         )
+
+
+def _write_documents(
+    out: Path,
+    card: str,
+    recipe: Recipe,
+    base: Path,
+    evaluated: Artifact,
+    measured: dict[str, Any],
+    verdicts: list[promotion_gate.Verdict],
+) -> None:
+    """Write what a published folder has beside the weights: card, licences, recipe, metrics."""
+    (out / "README.md").write_text(card, encoding="utf-8")
+    for path in model_card.license_files(base):
+        shutil.copyfile(path, out / path.name)
+    (out / RECIPE).write_text(dump(recipe), encoding="utf-8")
+    (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
+    (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
+    (out / GRID).write_bytes(evaluated.read(GRID))
+    (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
 
 
 def show(artifact: Artifact) -> list[Panel]:

@@ -83,7 +83,7 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
     )
 
 
-def check_champion(recipe: Recipe, champion: Champion, model: str) -> None:
+def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> None:
     """Raise StageFailed if another version is the champion now, for example after a rollback.
 
     Args:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import logging
-import os
 import shlex
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +18,6 @@ from pathlib import Path
 from uuid import uuid4
 
 from artifacts.download_or_find_model import digest_model, files_below
-from artifacts.image_shards import add_member
 from artifacts.lock import LockLost, check_held
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
@@ -34,25 +29,15 @@ from runtimes.spmd.tpu_slices import check_rows, check_training, parse_accelerat
 from tasks.build_or_reuse import TransientError
 from tasks.child_process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice
+from tasks.tpu.pack_code import ROOT, code_home, pack_code
+from tasks.tpu.run_gcloud import SliceUnavailable, describe, is_missing, message_of, run_command
 
-#: The parts of a checkout that the workers need.
-PACKED = (
-    *("Makefile", "pyproject.toml", "requirements", "deploy/tpu"),  # deploy/server/.env is secret
-    *("artifacts", "configs", "runtimes"),
-)
-ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 20.0
 STATE_CHECKS = 3  # queries of the state after a failure
 OUTAGE_SECONDS = 600.0  # for which an API that answered before is asked again
-COMMAND_SECONDS = 3600.0  # timeout; creation and set-up take minutes
-QUERY_SECONDS = 60.0  # timeout of a query of a state
 SIGNAL_SECONDS = 60.0  # timeout of a signal to the workers: a lost slice does not delay the end
 SSH_LOST = 255
 log = logging.getLogger("kiln")
-
-
-class SliceUnavailable(TransientError):
-    """No slice is available now; the message states the reason."""
 
 
 def check(tpu: Tpu, store: str, settings: Train) -> None:
@@ -73,7 +58,7 @@ def check(tpu: Tpu, store: str, settings: Train) -> None:
 def list_commands(tpu: Tpu) -> list[tuple[str, Command]]:
     """The (purpose, gcloud command) pairs of a run, in order; none is executed."""
     tpu_slice = Slice(tpu, "run")
-    home = _home(_pack())
+    home = code_home(pack_code())
     job = f"{home}/job.json"
     queue = [("wait until it is ACTIVE", tpu_slice.describe_request())] if tpu.queued else []
     deletion = [] if tpu.keep else [("delete it", tpu_slice.delete())]
@@ -131,13 +116,13 @@ class _SliceRun:
     grace_seconds: float
     poll_seconds: float
     is_ours: bool = False  # made for this training, which therefore deletes it
-    code: bytes = field(default_factory=lambda: _pack())
+    code: bytes = field(default_factory=pack_code)
     attempt: str = field(default_factory=lambda: uuid4().hex[:8])
     _answered: bool = False  # gcloud works, so that a failure is an outage
 
     @property
     def home(self) -> str:
-        return _home(self.code)
+        return code_home(self.code)
 
     @property
     def job_file(self) -> str:
@@ -161,7 +146,7 @@ class _SliceRun:
                 elif _is_cut_off(error):
                     log.warning("tpu: the connection was lost; %d more attempts", left)
                 elif isinstance(error, subprocess.CalledProcessError):
-                    reason = _message(error)
+                    reason = message_of(error)
                     raise SliceUnavailable(f"the slice cannot be set up: {reason}") from None
                 else:
                     raise  # the job itself failed, so a new slice would not help
@@ -188,13 +173,13 @@ class _SliceRun:
         while True:
             check_held(ask=True)
             try:
-                _run_command(self.slice.delete())
+                run_command(self.slice.delete())
                 return
             except subprocess.CalledProcessError as error:
-                if _is_missing(error):
+                if is_missing(error):
                     return
                 if time.monotonic() > end:
-                    name, why = self.slice.tpu.name, _message(error)
+                    name, why = self.slice.tpu.name, message_of(error)
                     log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
                     return
             time.sleep(self.poll_seconds)
@@ -213,10 +198,10 @@ class _SliceRun:
             check_held(ask=True)
             self.is_ours = True  # also if gcloud is interrupted: Google goes on
             try:
-                _run_command(self.slice.create())
+                run_command(self.slice.create())
             except subprocess.CalledProcessError as error:
                 self.is_ours = "already exists" not in error.stderr.lower().replace("_", " ")
-                reason = _message(error)
+                reason = message_of(error)
                 raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
         self._wait()
 
@@ -270,7 +255,7 @@ class _SliceRun:
         end = time.monotonic() + OUTAGE_SECONDS
         while True:
             try:
-                found = _describe(command)
+                found = describe(command)
             except SliceUnavailable as error:
                 if not self._answered or time.monotonic() > end:
                     raise
@@ -287,9 +272,9 @@ class _SliceRun:
             code.write_bytes(self.code)
             write_job(self.job, job)
             log.info("tpu: setting up (minutes, once per slice)")
-            _run_command(self.slice.copy(code, f"{self.home}.tgz"))
-            _run_command(self.slice.ssh(_set_up(self.home)))
-            _run_command(self.slice.copy(job, self.job_file))
+            run_command(self.slice.copy(code, f"{self.home}.tgz"))
+            run_command(self.slice.ssh(_set_up(self.home)))
+            run_command(self.slice.copy(job, self.job_file))
 
     def _train(self) -> Event:
         check_held(ask=True)  # the set-up took minutes, and the job stops that of a successor
@@ -311,7 +296,7 @@ class _SliceRun:
         """Signal every worker to checkpoint and exit; kill them after the grace period."""
         log.info("tpu: stopping (it has %g s to checkpoint)", self.grace_seconds)
         with suppress(subprocess.CalledProcessError):
-            _run_command(self.slice.ssh(_signal(self.job_file, signal.SIGTERM)), SIGNAL_SECONDS)
+            run_command(self.slice.ssh(_signal(self.job_file, signal.SIGTERM)), SIGNAL_SECONDS)
         try:
             child.wait(self.grace_seconds)
         except BaseException:
@@ -320,7 +305,7 @@ class _SliceRun:
     def _kill(self, child: subprocess.Popen[str]) -> None:
         """Kill the job on every worker, then the connection to them."""
         with suppress(subprocess.CalledProcessError):
-            _run_command(self.slice.ssh(_signal(self.job_file, signal.SIGKILL)), SIGNAL_SECONDS)
+            run_command(self.slice.ssh(_signal(self.job_file, signal.SIGKILL)), SIGNAL_SECONDS)
         child.kill()
         child.wait()
 
@@ -345,66 +330,8 @@ def _signal(job: str, number: signal.Signals) -> str:
     return f"pkill --signal {number.name} -f 'runtimes .*/{pattern}' || true"
 
 
-def _pack() -> bytes:
-    """A gzipped tar of the PACKED files, deterministic for equal code."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path in sorted(p for name in PACKED for p in _files(ROOT / name)):
-            name, mode = str(path.relative_to(ROOT)), path.stat().st_mode & 0o777
-            add_member(tar, name, path.read_bytes(), mode)
-    return gzip.compress(buffer.getvalue(), compresslevel=6, mtime=0)
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    return [p for p in files_below(path) if "__pycache__" not in p.parts]
-
-
-def _home(code: bytes) -> str:
-    """The folder of this code on a worker, relative to the home folder."""
-    return f"kiln-{hashlib.sha256(code).hexdigest()[:12]}"
-
-
 def _in_store(store: Store, folder: str) -> str:
     """URL of a model's folder in the store, where a slice can read it; copied if missing."""
     root = Path(folder)
-    files = {str(path.relative_to(root)): path for path in _files(root)}
+    files = {str(path.relative_to(root)): path for path in files_below(root)}
     return put_model(store, digest_model(root), files)
-
-
-def _run_command(command: Command, seconds: float = COMMAND_SECONDS) -> str:
-    """The stripped output of a command. Raises CalledProcessError, also after `seconds`."""
-    log.debug("%s", shlex.join(command))
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=seconds,
-            env={**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"},  # a prompt would hang unseen
-        )
-    except subprocess.TimeoutExpired:
-        why = f"gcloud did not end within {seconds:g} s"
-        raise subprocess.CalledProcessError(-signal.SIGKILL, command, "", why) from None
-    return done.stdout.strip()
-
-
-def _describe(command: Command) -> str:
-    """The output of a `describe` command; '' if the resource does not exist."""
-    try:
-        return _run_command(command, QUERY_SECONDS)
-    except subprocess.CalledProcessError as error:
-        if _is_missing(error):
-            return ""
-        raise SliceUnavailable(f"gcloud does not answer: {_message(error)}") from None
-
-
-def _is_missing(error: subprocess.CalledProcessError) -> bool:
-    return "NOT_FOUND" in error.stderr or "not found" in error.stderr.lower()
-
-
-def _message(error: subprocess.CalledProcessError) -> str:
-    return " ".join((error.stderr or error.stdout or "").split())[-500:]

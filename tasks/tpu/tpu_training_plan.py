@@ -15,14 +15,19 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-from artifacts.download_or_find_model import resolve_configs
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config, vae_path
+from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
 from runtimes.spmd.tpu_slices import TpuSlice, check_training, parse_slice
-from tasks.base_training_plan import TrainingPlan, ask_planner, cache_key, load_or_compute
+from tasks.base_training_plan import (
+    TrainingPlan,
+    ask_planner,
+    cache_key,
+    config_folders,
+    load_or_compute,
+)
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 5
@@ -142,10 +147,7 @@ def plan_slice_training(
     """
     where = parse_slice(topology)
     size = _size(recipe, where)
-    model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
-    vae = None
-    if recipe.model.vae is not None:
-        vae = vae_path(model, resolve_configs(recipe.model.vae))
+    model, vae = config_folders(recipe)
     measure = partial(_load_or_compile, recipe, model, vae, say)
     found = SlicePlan(recipe, where, size, measure(size), describe_encoders(model, vae))
     if found.step_fits and not search:

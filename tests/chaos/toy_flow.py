@@ -142,7 +142,7 @@ def without_models() -> None:
                     (out / name / file.name).write_bytes(file.read_bytes())
 
     publish_stage._write_weights = write
-    publish_stage.unusual_text_length = lambda model_folder: None  # the base is an empty folder
+    publish_stage.unusual_text_length = lambda model_folder: None  # the base has no part
     publish_stage.detect_family = lambda folder: None  # type: ignore[assignment]
     publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},

@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,6 +384,36 @@ def test_worker_image_has_the_harness_of_the_pinned_beam() -> None:
 def test_beam_harness_makes_no_environment_where_only_root_may_write() -> None:
     settings = dict(instructions("workers/Dockerfile"))["ENV"].split()
     assert "RUN_PYTHON_SDK_IN_DEFAULT_ENVIRONMENT=1" in settings
+
+
+def checks_of_loopback() -> list[str]:
+    """The programs of health checks that ask a server of their container."""
+    compose = yaml.safe_load((DEPLOY / "server/compose.yaml").read_text(encoding="utf-8"))
+    tests = [one.get("healthcheck", {}).get("test", []) for one in compose["services"].values()]
+    found = [words[-1] for words in tests if "python" in words]
+    worker = (DEPLOY / "worker_health.py").read_text(encoding="utf-8")
+    return [*found, worker.replace("/proc/1/cmdline", "/proc/self/cmdline")]
+
+
+@pytest.mark.parametrize("program", checks_of_loopback(), ids=["server", "worker", "image"])
+def test_a_health_check_asks_no_proxy(program: str) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Health)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    program = re.sub(r"127\.0\.0\.1:\d+", f"127.0.0.1:{server.server_port}", program)
+    proxy = {"http_proxy": "http://127.0.0.1:9"}
+    command = [sys.executable, "-c", program, "--with-healthcheck"]
+    done = subprocess.run(command, env=os.environ | proxy, capture_output=True, text=True)
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 0, done.stderr
 
 
 def test_health_check_fails_only_if_a_worker_does_not_answer() -> None:

@@ -1,19 +1,26 @@
 """Wrong input: one clear line, exit code 2, and nothing started or lost."""
 
+import errno
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kiln_command
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from kiln_command import kiln
 from prefect_server import Server
 
+from artifacts.artifact_key import KeyParts
+from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.recipe import STAGES
 from flows import runner
+from flows.cli import main
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -33,17 +40,44 @@ def only_line(said: str) -> str:
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
         (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
         (["show", "xyz"], "xyz: matches nothing"),
-        (["promote", "nobody", "v1"], "no such version"),
+        (["promote", "nobody", "v1"], "nobody v1: no such model in the registry ("),
         (["history", "digts"], "digts: there is no champion"),
         (["ls", "--store", "nowhere"], "store nowhere: not found"),
         (["gc", "--store", "foo://bar"], "foo"),
         (["gc", "--registry", "nowhere"], "registry nowhere: not found"),
         (["history", "digits", "--registry", "README.md"], "it is a file: name a folder"),
+        (["generate", "x"], "generate: it has no prompt: give one, or --from-file"),
         (["generate", "x", "--from-file", "a", "-o", "file=b"], "--from-file and -o file exclude"),
     ],
 )
 def test_errors_found_before_anything_starts(here: Here, words: list[str], line: str) -> None:
     assert line in only_line(here(*words, code=2))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_store_that_may_not_be_written_is_reported(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """`kiln gc` asks the store for the time by writing a file."""
+
+    def refuse(_: Any, path: str, *__: Any) -> Any:
+        raise OSError(number, os.strerror(number), path)
+
+    Store(str(tmp_path)).draft(KeyParts("train", 1, {}, {})).commit({}, {"created": ""})
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", refuse)
+    said = only_line(here("gc", "--store", str(tmp_path), code=1))
+    assert f"no permission for {tmp_path}/.probe-" in said
+
+
+def test_a_server_of_prefect_that_is_gone_is_not_the_store(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("All connection attempts failed")
+
+    monkeypatch.setattr("flows.runner.run", gone)
+    said = only_line(here("run", "digits", code=1))
+    assert "Prefect's server does not answer (All connection attempts failed): run the same" in said
 
 
 def test_a_value_that_is_no_yaml_is_not_printed(here: Here) -> None:
@@ -107,7 +141,7 @@ def test_a_wrong_location_starts_no_server(
     line: str,
 ) -> None:
     monkeypatch.setattr(runner, "configured_server", lambda: None)
-    monkeypatch.setattr(runner, "_start_server", pytest.fail)
+    monkeypatch.setattr(runner, "start_server", pytest.fail)
     (tmp_path / "file").touch()
     overrides = {**small, setting: str(tmp_path / "file")}
     assert line in only_line(here("run", "digits", overrides=overrides, code=2))
@@ -121,6 +155,36 @@ def test_an_error_before_the_server_is_json_too(
     with pytest.raises(RecipeError) as error:
         runner.run("finetune", recipe="digits", overrides=overrides, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"status": "failed", "error": str(error.value)}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["run", "nosuch"], "recipe nosuch: not found"),
+        (["run", "digits", "-o", "train.steps=0"], "train.steps: "),
+        (["run", "digits", "-o", "train.steps"], "write it as key=value"),
+        (["retrain", "nosuch"], "recipe nosuch: not found"),
+        (["sweep", "nosuch"], "recipe nosuch: not found"),
+        (["watch", "nosuch"], "recipe nosuch: not found"),
+        (["watch", "digits"], "an event needs a lasting Prefect server"),
+        (["generate", "x", "a cat", "-o", "sed=7"], "seed"),
+    ],
+)
+def test_wrong_input_is_json_too(
+    at_home: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    why: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kiln", *words, "--json"])
+    monkeypatch.setattr(runner, "configured_server", lambda: None)  # of an earlier test
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert told["status"] == "failed" and why in told["error"]
+    assert only_line(said.err) == f"kiln: {told['error']}"
 
 
 @pytest.mark.slow

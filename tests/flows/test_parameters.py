@@ -50,6 +50,8 @@ WITH_SECRETS = [
     {"beam.s3_secret_access_key": "hidden"},
     {"beam": {"s3_secret_access_key": "hidden"}},
     {"publish.gate": [f"cmmd < {SECRET}"]},
+    {"store": "s3://KEY:hid/hidden@bucket/a"},
+    {"beam.azure_connection_string": "AccountName=a;AccountKey=hidden=="},
 ]
 
 
@@ -63,6 +65,17 @@ def test_a_hidden_secret_reaches_the_flow() -> None:
     overrides = {"source": {"kind": "urls", "path": SECRET}, "train.steps": 3}
     given = {"recipe": "sd2", "overrides": hide_secrets(overrides)}
     assert finetune.validate_parameters(given)["overrides"] == overrides
+
+
+def test_a_secret_of_digits_is_hidden_and_reaches_the_flow() -> None:
+    hidden = hide_secrets({"beam.s3_secret_access_key": 5550123456, "beam.save_token": False})
+    stored = finetune.serialize_parameters({"overrides": hidden})
+    assert "5550123456" not in str(stored) and "False" in str(stored)
+    given = finetune.validate_parameters({"recipe": "digits", "overrides": hidden})
+    assert given["overrides"] == {
+        "beam.s3_secret_access_key": "5550123456",
+        "beam.save_token": False,
+    }
 
 
 @pytest.mark.parametrize("overrides", WITH_SECRETS)

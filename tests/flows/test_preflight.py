@@ -114,7 +114,7 @@ def test_weights_of_inception_need_their_file_and_torch_fidelity(
     monkeypatch.setattr(inception, "ENVIRONMENT", "-absent")
     with pytest.raises(WrongInput, match="is not installed: run `make setup-fidelity`"):
         prepare(recipe)
-    assert prepare(recipe, until="train").inception == weights
+    assert prepare(recipe, until="train").measuring.inception == weights
 
 
 def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_path: Path) -> None:
@@ -249,6 +249,10 @@ def test_the_runtime_must_support_the_recipes_scheduler(name: str) -> None:
         check_scheduler(recipe.runtime, base, None, 20)
 
 
+#: Its shift to the terminal noise level divides by zero at one step.
+QWEN_SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift_terminal": 0.02}
+
+
 @pytest.mark.parametrize(
     ("config", "steps", "words"),
     [
@@ -258,6 +262,8 @@ def test_the_runtime_must_support_the_recipes_scheduler(name: str) -> None:
         ({"_class_name": "DDIMScheduler", "num_train_timesteps": 50}, 51, "takes 1 to 50 steps"),
         ({"_class_name": "EulerDiscreteScheduler"}, 1000, None),
         ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, 2000, None),
+        (QWEN_SCHEDULER, 1, "takes 2 or more steps, not 1"),
+        (QWEN_SCHEDULER, 2, None),
     ],
 )
 def test_a_scheduler_takes_so_many_steps(

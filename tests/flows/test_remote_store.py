@@ -134,11 +134,25 @@ def test_the_error_of_an_unusable_bucket_is_one_line(
     url = url_of("s3")
     said = here("ls", "--store", url, code=1)
     assert said.startswith("kiln: the store cannot be used now (Could not connect to the endpoint")
+    said = here("ls", "--store", "s3://bucket", code=1)
+    assert said.startswith("kiln: the store cannot be used now (Could not connect to the endpoint")
     closed = url_of("gs")
     monkeypatch.setattr(gcs, "forbidden", "^POST ")
     for store, words in ((url, f"store: {url} cannot be used now"), (closed, "no permission for")):
         said = here("run", "digits", overrides={**smallest, "store": store}, code=2, api=api)
         assert words in said and len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "gc", "verify", "history m"])
+def test_the_error_of_a_forbidden_bucket_is_one_line(
+    url_of: UrlOf, gcs: GcsServer, here: Here, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    url = url_of("gs")
+    Store(url).fs.pipe_file(f"{Store(url).root}/runs/a.json", b"{}")
+    monkeypatch.setattr(gcs, "forbidden", ".*")
+    said = here(*command.split(), "--store", url, code=1)
+    assert said.startswith("kiln: no permission for the store: grant it")
+    assert len(said.strip().splitlines()) == 1
 
 
 def test_the_error_of_a_misspelt_bucket_is_one_line(

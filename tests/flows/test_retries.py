@@ -11,11 +11,13 @@ from botocore.exceptions import EndpointConnectionError
 from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
+from artifacts.cache_errors import CacheFull
 from artifacts.store import Draft, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageResult, TransientError
+from tasks.evaluate.evaluation_inputs import MeasuringModels
 
 PASSING = [
     *(TransientError("away"), ConnectionError("reset"), TimeoutError("too long")),
@@ -32,7 +34,7 @@ class Stage:
 
         recipe = load_recipe("digits", {"store": str(folder / "store")})
         self.store = Store(recipe.store)
-        self.given = Run(recipe, self.store, folder, None, folder, "a-run")
+        self.given = Run(recipe, self.store, folder, None, MeasuringModels(folder), "a-run")
         draft = self.store.draft(KeyParts("download", 1, {}, {}))
         images = draft.commit({}, {})
         self.images = StageResult("download", images.key, images.uri, images.digest, "built", 0.0)
@@ -91,7 +93,9 @@ def stage(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [*PASSING, FULL], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [*PASSING, FULL, CacheFull("full")], ids=lambda error: type(error).__name__
+)
 def test_a_transient_failure_is_retried_twice_and_then_built(
     stage: Stage, error: Exception
 ) -> None:

@@ -1,17 +1,25 @@
 """Settings of Prefect hold for our commands, whatever imports Prefect first."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from unittest.mock import patch
 
+import httpx
 import pytest
 import yaml
-from kiln_command import ROOT, environment
+from kiln_command import ROOT, environment, is_running, processes_below
+
+from flows import runner
 
 pytestmark = pytest.mark.slow
+PATIENCE = 60  # seconds, for a machine that does much else
 
 PROGRAM = """
 from pathlib import Path
@@ -22,7 +30,7 @@ def show(*_, **__):
     print(get_current_settings().server.ephemeral.startup_timeout_seconds)
     raise SystemExit(0)
 
-runner._start_server = runner.check_server = show
+runner.start_server = runner.check_server = show
 runner.{command}as_json=False, recipe="digits", overrides={{}})
 """
 PROFILE = """
@@ -65,6 +73,39 @@ print(passed_on["PREFECT_CLIENT_RETRY_EXTRA_CODES"])
 BY_KILN = "from flows import runner\nrunner._prepare_prefect()"
 
 
+#: A run with its own server, which comes to nothing.
+SERVING = """
+import time
+from flows import runner
+runner._prepare_prefect()
+runner.start_server()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_killed_leaves_no_server(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-c", SERVING]
+    with subprocess.Popen(
+        command, env=environment(tmp_path), cwd=ROOT, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+        below = processes_below(run.pid)
+        run.send_signal(number)
+    assert any("prefect.server" in words for words in below.values())
+    until = time.monotonic() + PATIENCE
+    while left := [pid for pid in below if is_running(pid)]:
+        if time.monotonic() > until:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(below)
+        time.sleep(0.1)
+
+
+DEAD = "http://127.0.0.1:9"  # no proxy answers there
+
+
 class Away(BaseHTTPRequestHandler):
     """Answers as Prefect's server does whose database is away, once; then it is back."""
 
@@ -101,6 +142,7 @@ def away() -> Iterator[str]:
         ("a worker in the checkout", {}, "500"),
         ("kiln in any folder", {}, "500"),
         ("kiln in any folder", {"PREFECT_CLIENT_RETRY_EXTRA_CODES": "504"}, "500,504"),
+        ("kiln in any folder", {"PREFECT_CLIENT_RETRY_EXTRA_CODES": ""}, "500"),
     ],
 )
 def test_a_lost_database_is_asked_again_by_worker_flow_and_command(
@@ -118,6 +160,40 @@ def test_a_lost_database_is_asked_again_by_worker_flow_and_command(
     )
     assert done.returncode == 0, done.stderr
     assert ",".join(sorted(done.stdout.splitlines()[-1].split(","))) == codes
+
+
+def test_an_empty_url_names_no_server(
+    monkeypatch: pytest.MonkeyPatch, at_home: Callable[..., None]
+) -> None:
+    at_home("")
+    assert runner.configured_server() is None
+    monkeypatch.setenv("PREFECT_CLIENT_RETRY_EXTRA_CODES", "500")
+    runner._prepare_prefect()
+    assert "PREFECT_API_URL" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "bypassed"),
+    [
+        ({"HTTP_PROXY": DEAD}, "127.0.0.1,localhost"),
+        ({"all_proxy": DEAD, "NO_PROXY": "corp, .lan"}, "corp,.lan,127.0.0.1,localhost"),
+        ({"https_proxy": DEAD, "no_proxy": "localhost"}, "localhost,127.0.0.1"),
+        ({"http_proxy": DEAD, "no_proxy": "*"}, "*"),
+        ({}, None),
+    ],
+)
+def test_a_proxy_is_not_asked_for_servers_of_this_machine(
+    given: dict[str, str], bypassed: str | None
+) -> None:
+    others = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    server = HTTPServer(("127.0.0.1", 0), type("Once", (Away,), {"asked": []}))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    with patch.dict(os.environ, {**others, **given}, clear=True):
+        runner._prepare_prefect()
+        assert os.environ.get("no_proxy") == bypassed
+        assert httpx.get(f"http://127.0.0.1:{server.server_port}/").status_code == 422
+    server.shutdown()
+    server.server_close()
 
 
 def test_prefects_own_images_ask_again_too() -> None:

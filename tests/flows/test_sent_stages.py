@@ -3,13 +3,14 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import typer.testing
 from prefect.client.schemas.objects import State, StateType
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
 
 from artifacts.artifact_key import KeyParts
@@ -33,6 +34,7 @@ from tasks.check_places import received_recipe
 from tasks.download import SourceError, plan_shards
 from tasks.download.plan_parquet import plan_key
 from tasks.download.plan_shards import DownloadPlan, ShardSpec, Span, read_spans
+from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
 
@@ -43,7 +45,7 @@ PARTS = KeyParts("train", 1, {}, {})
 def run(tmp_path: Path) -> Run:
     given = {"place.train": "gpu", "place.download": "cpu", "store": str(tmp_path)}
     recipe = load_recipe("digits", {**given, "shared_folders": [str(tmp_path)]})
-    return Run(recipe, Store(recipe.store), tmp_path, None, tmp_path, "a-run")
+    return Run(recipe, Store(recipe.store), tmp_path, None, MeasuringModels(tmp_path), "a-run")
 
 
 def build(*_: Any) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
         asked.append([one.load(run.value.store).key for one in given])
         return Completed(data=given[0])
 
-    monkeypatch.setattr(run_sent_stage, "train", train)
+    monkeypatch.setattr(run_sent_stage, "training_task", lambda *_: train)
     parameters["settings"]["source"] = {"kind": "folder", "path": str(tmp_path / "gone")}
     run_sent_stage.run_stage.fn(**parameters)
     assert asked == [[latents.key]]
@@ -272,6 +274,20 @@ def test_an_interrupt_right_after_the_sending_cancels_the_run(
             send_stage.send_stage(*given)
     first, second = (sent["idempotency_key"] for sent in cancelled)
     assert first != second
+
+
+def test_a_run_that_was_deleted_ends_the_stage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deleted(*_: Any) -> Any:
+        raise ObjectNotFound(None)
+
+    server = SimpleNamespace(read_flow_run=deleted)
+    monkeypatch.setattr(send_stage, "get_client", lambda **_: nullcontext(server))
+    monkeypatch.setattr(send_stage, "_start", lambda *_: SimpleNamespace(id=1, name="a-run"))
+    monkeypatch.setattr(send_stage, "_tell", lambda *_: None)
+    monkeypatch.setattr(send_stage, "_cancel", lambda *_: pytest.fail("cancelled"))
+    with pytest.raises(StageFailed, match="train: run a-run on pool gpu was deleted: run again"):
+        reached = send_stage._Reached(Progress("train"))
+        send_stage._run_once(run.recipe, "train", "gpu", {}, reached)
 
 
 def test_pools_of_stages_after_the_last_need_no_lasting_server() -> None:

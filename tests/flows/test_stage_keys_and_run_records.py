@@ -23,6 +23,7 @@ from flows.run import Run, Sent
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode import stage as encode
+from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.publish import stage as publish
 from tasks.publish.champion_history import AliasNotWritten, Champions, _encode
 from tasks.publish.model_registry import Registry, Version
@@ -60,7 +61,8 @@ def run(tmp_path: Path) -> Run:
     )
     (tmp_path / "list.csv").write_text("url,caption\nhttp://127.0.0.1/,a\n")
     base = Path(recipe.model.path)
-    return Run(recipe, Store(recipe.store), base, None, base / "evaluator", "a-run")
+    measuring = MeasuringModels(base / "evaluator")
+    return Run(recipe, Store(recipe.store), base, None, measuring, "a-run")
 
 
 def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

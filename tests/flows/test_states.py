@@ -17,6 +17,7 @@ from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.run import Run
 from tasks.build_or_reuse import StageResult, build_or_reuse
+from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish.lineage import lineage_nodes
 from tasks.publish.promotion_gate import Verdict
@@ -26,7 +27,7 @@ from tasks.publish.stage import Rejected
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     recipe = load_recipe("digits", {"store": str(tmp_path), "publish.name": "My_digits"})
-    return Run(recipe, Store(recipe.store), tmp_path, None, tmp_path, "a-run")
+    return Run(recipe, Store(recipe.store), tmp_path, None, MeasuringModels(tmp_path), "a-run")
 
 
 @pytest.fixture

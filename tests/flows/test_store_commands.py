@@ -17,6 +17,7 @@ from flows.store_commands import (
     check_store,
     collect_garbage,
     list_store,
+    show_artifact,
     verify_store,
 )
 from tasks.build_or_reuse import StorageAway
@@ -67,6 +68,8 @@ def test_an_unreadable_manifest_is_not_whole(
     assert told[1].endswith("whole")
     assert not verify_store(store.root, damaged.key[:12])
     assert verify_store(store.root, f"publish/{whole.key[:12]}")
+    with pytest.raises(NotInStore, match=r"is damaged: .* not a readable record"):
+        show_artifact(store.root, damaged.key[:12], as_json=False)
 
 
 def test_a_file_that_may_not_be_read_does_not_end_the_other_checks(

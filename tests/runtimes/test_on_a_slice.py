@@ -22,6 +22,8 @@ from configs.settings.tpu import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import write_job
 from tasks.tpu import launch
+from tasks.tpu.pack_code import code_home, pack_code
+from tasks.tpu.run_gcloud import SliceUnavailable
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +95,7 @@ def write_program(path: Path, text: str) -> None:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cloud whose slices come with this environment in place of the runtime's own."""
     world = tmp_path / "world"
-    home = world / "image" / launch._home(launch._pack())
+    home = world / "image" / code_home(pack_code())
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
     write_program(home / ".venv-xla/bin/python", python)
     for stamp in STAMPS:
@@ -161,7 +163,7 @@ def test_too_many_preemptions_are_an_error(world: Path, make_job: MakeJob, tmp_p
     job = make_job("often", **SETTINGS)
     (world / "run").symlink_to(job.work)
     (world / "spot").touch()
-    with pytest.raises(launch.SliceUnavailable, match="preempted or cut off too often"):
+    with pytest.raises(SliceUnavailable, match="preempted or cut off too often"):
         run_on_slice(job, tmp_path, restarts=0)
 
 

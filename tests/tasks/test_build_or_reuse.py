@@ -241,12 +241,14 @@ def test_the_reason_of_a_build_has_the_changes(store: Store, wanted: KeyParts, r
     assert found == reason
 
 
-def test_a_build_is_compared_with_the_newest_artifact_of_its_stage(store: Store) -> None:
-    for age, settings in ((20, {"size": 2}), (0, {"size": 3, "betas": []}), (10, {"size": 1})):
+def test_a_build_is_compared_with_the_most_similar_artifact_of_its_stage(store: Store) -> None:
+    """The newest may be of another recipe; of equally similar ones, the newest counts."""
+    other = {"size": 3, "betas": [], "name": "b"}
+    for age, settings in ((20, {"size": 2}), (0, other), (10, {"size": 1}), (15, {"size": 4})):
         result = build_or_reuse(store, parts(**settings), write, parents={})
         then = time.time() - age
         os.utime(f"{store.root}/encode/{result.key}/manifest.json", (then, then))
-    assert built(store, parts()) == "changed: settings.betas, settings.size 3 → 32"
+    assert built(store, parts()) == "changed: settings.size 1 → 32"
 
 
 def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
@@ -311,6 +313,9 @@ def test_an_unreachable_bucket_is_a_storage_error(url_of: UrlOf, s3_away: None) 
 def test_other_errors_are_not_storage_errors(store: Store) -> None:
     away = ConnectionResetError(errno.ECONNRESET, "reset")
     assert storage_error(store, away) is away
+    port = PermissionError(errno.EACCES, "Permission denied")
+    assert storage_error(None, port) is port
+    assert "no permission for /a" in str(storage_error(None, PermissionError(13, "", "/a")))
 
 
 def test_wrong_input_of_ours_is_one_line_and_a_library_s_error_keeps_its_traceback(

@@ -13,6 +13,7 @@ from tasks.evaluate import distribution_distances as distances
 from tasks.evaluate.bootstrap import difference, from_npz, to_npz
 from tasks.evaluate.clip_score import normalise
 from tasks.evaluate.feature_encoders import Clip
+from tasks.evaluate.metric_names import with_ranges
 
 
 def _features(n: int, dims: int, seed: int, shift: float = 0.0) -> np.ndarray:
@@ -157,7 +158,7 @@ def test_a_stored_distance_has_the_range_of_its_metric(name: str) -> None:
     known = {"cmmd": distances.cmmd, **distances.DISTANCES, **distances.INCEPTION_DISTANCES}
     found = known[name](_features(9, 4, 1), _features(9, 4, 2), 20, 0)
     models, metrics = {"tuned": {name: found}}, {name: {"tuned": found.metric()}}
-    read = from_npz(to_npz(models), metrics, "tuned", distances.RANGES)[name]
+    read = with_ranges(from_npz(to_npz(models), metrics, "tuned"))[name]
     assert (read.low, read.high) == (found.low, found.high)
     assert (read.is_share, read.counted) == (found.is_share, found.counted)
 

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
@@ -35,7 +36,7 @@ from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
 from tasks.build_or_reuse import StorageAway, TransientError
-from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard
+from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard, _clear
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
 from tasks.download.plan_shards import ShardSpec
@@ -444,6 +445,16 @@ def test_one_changed_caption_or_picture_fetches_one_shard(tmp_path: Path, web: W
         (fresh,) = (e for e in changed.files if e.path.endswith(".tar") and e.path not in kept)
         assert len(web.requests) == sum(fresh.meta["outcomes"].values())  # a retry may repeat one
     assert changed.summary["outcomes"] == {"sha256 differs": 1, "success": PICTURES - 1}
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_notes_of_deferred_shards_are_deleted_in_a_store_with_a_bracket(
+    kind: str, url_of: UrlOf
+) -> None:
+    store = Store(f"{url_of(kind)}/run[1]")
+    store.fs.pipe_file(f"{store.root}/notes/a.json", b"{}")
+    _clear(store, f"{store.root}/notes")
+    assert not store.fs.exists(f"{store.root}/notes")
 
 
 def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> None:

@@ -28,6 +28,7 @@ from huggingface_hub import HfFileSystem
 from source_rows import ROWS, context, make_recipe, png, rows_of, write_list
 from store_servers import REMOTE, UrlOf
 
+from artifacts.cache_errors import CacheUnusable
 from tasks import download
 from tasks.download import (
     plan_parquet,
@@ -62,8 +63,8 @@ def test_lists_of_every_format_have_the_same_rows_and_keys(tmp_path: Path) -> No
     keys = set()
     for name in FORMAT_NAMES:
         (tmp_path / name).mkdir()
-        write_list(tmp_path / name / f"1.{name}", ROWS[:4])
-        write_list(tmp_path / name / f"2.{name}", ROWS[4:])
+        write_list(tmp_path / name / f"a::1.{name}", ROWS[:4])  # no chain of filesystems
+        write_list(tmp_path / name / f"a::2.{name}", ROWS[4:])
         for path in (tmp_path / name, tmp_path / name / f"*.{name}"):
             kind = name.partition(".")[0]
             recipe = make_recipe({"kind": "urls", "path": str(path), "format": kind})
@@ -503,12 +504,12 @@ def test_lists_and_pictures_are_read_from_a_bucket(
 ) -> None:
     url = url_of(kind)
     fs, root = fsspec.core.url_to_fs(url)
-    fs.pipe_file(f"{root}/lists/1.parquet", parquet(ROWS[:4]))
-    fs.pipe_file(f"{root}/lists/2.parquet", parquet(ROWS[4:]))
+    fs.pipe_file(f"{root}/lists/a::1.parquet", parquet(ROWS[:4]))  # no chain of filesystems
+    fs.pipe_file(f"{root}/lists/a::2.parquet", parquet(ROWS[4:]))
     for path in (f"{url}/lists", f"{url}/lists/*.parquet"):
         rows = rows_of(make_recipe({"kind": "urls", "path": path}), tmp_path)
         assert rows == [Row(r["url"], (r["caption"],)) for r in ROWS]
-    for name, data in {"a.png": png(1), "a.txt": b"a cat", "sub/b.png": png(2)}.items():
+    for name, data in {"a::1.png": png(1), "a::1.txt": b"a cat", "b.png": png(2)}.items():
         fs.pipe_file(f"{root}/pictures/{name}", data)
     rows = rows_of(make_recipe({"kind": "folder", "path": f"{url}/pictures"}), tmp_path)
     assert [row.captions for row in rows] == [("a cat",), ("",)]
@@ -637,8 +638,8 @@ def test_records_of_many_lines_with_stray_quotes_are_read_in_bounded_memory(tmp_
 def test_a_malformed_line_of_a_remote_list_is_a_row_without_a_picture(tmp_path: Path) -> None:
     lines = [json.dumps(row) for row in _many(30)]
     data = "\n".join([*lines, '{"url": "cut off']).encode()
-    fsspec.filesystem("memory").pipe_file("/lists/a.jsonl", data)
-    source = {"kind": "urls", "path": "memory://lists/a.jsonl", "format": "jsonl"}
+    fsspec.filesystem("memory").pipe_file(f"/{tmp_path.name}/a::b.jsonl", data)
+    source = {"kind": "urls", "path": f"memory://{tmp_path.name}", "format": "jsonl"}
     found = rows_of(make_recipe(source), tmp_path)
     assert [row.url for row in found] == [*(row["url"] for row in _many(30)), ""]
 
@@ -741,6 +742,15 @@ def test_a_damaged_key_of_plans_is_named(tmp_path: Path) -> None:
             plan_parquet.plan_key()
     path.unlink()
     assert plan_parquet.plan_key() == plan_parquet.plan_key()
+
+
+def test_a_key_of_plans_that_cannot_be_written_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CacheUnusable, match=r"Not a directory\): set KILN_CACHE"):
+        plan_parquet.plan_key()
 
 
 def test_an_unusable_source_is_a_one_line_error(tmp_path: Path) -> None:

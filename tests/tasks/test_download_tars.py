@@ -235,7 +235,7 @@ def test_each_picture_is_read_once_by_a_plan_and_from_its_place_by_a_worker(
             return data
 
     data = Path(written(tmp_path / "0.tar", range(50))).read_bytes()
-    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Counting(data))
+    monkeypatch.setattr(tars, "open_file", lambda _: Counting(data))
     source = tars.Tars(make_recipe(tmp_path / "0.tar").source)  # type: ignore[arg-type]
     (table,) = source._rows(str(tmp_path / "0.tar"))
     assert len(table) == 50 and Counting.read_bytes <= len(data)
@@ -243,6 +243,13 @@ def test_each_picture_is_read_once_by_a_plan_and_from_its_place_by_a_worker(
     places = [tars.PictureLocation(row["file"], row["row"]) for row in table.to_pylist()[40:45]]
     assert list(source.pictures(places)) == [jpg(n) for n in range(40, 45)]
     assert Counting.read_bytes <= sum(len(jpg(n)) + 2048 for n in range(40, 45))
+
+
+def test_colons_in_the_name_of_a_tar_are_no_chain_of_filesystems(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    Path(written(tmp_path / "0.tar", range(3))).rename(tmp_path / "in/a::0.tar")
+    found = rows_of(make_recipe(tmp_path / "in"), tmp_path)
+    assert sorted(found) == [(f"caption {n}", jpg(n)) for n in range(3)]
 
 
 def test_keys_do_not_depend_on_the_order_of_the_list(tmp_path: Path) -> None:

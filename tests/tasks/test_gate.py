@@ -117,6 +117,18 @@ def test_with_a_level_a_share_is_judged_by_its_interval() -> None:
         assert plain.passed and confident.passed is passed
 
 
+def test_a_metric_of_one_sample_passes_no_rule_with_a_level() -> None:
+    models = {
+        "base": {"holdout_loss": mean(np.array([0.3]), 20, 0)},
+        "tuned": {"holdout_loss": mean(np.array([0.2]), 20, 0)},
+    }
+    plain, confident, bound = judge(
+        ["holdout_loss < base", "holdout_loss < base at 95%", "holdout_loss < 1 at 95%"], models
+    )
+    assert plain.passed and not confident.passed and not bound.passed
+    assert "no interval: of one sample" in failure(confident)
+
+
 def test_metrics_of_different_pictures_pass_no_rule_with_a_level() -> None:
     models = {
         "base": {"fd": mean(np.arange(9.0), 20, 0)},

@@ -124,11 +124,22 @@ def test_unsupported_settings_are_one_line_errors(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_distilled_model_takes_no_negative_prompt(tiny_flux2_distilled: Path) -> None:
-    given = {"negative_prompt": "blue", "guidance_scale": 3, "device": "cpu"}
-    settings = read_settings(str(tiny_flux2_distilled), ["a cat"], given)
-    with pytest.raises(WrongInput, match=r"negative_prompt: .* this model is distilled"):
+@pytest.mark.parametrize("model", ["tiny_flux2_distilled", "tiny_flux_schnell"])
+def test_a_guidance_scale_without_effect_is_refused(
+    request: pytest.FixtureRequest, model: str
+) -> None:
+    folder = str(request.getfixturevalue(model))
+
+    def check(**given: Any) -> None:
+        settings = read_settings(folder, ["a cat"], {"device": "cpu", **given})
         generate.check(settings, generate.find_model(settings))
+
+    for accepted in ({}, {"guidance_scale": 1}):  # by default it is 7.5, which nobody chose
+        check(**accepted)
+    with pytest.raises(WrongInput, match=r"^guidance_scale: this model .*: set 1"):
+        check(guidance_scale=3)
+    with pytest.raises(WrongInput, match="negative_prompt: it has no effect without guidance"):
+        check(negative_prompt="blue")
 
 
 def test_a_scheduler_that_lacks_the_noise_of_the_model_is_refused(

@@ -50,6 +50,8 @@ def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
         Weights(True, True),
         Weights(False, True),
         Weights(False, True, "DDIMScheduler", "fp16"),
+        Weights(True, absent=("text_encoder_3", "tokenizer_3")),
+        Weights(False, True, absent=("text_encoder_3", "tokenizer_3")),
     ],
 )
 def test_the_code_of_every_kind_of_card_is_python(
@@ -69,10 +71,27 @@ def test_the_code_of_every_kind_of_card_is_python(
     assert ("load_lora_weights" in code) == ("VAE 'a/vae'" in code) == (not weights.pipeline)
     assert ("pipe.scheduler = DDIMScheduler.from_pretrained" in code) == bool(weights.scheduler)
     assert ("variant='fp16'" in code) == bool(weights.variant)
+    assert (", text_encoder_3=None, tokenizer_3=None, dtype" in code) == bool(weights.absent)
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
     folder = "lora/" if weights.pipeline else ""
     assert (f"| ComfyUI | `{folder}digits_kohya.safetensors`" in card) == weights.adapters
+
+
+@pytest.mark.parametrize("weights", [Weights(True), Weights(False, True, "DDIMScheduler")])
+def test_the_code_of_a_card_draws_with_the_scheduler_of_the_evaluation(
+    weights: Weights, tmp_path: Path
+) -> None:
+    recipe = load_recipe("digits", {"evaluate.scheduler": "ddim"})
+    card = write_card(recipe, tmp_path, {"metrics": {}, "differences": {}}, [], {}, weights)
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert "import DiffusionPipeline, DDIMScheduler\n" in code
+    drawn = "pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False)"
+    assert drawn in code
+    ast.parse(code)
+    euler = load_recipe("digits", {"evaluate.scheduler": "euler"})
+    card = write_card(euler, tmp_path, {"metrics": {}, "differences": {}}, [], {}, weights)
+    assert "EulerDiscreteScheduler.from_config(pipe.scheduler.config)" in card
 
 
 def test_the_card_of_qwen_image_is_guided_as_the_evaluation(tmp_path: Path) -> None:

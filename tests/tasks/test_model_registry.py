@@ -15,6 +15,7 @@ from store_servers import REMOTE, UrlOf
 from artifacts import compare_and_swap as cas
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, encode_record, first_fault
+from artifacts.list_folder import subfolders
 from artifacts.store import Artifact, Store, StoreError
 from tasks.publish import champion_history
 from tasks.publish.champion_history import COPY, HISTORY, RegistryError
@@ -38,6 +39,22 @@ def registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Regi
 def any_registry(request: pytest.FixtureRequest, url_of: UrlOf) -> tuple[Store, Registry]:
     url = url_of(request.param)
     return Store(url), Registry(f"{url}/registry", "digits")
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_a_registry_deletes_versions_of_its_own_model_only(kind: str, url_of: UrlOf) -> None:
+    """As a pattern, `[b]` matches `b`."""
+    url = url_of(kind)
+    store = Store(url)
+    beside, own = (Registry(f"{url}/{name}", "digits") for name in ("b", "[b]"))
+    for found in (beside, own):
+        for n in (1, 2, 3):
+            found.publish(model(store, n))
+    own.fs.rm_file(f"{own.root}/v1/manifest.json")
+    assert own.keep(1) == ["v2"]
+    assert subfolders(own.fs, own.root) == ["v3"]
+    kept = [(f"{beside.root}/{v.name}", v.manifest["files"]) for v in beside.versions()]
+    assert [first_fault(beside.fs, *version) for version in kept] == [None] * 3
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -565,7 +582,7 @@ def test_a_lookup_of_a_missing_model_creates_no_folder(
     registry: tuple[Store, Registry],
 ) -> None:
     _, found = registry
-    with pytest.raises(RegistryError, match="no such version"):
+    with pytest.raises(RegistryError, match="no such model in the registry"):
         found.promote("v1")
     with pytest.raises(RegistryError, match="no champion"):
         found.rollback()

@@ -50,7 +50,8 @@ def test_the_loss_chart_has_the_running_mean_and_the_learning_rate() -> None:
 
 
 def test_the_held_out_loss_has_its_band() -> None:
-    held = [{"validation_loss": 0.9, "validation_error": 0.05}, {"validation_loss": 0.3}]
+    held = [{"validation_loss": 0.9, "validation_error": 0.05}]
+    held += [{"validation_loss": 0.3, "validation_error": None}]  # of one sample
     svg = loss_chart([LINES[0] | held[0], LINES[1], LINES[2] | held[1], *LINES[3:]])
     assert falls(line(svg, HELD_OUT))
     (band,) = shapes(svg, "polygon", HELD_OUT)

@@ -310,7 +310,9 @@ def test_the_smoke_test_has_the_packages_of_pythonpath(
     smoke_test.check(tiny_sdxl, tiny_sdxl, None, digits(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["tiny-flux", "tiny-flux-schnell", "tiny-sd3", "tiny-sd"])
+@pytest.mark.parametrize(
+    "name", ["tiny-flux", "tiny-flux-schnell", "tiny-sd3", "tiny-sd3-without-t5", "tiny-sd"]
+)
 @pytest.mark.parametrize(("free", "drawn_in"), [(10**9, "float32"), (10**5, "bfloat16")])
 def test_every_family_passes_the_smoke_test_in_a_dtype_that_fits(
     name: str,
@@ -398,6 +400,7 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
     (tmp_path / "script.py").write_text(script)
+    (tmp_path / "model_index.json").write_text("{}")
     with pytest.raises(TransientError, match=said):
         smoke_test.check(tmp_path, tmp_path, None, digits(tmp_path))
 
@@ -421,6 +424,31 @@ def test_files_are_checked_without_the_smoke_test(
     recipe = digits(tmp_path, smoke_test=False, max_bytes=99)
     with pytest.raises(Rejected, match=r"exceed publish\.max_bytes"):
         publish(tmp_path, tiny_sdxl, tuned, recipe)
+
+
+def test_a_part_that_is_copied_without_being_read_is_in_the_key(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    base, store = Path(shutil.copytree(tiny_sdxl, tmp_path / "base")), Store(str(tmp_path / "s"))
+    trained, evaluated = commit(store, TRAIN, {"a": b"a"}), commit(store, "evaluate", {"a": b"a"})
+
+    def inputs(**settings: Any) -> dict[str, str]:
+        recipe = digits(tmp_path, **settings)
+        return dict(key_parts(recipe, trained, evaluated, base).inputs)
+
+    plain = inputs()
+    index = json.loads((base / "model_index.json").read_text())
+    index["feature_extractor"] = ["transformers", "CLIPImageProcessor"]
+    (base / "model_index.json").write_text(json.dumps(index))
+    found = []
+    for resample in (3, 0):
+        (base / "feature_extractor").mkdir(exist_ok=True)
+        config = base / "feature_extractor/preprocessor_config.json"
+        config.write_text(json.dumps({"resample": resample, "size": resample * "x"}))
+        found.append(inputs())
+    assert found[0] != found[1] and plain.items() < found[0].items()
+    lora = {"train.method": "lora", "merge": False}
+    assert inputs(**lora) == plain, "adapters alone have no part of the base"
 
 
 def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from cryptography.hazmat.primitives import serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
+from httpx2 import ConnectError
 from hub_server import HubServer, Repository
-from huggingface_hub import constants, snapshot_download
-from store_servers import UrlOf
+from huggingface_hub import HfApi, constants, snapshot_download
+from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
 
 from artifacts.artifact_key import KeyParts
@@ -244,11 +245,28 @@ def test_a_refused_token_and_a_damaged_model_are_one_line(
         push(registry, version, REPO)
 
 
+def test_a_hub_that_was_not_reached_has_not_refused(
+    hub: HubServer, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_route(*_: Any, **__: Any) -> None:
+        raise ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(HfApi, "create_repo", no_route)
+    with pytest.raises(PushFailed, match=r"cannot be reached for someone/digits: .*Name or"):
+        push(registry, small(registry), REPO)
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
 def test_a_model_in_a_bucket_is_signed_and_pushed(
-    hub: HubServer, url_of: UrlOf, make_keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    hub: HubServer,
+    url_of: UrlOf,
+    make_keys: Keys,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
-    registry = Registry(f"{url_of('memory')}/registry", "digits")
+    registry = Registry(f"{url_of(kind)}/registry", "digits")
     version = small(registry)
     private, public = make_keys()
     sign_version(registry, version, private)

@@ -20,6 +20,7 @@ from flows.run import Run
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode.latent_keys import settings_for_key
+from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.publish import stage as publish
 from tasks.publish.register import register
 from tasks.retrain import decision
@@ -36,7 +37,8 @@ MODELS = {"base": "the base", "clip": "the CLIP"}
 def run(tmp_path: Path) -> Run:
     recipe = load_recipe("digits", {"store": str(tmp_path / "store"), "publish.gate": []})
     base = Path(recipe.model.path)
-    return Run(recipe, Store(recipe.store), base, None, base / "evaluator", "a-run")
+    measuring = MeasuringModels(base / "evaluator")
+    return Run(recipe, Store(recipe.store), base, None, measuring, "a-run")
 
 
 def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:
@@ -104,10 +106,10 @@ def test_a_champion_of_another_store_is_refused(run: Run) -> None:
 def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -> None:
     first = publish_model(run, "first")
     started = replace(run, champion=find_champion(run.recipe, run.store))
-    started.check_champion("a model")
+    started.check_start_is_champion("a model")
     publish_model(run, "second", start=first)
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
-        started.check_champion("a model")
+        started.check_start_is_champion("a model")
     results = [
         StageResult(one.stage, one.key, one.uri, one.digest, "reused", 0.0)
         for one in (*first.values(), commit(run, "publish", "third"))
@@ -125,9 +127,9 @@ def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> N
     first = publish_model(run, "first")
     started = replace(run, champion=find_champion(run.recipe, run.store))
     second = publish_model(run, "second", start=first)
-    started.check_champion(second["train"].digest)
+    started.check_start_is_champion(second["train"].digest)
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
-        started.check_champion(first["train"].digest)
+        started.check_start_is_champion(first["train"].digest)
 
 
 def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:

@@ -39,6 +39,7 @@ def evaluation(store: Store) -> Artifact:
     searched = {
         "thresholds": {"similarity": 0.999, "pixel_similarity": 0.95},
         "held_out": {"memorized": 0.0, "memorized_pixels": 0.0},
+        "held_out_pictures": 12,
         "closest_held_out": {"memorized": 0.98, "memorized_pixels": 0.945},
         "closest_pairs": pairs,
     }

@@ -38,11 +38,13 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
 
 
 def test_a_guidance_scale_without_effect_is_refused(
-    tiny_flux: Path, tiny_flux_schnell: Path, tiny_sdxl: Path
+    tiny_flux: Path, tiny_flux_schnell: Path, tiny_flux2_distilled: Path, tiny_sdxl: Path
 ) -> None:
     guided = load_recipe("flux-schnell", {"evaluate.guidance_scale": 3.5})
-    with pytest.raises(WrongInput, match=r"evaluate\.guidance_scale: the base takes no guid"):
+    with pytest.raises(WrongInput, match=r"evaluate\.guidance_scale: this model takes no guid"):
         check(guided, tiny_flux_schnell)
+    with pytest.raises(WrongInput, match=r"evaluate\.guidance_scale: this model is distilled"):
+        check(load_recipe("flux2-klein"), tiny_flux2_distilled)
     check(guided, tiny_flux)
     check(load_recipe("flux-schnell"), tiny_flux_schnell)
     check(load_recipe("digits", {"evaluate.guidance_scale": 3.5}), tiny_sdxl)

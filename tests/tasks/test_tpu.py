@@ -24,6 +24,8 @@ from tasks.build_or_reuse import StorageAway, TransientError
 from tasks.child_process import JobFailed
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
+from tasks.tpu.pack_code import pack_code
+from tasks.tpu.run_gcloud import SliceUnavailable
 
 OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
@@ -58,8 +60,8 @@ def test_the_commands_have_the_recipes_settings() -> None:
 
 
 def test_the_packed_code_is_complete_and_deterministic() -> None:
-    packed = launch._pack()
-    assert packed == launch._pack()
+    packed = pack_code()
+    assert packed == pack_code()
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         names = tar.getnames()
     assert {"deploy/tpu/worker.sh", "runtimes/__main__.py", "requirements/xla.txt"} <= set(names)
@@ -72,8 +74,8 @@ def test_a_slice_gets_no_file_of_variables_from_the_checkout(
     for name in ("deploy/tpu/setup.sh", "deploy/server/.env", "deploy/worker.env"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("S3_SECRET=secret")
-    monkeypatch.setattr(launch, "ROOT", tmp_path)
-    with tarfile.open(fileobj=io.BytesIO(launch._pack())) as tar:
+    monkeypatch.setattr("tasks.tpu.pack_code.ROOT", tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(pack_code())) as tar:
         assert tar.getnames() == ["deploy/tpu/setup.sh"]
 
 
@@ -109,7 +111,7 @@ class HangingCloud:
         self.hangs, self.state = [*hangs], ""
         self.told: list[str] = []
         self.seconds: list[float] = []
-        monkeypatch.setattr(launch.subprocess, "run", self.run)
+        monkeypatch.setattr(subprocess, "run", self.run)
 
     def run(
         self, command: list[str], *, timeout: float, **_: Any
@@ -173,7 +175,8 @@ class Cloud:
         self.interrupted = ""  # verb after which the run is interrupted, once
         self.lock_is_lost = False
         self.trains: list[BaseException] = []  # errors of the first trainings
-        monkeypatch.setattr(launch, "_run_command", self.run)
+        monkeypatch.setattr(launch, "run_command", self.run)
+        monkeypatch.setattr("tasks.tpu.run_gcloud.run_command", self.run)
         monkeypatch.setattr(launch, "check_held", self.check_held)
         monkeypatch.setattr(launch._SliceRun, "_train", self.train)
         self.store = Store(str(tmp_path / "store"))
@@ -264,7 +267,7 @@ def test_a_slice_whose_creation_does_not_end_is_deleted(cloud: Cloud, end: str) 
         cloud.fails = ["create"]
     else:
         cloud.interrupted = "create"
-    with pytest.raises((launch.SliceUnavailable, KeyboardInterrupt)):
+    with pytest.raises((SliceUnavailable, KeyboardInterrupt)):
         cloud.attempt()
     assert cloud.told[-1] == "delete" and not cloud.state
 
@@ -291,7 +294,7 @@ def test_a_lost_connection_or_an_outage_gives_no_slice_up(
 
 def test_a_cloud_that_never_answered_is_not_waited_for(cloud: Cloud) -> None:
     cloud.fails = ["describe"]
-    with pytest.raises(launch.SliceUnavailable, match="does not answer"):
+    with pytest.raises(SliceUnavailable, match="does not answer"):
         cloud.attempt()
     assert cloud.told == ["describe"]
 
@@ -335,7 +338,7 @@ def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(slice_run: launch._
 
 def test_a_slice_of_another_training_is_refused_and_stays(cloud: Cloud) -> None:
     cloud.state, cloud.owner = "READY", "another"
-    with pytest.raises(launch.SliceUnavailable, match=r"of another training.*tpu-vm delete kiln"):
+    with pytest.raises(SliceUnavailable, match=r"of another training.*tpu-vm delete kiln"):
         cloud.attempt()
     assert cloud.told == ["describe"]
 
@@ -348,7 +351,7 @@ def test_a_slice_that_another_run_made_after_a_preemption_stays(
         raise JobFailed("ssh is lost", launch.SSH_LOST)
 
     monkeypatch.setattr(launch._SliceRun, "_train", preempted)
-    with pytest.raises(launch.SliceUnavailable, match="of another training"):
+    with pytest.raises(SliceUnavailable, match="of another training"):
         cloud.attempt()
     assert "delete" not in cloud.told
 
@@ -360,7 +363,7 @@ def test_a_request_of_another_training_stays(cloud: Cloud, monkeypatch: pytest.M
 
     cloud.state, cloud.request, cloud.owner = "READY", "ACTIVE", OWNER
     monkeypatch.setattr(launch._SliceRun, "_train", preempted)
-    with pytest.raises(launch.SliceUnavailable, match="of another training"):
+    with pytest.raises(SliceUnavailable, match="of another training"):
         cloud.attempt(queued=True)
     assert "delete" not in cloud.told
 
@@ -373,8 +376,8 @@ def test_a_slice_that_somebody_else_creates_first_stays(
             raise subprocess.CalledProcessError(1, command, "", "ALREADY_EXISTS: the slice")
         return cloud.run(command)
 
-    monkeypatch.setattr(launch, "_run_command", exists)
-    with pytest.raises(launch.SliceUnavailable, match="did not create"):
+    monkeypatch.setattr(launch, "run_command", exists)
+    with pytest.raises(SliceUnavailable, match="did not create"):
         cloud.attempt()
     assert "delete" not in cloud.told
 

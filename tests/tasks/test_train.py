@@ -55,6 +55,7 @@ def test_new_samples_are_scored_at_once_and_earlier_ones_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fs = fsspec.filesystem("file")
+    (tmp_path := tmp_path / "run[1]").mkdir()
     for step, value in ((2, 10), (4, 20), (6, 30)):
         Image.new("RGB", (4, 4), (value,) * 3).save(tmp_path / f"step-{step:08d}.png")
     watch = _Watch(Progress("train"), fs, _brightness)
@@ -77,7 +78,7 @@ def test_new_samples_are_scored_at_once_and_earlier_ones_at_the_end(
 
 
 def test_the_chosen_step_is_in_the_manifest_and_the_panels(tmp_path: Path) -> None:
-    store = Store(str(tmp_path))
+    store = Store(str(tmp_path / "run[1]"))
     history = [{**line, "validation_loss": 0.5} for line in LINES]
     history[3]["validation_loss"] = 0.125
     watch = _Watch(Progress("train"), store.fs, _brightness)
@@ -151,6 +152,15 @@ def test_epochs_become_steps_or_are_refused() -> None:
         steps(2, 0)
     with pytest.raises(WrongInput, match=r"are 10 steps: train\.profile traces steps 8 to 11"):
         steps(1, 160, start=8, steps=3)
+
+
+def test_a_warmup_that_exceeds_the_steps_of_epochs_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings_for(Train(epochs=2, global_batch_size=10, lr_warmup_steps=20), 100)  # 20 steps
+    assert "lr_warmup_steps" not in caplog.text
+    settings_for(Train(epochs=2, global_batch_size=10, lr_warmup_steps=21), 100)
+    assert "train.lr_warmup_steps: 21 exceed the 20 steps" in caplog.text
 
 
 def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Path) -> None:

@@ -37,10 +37,12 @@ def test_the_name_of_a_gpu_selects_its_memory() -> None:
     ("text", "gib"),
     [
         *(("24GB", 24), ("24 gb", 24), ("79.5GiB", 79.5), ("24", None), ("H100", 80)),
-        *(("h200", 141), ("L4", 24), ("RTX 4090", 24), ("rtx4090", None), ("A100", 40)),
+        *(("h200", 141), ("L4", 24), ("RTX 4090", 24), ("rtx4090", 24), ("A100", 40)),
         *(("A100 80", 80), ("A100-80GB", 80), ("a100 40GB", 40), ("MI300X", 192)),
         *(("V100", 16), ("V100 32GB", 32), ("Tesla V100-SXM2-32GB", 32)),
-        *(("RTX 4090 Laptop GPU", None), ("0GB", None)),
+        *(("RTX 4090 Laptop GPU", None), ("0GB", None), ("NVIDIA H100 80GB HBM3", 80)),
+        *(("8xH100", None), ("2x H100", None), ("H100,L4", None), ("H1000", None)),
+        *(("B2000", None), ("RTX A6000 Ada", None)),
     ],
 )
 def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> None:

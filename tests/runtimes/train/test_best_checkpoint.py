@@ -16,7 +16,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train import samples, validation_and_samples
+from runtimes.train import measurements, samples
 from runtimes.train.best_checkpoint import CheckpointRanking
 from runtimes.train.held_out_loss import HeldOutLoss
 from runtimes.train.samples import scores_path
@@ -185,16 +185,16 @@ def test_a_stop_request_during_the_last_validation_leaves_it_to_the_next_process
     whole, parts = (with_prompts(make_job(name, **settings)) for name in ("whole", "parts"))
     result, losses = run(whole)
     assert list(losses) == [2, 4, 5], "the last step is scored although it is not scheduled"
-    measure, heard = validation_and_samples.measure, RecordedEvents()
+    measure, heard = measurements.measure, RecordedEvents()
 
     def interrupted(runtime: Any, holdout: Holdout, stopping: Any) -> HeldOutLoss | None:
         if len(heard.of("validation")) == 2:
             heard.stop.requested = True
         return measure(runtime, holdout, stopping)
 
-    monkeypatch.setattr(validation_and_samples, "measure", interrupted)
+    monkeypatch.setattr(measurements, "measure", interrupted)
     assert not train(parts, heard, heard.stop), "the run has no result yet"
-    monkeypatch.setattr(validation_and_samples, "measure", measure)
+    monkeypatch.setattr(measurements, "measure", measure)
     again, found = run(parts)
     assert list(found) == [5] and again["chosen_step"] == result["chosen_step"]
     assert outputs(parts) == outputs(whole)

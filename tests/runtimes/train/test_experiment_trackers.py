@@ -54,6 +54,7 @@ def draw(tracker: TensorBoard, steps: range, by: float = 1.0) -> None:
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_each_step_is_there_once_after_a_resume_and_a_rewind(tmp_path: Path, kind: str) -> None:
+    (tmp_path := tmp_path / "run[1]").mkdir()
     work = str(tmp_path) if kind == "local" else f"memory://{tmp_path.name}"
     killed = TensorBoard(work)
     killed.rewind(0)

@@ -2,6 +2,7 @@
 
 import errno
 import gzip
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train import training_run
+from runtimes.train import measurements, training_run
 from runtimes.train.background_save import Saver
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.detect_divergence import Diverged
@@ -279,6 +280,51 @@ def test_a_run_that_leaves_out_batches_is_exactly_repeatable(
         run(parts, until)
     run(parts)
     assert outputs(parts) == outputs(whole)
+
+
+def stop_in_measurement(
+    job: TrainJob, number: int, monkeypatch: pytest.MonkeyPatch
+) -> RecordedEvents:
+    """Train until a stop request in the held-out loss of this number, from 1."""
+    measure, heard, count = measurements.measure, RecordedEvents(), itertools.count(1)
+
+    def interrupted(runtime: Any, holdout: Any, stopping: Any) -> Any:
+        if next(count) == number:
+            heard.stop.requested = True
+        return measure(runtime, holdout, stopping)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measurements, "measure", interrupted)
+        assert not train(job, heard, heard.stop)
+    return heard
+
+
+def test_a_score_that_a_stop_interrupted_is_measured_after_a_rollback(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 2)
+    settings = {"steps": 6, "logging_steps": 1, "checkpointing_steps": 2, "learning_rate": 0.02}
+    held_out = {"holdout_loss": {**HOLDOUT_LOSS, "every_n_steps": 2}, "best_checkpoint": {}}
+    divergence = {"divergence": {"action": "skip"}}
+    whole, parts = (make_job(n, **settings, **held_out, **divergence) for n in ("whole", "parts"))
+    run(whole)
+    stop_in_measurement(parts, 1, monkeypatch)
+    run(parts)
+    scored = [[n["step"] for n in history(one) if "validation_loss" in n] for one in (whole, parts)]
+    assert scored == [[2, 4, 6], [2, 4, 6]]
+    assert outputs(parts) == outputs(whole)
+
+
+def test_the_last_held_out_loss_is_measured_whatever_stops_it(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"steps": 6, "checkpointing_steps": 3, "holdout_loss": HOLDOUT_LOSS}
+    whole, parts = make_job("whole", **settings), make_job("parts", **settings)
+    run(whole)
+    stop_in_measurement(parts, 2, monkeypatch)
+    run(parts)
+    assert outputs(parts) == outputs(whole)
+    assert "validation_loss" in history(parts)[-1]
 
 
 def test_a_run_that_diverged_goes_on_with_other_settings_of_recovery(

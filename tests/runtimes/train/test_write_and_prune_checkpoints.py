@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 from store_servers import REMOTE, UrlOf
 
 from artifacts.compare_and_swap import read
+from artifacts.list_folder import subfolders
 from artifacts.lock import LockLost, hold, seize
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
@@ -50,6 +51,18 @@ def save(checkpoints: Checkpoints, *steps: int) -> None:
 
 def away(*_: object, **__: object) -> None:
     raise HttpError({"code": 503, "message": "Service Unavailable"})
+
+
+@pytest.mark.parametrize("kind", REMOTE)
+def test_a_run_deletes_checkpoints_of_its_own_folder_only(kind: str, url_of: UrlOf) -> None:
+    """As a pattern, `[b]` matches `b`."""
+    url = url_of(kind)
+    beside, own = Checkpoints(f"{url}/b", keep=2), Checkpoints(f"{url}/[b]", keep=1)
+    save(beside, 1, 2)
+    save(own, 1, 2)
+    assert beside.read(1, verify=True).step == 1
+    fs, root = url_to_fs(f"{url}/[b]/checkpoints")
+    assert subfolders(fs, root) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("kind", ["local", "memory", *REMOTE])

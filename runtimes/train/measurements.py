@@ -22,7 +22,8 @@ class Measurements:
     """Measures the weights of a step if that is due. All ranks must call it in the same order.
 
     Attributes:
-        interrupted: whether a stop request came before the score that `ranking` needs.
+        interrupted: whether a stop request came before a score that `ranking` needs, or before the
+            last step's measurement, which no later one replaces.
     """
 
     def __init__(
@@ -47,19 +48,19 @@ class Measurements:
         self._samples = Samples(job, runtime, events, trackers, writes=self._first)
         self.interrupted = False
 
-    def validation_due(self, step: int) -> bool:
+    def holdout_loss_due(self, step: int) -> bool:
         """Whether the held-out loss is due at a step."""
         interval = self._settings.holdout_loss.every_n_steps
-        return _due(step, interval) or self._ranking.needs_validation(step)
+        return _due(step, interval) or self._ranking.needs_holdout_loss(step)
 
     def samples_due(self, step: int) -> bool:
         """Whether sample pictures are due at a step."""
         due = _due(step, self._settings.sample_every_n_steps) or self._ranking.needs_samples(step)
         return self._samples.requested() and due
 
-    def lacks_validation(self, step: int, recorder: Recorder) -> bool:
+    def lacks_holdout_loss(self, step: int, recorder: Recorder) -> bool:
         """Whether the held-out loss of the resumed step is due but not recorded."""
-        return self.validation_due(step) and VALIDATION_LOSS not in recorder.last_record()
+        return self.holdout_loss_due(step) and VALIDATION_LOSS not in recorder.last_record()
 
     def lacks_samples(self, step: int, recorder: Recorder) -> bool:
         """Whether sample pictures of the resumed step, or their score, are due but missing."""
@@ -69,16 +70,16 @@ class Measurements:
         missing = self._ranking.needs_samples(step) and not scored
         return bool(self._runtime.broadcast(missing or not self._samples.exist(step)))
 
-    def validate(self, step: int, recorder: Recorder) -> None:
+    def measure_holdout_loss(self, step: int, recorder: Recorder) -> None:
         """Measure the held-out loss and record it."""
         if self._holdout is None:
             return
         found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
         if found is None:
-            self.interrupted |= self._ranking.needs_validation(step)
+            self.interrupted |= self._ranking.needs_holdout_loss(step) or self._is_last(step)
             return
         if not math.isfinite(found.loss):  # the next training loss will be NaN as well
-            message = f"the validation loss is {found.loss} at step {step}"
+            message = f"the held-out loss is {found.loss} at step {step}"
             self._events.emit("warning", message=message)
             return
         figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
@@ -90,11 +91,14 @@ class Measurements:
         """Draw the sample pictures; record their score if `ranking` needs it."""
         needed = self._ranking.needs_samples(step)
         if self._runtime.any_rank(self._stop.requested):
-            self.interrupted |= needed
+            self.interrupted |= needed or self._is_last(step)
             return
         drawn = self._samples.draw(step)
         if needed:
             self._record_score(step, recorder, drawn=drawn)
+
+    def _is_last(self, step: int) -> bool:
+        return step == self._settings.steps
 
     def _record_score(self, step: int, recorder: Recorder, *, drawn: bool) -> None:
         """Add the score of the samples to the history of rank 0, which chooses."""

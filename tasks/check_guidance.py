@@ -1,0 +1,42 @@
+"""Refuse settings of guidance that a model ignores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs.settings.evaluate import Evaluate
+from configs.settings.generate import Generate
+from runtimes.contract import WrongInput
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.describe_encoders import read_config
+
+
+def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "") -> None:
+    """Raise WrongInput if the model ignores `guidance_scale` or `true_cfg_scale`.
+
+    The default of `kiln generate` is accepted, because its caller may not have chosen it.
+
+    Args:
+        model: pipeline folder.
+        prefix: of the names of settings, such as `evaluate.`.
+    """
+    family = detect_family(model)
+    if settings.true_cfg_scale != 1 and not family.guidance_input:
+        raise WrongInput(
+            f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
+        )
+    given = settings.guidance_scale
+    if given <= 1 or (isinstance(settings, Generate) and given == _default(settings)):
+        return
+    if family.is_distilled(read_config(model / "model_index.json")):
+        raise WrongInput(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
+    config = read_config(model / family.denoiser / "config.json")
+    if family.guidance_input and not family.takes_guidance(config):
+        raise WrongInput(
+            f"{prefix}guidance_scale: this model takes no guidance scale: set 1 "
+            "(true_cfg_scale is that of classifier-free guidance)"
+        )
+
+
+def _default(settings: Generate) -> float:
+    return float(type(settings).model_fields["guidance_scale"].default)
