@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tasks.download.event_loop import run
 from tasks.download.fetch_and_resize_row import RowDownloader
 from tasks.download.plan_parquet import distrust_file
 from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
+from tasks.download.resized_pictures import ResizedPictures
 from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.row_fields_and_hash import Row, read_additional
 from tasks.download.skip_dead_web_hosts import is_outage
@@ -112,19 +114,28 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     present = store.shard(STAGE, spec.key, discard=True)
     if present is not None and not is_retried(present.meta, context):
         return present
-    with tempfile.TemporaryDirectory(prefix="kiln-") as scratch:
-        shard = _download(spec, context, store, present, Path(scratch))
-    # Each failed row leaves a cycle of error, traceback and frames, which Python finds late.
-    gc.collect()
+    with (
+        tempfile.TemporaryDirectory(prefix="kiln-") as folder,
+        ResizedPictures(Path(folder, "pictures")) as pictures,
+    ):
+        shard = _download(spec, context, store, present, Path(folder), pictures)
+    # Rows leave cycles of tasks, errors and frames, which Python finds late. A search of all
+    # objects would stop the decoders of other shards for a tenth of a second.
+    gc.collect(1)
     return shard
 
 
 def _download(
-    spec: ShardSpec, context: DownloadContext, store: Store, present: Shard | None, scratch: Path
+    spec: ShardSpec,
+    context: DownloadContext,
+    store: Store,
+    present: Shard | None,
+    scratch: Path,
+    pictures: ResizedPictures,
 ) -> Shard | Deferred:
-    earlier = [] if present is None else _outcomes(store, present, scratch)
+    earlier = [] if present is None else _outcomes(store, present, pictures)
     rows = planned_rows(spec, context, scratch)
-    outcomes, costs = _download_rows(rows, earlier, context, scratch)
+    outcomes, costs = _download_rows(rows, earlier, context, pictures)
     failures = [outcome.get("error_message") for outcome in outcomes]
     reasons = Counter(failures)
     if is_outage([row.url for row in rows], failures, context.settings.max_transient):
@@ -141,7 +152,7 @@ def _download(
         }
         for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
     ]
-    samples = _samples(described, rows, scratch, context.settings.encode_format)
+    samples = _samples(described, rows, pictures, context.settings.encode_format)
     count = write_tar(scratch / "shard.tar", samples)
     write_rows(scratch / "shard.parquet", described, additional=kept)
     counts = {reason or "success": n for reason, n in reasons.items()}
@@ -196,7 +207,10 @@ def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> s
 
 
 def _download_rows(
-    rows: Sequence[Row], earlier: list[dict[str, Any]], context: DownloadContext, scratch: Path
+    rows: Sequence[Row],
+    earlier: list[dict[str, Any]],
+    context: DownloadContext,
+    pictures: ResizedPictures,
 ) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
     """The outcome of every row: the earlier one, unless it is a transient failure, or a new one.
 
@@ -223,7 +237,7 @@ def _download_rows(
                 return {}, (0.0, 0)
             begun = time.monotonic()
             try:
-                found = await downloader.download(rows[number], _picture(scratch, number))
+                found = await downloader.download(rows[number], partial(pictures.add, number))
             except Exception as error:
                 failed.append(error)
                 return {}, (0.0, 0)
@@ -237,7 +251,7 @@ def _download_rows(
             return await asyncio.gather(*map(outcome, range(len(rows))))
 
     found = run(outcomes())
-    if failed:  # not before all rows ended: no decoder may write to `scratch` while it is removed
+    if failed:  # not before all rows ended: no decoder may add to `pictures` when they are closed
         raise failed[0]
     return [outcome for outcome, _ in found], [cost for _, cost in found]
 
@@ -257,30 +271,26 @@ def may_retry(meta: Mapping[str, Any], settings: Download) -> bool:
     return is_failed and bool(meta["retries"] < settings.retry_failed)
 
 
-def _outcomes(store: Store, shard: Shard, scratch: Path) -> list[dict[str, Any]]:
-    """The outcome of each row of a shard, whose pictures are written to `scratch`."""
+def _outcomes(store: Store, shard: Shard, pictures: ResizedPictures) -> list[dict[str, Any]]:
+    """The outcome of each row of a shard, whose pictures are added to `pictures`."""
     files = {entry.path.rpartition(".")[2]: entry for entry in shard.files}
     tar = store.shard_url(STAGE, files["tar"].path)
     for sample in read_tar(tar, files["tar"].sha256):
-        number = int(sample.key.rpartition("_")[2])
-        _picture(scratch, number).write_bytes(sample.image)
+        pictures.add(int(sample.key.rpartition("_")[2]), sample.image)
     parquet, root = files["parquet"], store.shards_path(STAGE)
     rows = read_rows(read_checked(store.fs, root, parquet.path, parquet.sha256))
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
-def _picture(scratch: Path, number: int) -> Path:
-    """File of the resized picture of row `number`."""
-    return scratch / f"picture-{number}"
-
-
 def _samples(
-    described: Sequence[dict[str, Any]], rows: Sequence[Row], scratch: Path, extension: str
+    described: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
+    pictures: ResizedPictures,
+    extension: str,
 ) -> Iterator[Sample]:
     for number, (row, meta) in enumerate(zip(rows, described, strict=True)):
         if meta["status"] == "success":
             score = {} if row.aesthetic_score is None else {"aesthetic_score": row.aesthetic_score}
-            picture = _picture(scratch, number).read_bytes()
             own = {name: value for name, value in meta.items() if name != ADDITIONAL}
             meta = {**row.additional, **own, **score}
-            yield Sample(own["key"], picture, extension, row.captions, meta)
+            yield Sample(own["key"], pictures.read(number), extension, row.captions, meta)

@@ -77,7 +77,8 @@ def _connections(limit: int) -> asyncio.Semaphore:
 
 @cache
 def _of_process() -> tuple[BodyMemory, ThreadPoolExecutor]:
-    decoders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="kiln-decode")
+    threads = (os.cpu_count() or 1) + 1  # one of them waits for the interpreter lock
+    decoders = ThreadPoolExecutor(threads, thread_name_prefix="kiln-decode")
     return BodyMemory(BODIES), decoders
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from artifacts.hashing import digest_bytes
@@ -33,16 +33,18 @@ class RowDownloader:
     async def __aexit__(self, *_: object) -> None:
         await self.fetcher.__aexit__()
 
-    async def download(self, row: Row, file: Path) -> dict[str, Any]:
-        """Write the resized picture to `file` and return the row's outcome.
+    async def download(self, row: Row, keep: Callable[[bytes], None]) -> dict[str, Any]:
+        """Fetch and resize a row's picture.
 
-        Returns:
+        Args:
+            keep: receives the resized picture, in a thread of the decoders.
+
+        Returns the row's outcome:
             `status` (img2dataset's success, failed_to_download or failed_to_resize), then
             `error_message` and `attempts` (requests), or the four sizes in pixels and the fetched
             bytes' `sha256` (hex) and number (`bytes`).
 
-        Raises:
-            OSError: the file cannot be written.
+        Raises what `keep` raises.
         """
         attempts = 0
         try:
@@ -51,21 +53,22 @@ class RowDownloader:
                 if is_opted_out(headers, self.fetcher.token, self.opt_outs):
                     raise FetchFailed("opted out")
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self.shared.decoders, self._write, body, file)
+                found = await loop.run_in_executor(self.shared.decoders, self._resize, body, keep)
         except FetchFailed as failure:
             return _failed("failed_to_download", failure.reason, attempts or failure.attempts)
         if isinstance(found, str):
             return _failed("failed_to_resize", found, attempts)
         return found
 
-    def _write(self, body: bytes, file: Path) -> dict[str, Any] | str:
-        """Write the resized picture. Returns its sizes and sha256, or a failure reason."""
-        sizes = self.resizer.write_resized(body, file)
-        if isinstance(sizes, str):
-            return sizes
+    def _resize(self, body: bytes, keep: Callable[[bytes], None]) -> dict[str, Any] | str:
+        """Keep the resized picture. Returns its sizes and sha256, or a failure reason."""
+        resized = self.resizer.resize(body)
+        if isinstance(resized, str):
+            return resized
+        keep(resized.picture)
         names = ("width", "height", "original_width", "original_height")
-        sized = dict(zip(names, sizes, strict=True))
-        return {"status": "success", **sized, "sha256": digest_bytes(body), "bytes": len(body)}
+        sizes = {name: getattr(resized, name) for name in names}
+        return {"status": "success", **sizes, "sha256": digest_bytes(body), "bytes": len(body)}
 
 
 def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:

@@ -7,11 +7,12 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from email.message import Message
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
+
+from multidict import MultiDict, MultiMapping
 
 from artifacts.hashing import digest_bytes
 from configs.settings.download import Download
@@ -40,7 +41,7 @@ class Fetched(NamedTuple):
     """A fetched picture."""
 
     body: bytes
-    headers: Message  # of the response
+    headers: MultiMapping[str]  # of the response
     attempts: int = 0  # requests
 
 
@@ -103,7 +104,7 @@ class Fetcher:
         if size > self.settings.max_bytes:
             raise FetchFailed("too large")
         await room.reserve(size)
-        return Fetched(await asyncio.to_thread(file.read_bytes), Message())
+        return Fetched(await asyncio.to_thread(file.read_bytes), MultiDict())
 
     async def _fetch(self, row: Row, room: Room) -> Fetched:
         if not row.url:
@@ -116,7 +117,7 @@ class Fetcher:
         return await self._retried(partial(self._request, url, room=room))
 
     async def _retried(
-        self, request: Callable[[Deadline], Awaitable[tuple[bytes, Message]]]
+        self, request: Callable[[Deadline], Awaitable[tuple[bytes, MultiMapping[str]]]]
     ) -> Fetched:
         deadline = Deadline(self.clock.now() + self.settings.deadline)
         for attempt in range(self.settings.retries + 1):
@@ -141,7 +142,7 @@ class Fetcher:
 
     async def _request(
         self, url: str, deadline: Deadline, *, room: Room | None = None, is_robots: bool = False
-    ) -> tuple[bytes, Message]:
+    ) -> tuple[bytes, MultiMapping[str]]:
         """One request of a picture, or of a robots.txt, and its redirects."""
         visited: list[Target] = []
         with self.dead_hosts.watch() as connects:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from configs.settings.download import Download
@@ -35,6 +35,17 @@ def img2dataset_resizer() -> Any:
     return module.Resizer
 
 
+@dataclass(frozen=True)
+class Resized:
+    """A resized picture, encoded as `download.encode_format`; its sizes in pixels."""
+
+    picture: bytes
+    width: int
+    height: int
+    original_width: int
+    original_height: int
+
+
 class PictureResizer:
     """Resizes pictures in threads, within the memory of all decoders of the process."""
 
@@ -46,7 +57,7 @@ class PictureResizer:
             "encode_quality": settings.encode_quality,
             "encode_format": settings.encode_format,
         }
-        self.resize = resizer(
+        self._resize = resizer(
             *sizes,
             **encoding,
             min_image_size=settings.min_image_size,
@@ -54,17 +65,13 @@ class PictureResizer:
             max_aspect_ratio=settings.max_aspect_ratio,
         )
         #: For reduced pictures, whose own size was checked before.
-        self.resize_reduced = resizer(*sizes, **encoding)
+        self._resize_reduced = resizer(*sizes, **encoding)
 
-    def write_resized(self, body: bytes, file: Path) -> tuple[int, ...] | str:
-        """Write the resized picture to `file`.
-
-        Returns:
-            (width, height, original width, original height) in pixels, or a failure reason.
+    def resize(self, body: bytes) -> Resized | str:
+        """The resized picture, or a failure reason.
 
         Raises:
             FetchFailed: the body is no picture, or one that would take too much memory.
-            OSError: the file cannot be written.
         """
         header = check_picture(body, self.settings.max_pixels)
         scale = reduction(header, self.settings)
@@ -72,16 +79,15 @@ class PictureResizer:
             return reason
         with DECODING.reserve(header.pixels // min(scale**2, SKIPPED), self.settings.max_pixels):
             upright = rotate_and_reduce(body, scale)
-            resize = self.resize if scale == 1 else self.resize_reduced
+            resize = self._resize if scale == 1 else self._resize_reduced
             picture, *sizes, message = resize(BytesIO(upright.body))
         if message is not None:
             return REASONS.get(message, "cannot be resized")
         if upright.body is body and sizes[2:] != [header.width, header.height]:
             return "not an image"  # one of its two sizes is a lie
-        file.write_bytes(picture)
         if scale > 1:
             sizes[2:] = upright.width, upright.height
-        return tuple(map(int, sizes))
+        return Resized(picture, *map(int, sizes))
 
     def _refused(self, header: Header) -> str | None:
         """Why img2dataset's resizer would refuse the size of the whole picture."""

@@ -206,7 +206,8 @@ def _hashed(
     query = f"select *, {row_hash(base_url)} as hash from ({selected})"
     for batch in db.sql(query).to_arrow_reader(BATCH):
         # DuckDB omits `coalesce` where a parquet file's statistics count no null.
-        if batch["hash"].null_count:
+        texts = (batch["url"], batch["captions"].flatten())
+        if any(column.null_count for column in texts):
             raise pa.ArrowInvalid("it has nulls in a column whose statistics count none")
         yield pa.Table.from_batches([batch]).cast(HASHED)
 

@@ -56,15 +56,21 @@ def row_hash(base_url: str | None) -> str:
     if base_url is not None:
         base = literal(f"{base_url.rstrip('/')}/")
         url = f"if(regexp_matches(url, '^[A-Za-z][A-Za-z0-9+.-]*:'), url, {base} || url)"
-    picture = f"if(sha256 is null, 'url ' || {_measured(url)}, 'sha256 ' || {_measured('sha256')})"
-    captions = f"array_to_string(list_transform(captions, lambda c: {_measured('c')}), ' ')"
-    score = "if(aesthetic_score is null, '', printf(' score %.17g', aesthetic_score))"
-    more = f"if(additional is null, '', ' additional ' || {_measured('additional')})"
-    return f"unhex(sha256({picture} || ' captions ' || {captions} || {score} || {more}))"
+    picture = f"coalesce(sha256, {url})"
+    captions = f"list_transform(captions, lambda c: concat({_measured('c')}))"
+    parts = (
+        "if(sha256 is null, 'url ', 'sha256 ')",
+        _measured(picture),
+        "' captions '",
+        f"array_to_string({captions}, ' ')",
+        "if(aesthetic_score is null, '', printf(' score %.17g', aesthetic_score))",
+        f"if(additional is null, '', concat(' additional ', {_measured('additional')}))",
+    )
+    return f"unhex(sha256(concat({', '.join(parts)})))"  # `||` copies the text once for each part
 
 
 def _measured(text: str) -> str:
-    return f"(strlen({text}) || ':' || {text})"
+    return f"strlen({text}), ':', {text}"
 
 
 def literal(text: str) -> str:

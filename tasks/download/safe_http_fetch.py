@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from email.message import Message
 from functools import cache
 from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from multidict import MultiMapping
 from yarl import URL
 
 from tasks.download.body_memory import Room
@@ -139,7 +139,7 @@ class SafeHttpClient:
         room: Room | None = None,
         admit: Admit = lambda *_: nullcontext(False),
         truncate: int | None = None,
-    ) -> tuple[bytes, Message]:
+    ) -> tuple[bytes, MultiMapping[str]]:
         """Body and response headers of `url`.
 
         The check applies to the socket address of the connection itself, so a second DNS
@@ -171,7 +171,7 @@ class SafeHttpClient:
         room: Room | None,
         is_used_again: bool,
         truncate: int | None,
-    ) -> tuple[bytes, Message] | Target:
+    ) -> tuple[bytes, MultiMapping[str]] | Target:
         """Body and headers, or the target of a redirect."""
         _is_allowed.set(bool({target.host, target.name} & self.limits.allow_hosts))
         headers = self.headers if is_used_again else {**self.headers, "Connection": "close"}
@@ -205,7 +205,7 @@ class SafeHttpClient:
                 body = await asyncio.to_thread(_unpacked, body, most, truncate)
             elif coding not in ("", "identity"):
                 raise FetchFailed(BAD_ENCODING)
-            return body, _message(response)
+            return body, response.headers
 
     async def _read_body(
         self,
@@ -315,14 +315,6 @@ def _redirected(target: Target, response: aiohttp.ClientResponse) -> Target:
         raise FetchFailed("bad redirect")
     following = parse_url(urllib.parse.urljoin(target.url, location))
     return following._replace(authorization=None)
-
-
-def _message(response: aiohttp.ClientResponse) -> Message:
-    """Response headers, as img2dataset reads them."""
-    message = Message()
-    for name, value in response.headers.items():
-        message[name] = value
-    return message
 
 
 @cache

@@ -29,10 +29,10 @@ def readers(folder: Path) -> list[Reader]:
         max_pixels=MOST, image_size=16, min_image_size=1, max_aspect_ratio=1e6, resize_mode="no"
     )
     resizer = PictureResizer(settings)
-    return [_pictures(kind, folder / "resized", resizer) for kind in FORMATS]
+    return [_pictures(kind, resizer) for kind in FORMATS]
 
 
-def _pictures(kind: str, file: Path, resizer: PictureResizer) -> Reader:
+def _pictures(kind: str, resizer: PictureResizer) -> Reader:
     valid = [_picture(kind)]
     if kind == "TIFF":
         valid += [_picture(kind, compression="tiff_deflate"), tiled_tiff(SIZE, 64)]
@@ -41,7 +41,7 @@ def _pictures(kind: str, file: Path, resizer: PictureResizer) -> Reader:
         body = _changed(rng.choice(valid), kind, rng)
         try:
             header = check_picture(body, MOST)
-            found = resizer.write_resized(body, file)
+            found = resizer.resize(body)
         except FetchFailed:
             return False
         decoded = cv2.imdecode(np.frombuffer(body, np.uint8), cv2.IMREAD_UNCHANGED)
@@ -51,9 +51,10 @@ def _pictures(kind: str, file: Path, resizer: PictureResizer) -> Reader:
         if isinstance(found, str):
             return False
         # A tag of EXIF may have turned it.
-        assert sorted(found[2:]) == sorted((header.width, header.height)), f"{header}: {found}"
-        with Image.open(file) as resized:
-            assert resized.size == found[:2]
+        sides = sorted((found.original_width, found.original_height))
+        assert sides == sorted((header.width, header.height)), f"{header}: {sides}"
+        with Image.open(BytesIO(found.picture)) as resized:
+            assert resized.size == (found.width, found.height)
         return True
 
     return Reader(f"picture, {kind}", 2, read)

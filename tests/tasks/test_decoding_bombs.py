@@ -7,7 +7,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from io import BytesIO
-from pathlib import Path
 
 import pytest
 from fuzz.pictures import tiled_tiff
@@ -57,16 +56,14 @@ def avif_with_another_size() -> bytes:
     ],
     ids=["two sizes", "a large tile"],
 )
-def test_a_tiff_decodes_to_no_more_than_its_header_says(
-    body: bytes, reason: str, tmp_path: Path
-) -> None:
+def test_a_tiff_decodes_to_no_more_than_its_header_says(body: bytes, reason: str) -> None:
     resizer = PictureResizer(Download(max_pixels=10**6))
-    resizer.write_resized(saved("TIFF"), tmp_path / "warm")
+    resizer.resize(saved("TIFF"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with Image.open(BytesIO(body)) as picture:
         assert picture.size == (SHOWN, SHOWN)
     with pytest.raises(FetchFailed, match=reason):
-        resizer.write_resized(body, tmp_path / "picture")
+        resizer.resize(body)
     taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert taken < MOST_BYTES
 
@@ -97,22 +94,21 @@ def test_a_tiff_with_another_directory_is_no_image(change: Callable[[bytes], byt
         check_picture(changed, 10**6)
 
 
-def test_an_avif_is_refused_by_its_first_bytes(tmp_path: Path) -> None:
+def test_an_avif_is_refused_by_its_first_bytes() -> None:
     body = avif_with_another_size()
     with Image.open(BytesIO(body)) as picture:
         assert picture.size == (SHOWN, SHOWN)
     with pytest.raises(FetchFailed, match="avif is not accepted"):
-        PictureResizer(Download(max_pixels=10**6)).write_resized(body, tmp_path / "picture")
+        PictureResizer(Download(max_pixels=10**6)).resize(body)
 
 
 def test_a_picture_that_decodes_to_another_size_is_no_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lie = Header(SHOWN, SHOWN, is_reducible=False)
     monkeypatch.setattr(
         "tasks.download.filter_resize_encode_by_img2dataset.check_picture", lambda body, most: lie
     )
     resizer = PictureResizer(Download())
-    assert resizer.write_resized(saved("PNG", 2 * SHOWN), tmp_path / "a") == "not an image"
-    assert not (tmp_path / "a").exists()
-    assert resizer.write_resized(saved("PNG"), tmp_path / "b") != "not an image"
+    assert resizer.resize(saved("PNG", 2 * SHOWN)) == "not an image"
+    assert resizer.resize(saved("PNG")) != "not an image"

@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from PIL import Image
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.download import Download
 from runtimes.contract import WrongInput
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.encode.buckets import bucket_sizes, nearest_bucket
 from tasks.encode.decode_and_crop import BadSample, TransformSettings, decode, transform
 from tasks.encode.holdout_split import is_holdout
@@ -108,7 +107,7 @@ def test_original_size_is_the_one_before_the_download_resized() -> None:
 @pytest.mark.parametrize("size", [(200, 100), (90, 210), (100, 100), (48, 36)])
 @pytest.mark.parametrize("only_if_bigger", [True, False])
 def test_a_crop_by_the_download_counts_as_one_by_the_encoding(
-    size: tuple[int, int], only_if_bigger: bool, tmp_path: Path
+    size: tuple[int, int], only_if_bigger: bool
 ) -> None:
     seen = {}
     for mode in ("no", "center_crop"):
@@ -119,7 +118,7 @@ def test_a_crop_by_the_download_counts_as_one_by_the_encoding(
             encode_format="png",
             encode_quality=3,
         )
-        stored, meta = downloaded(gradient(*size), settings, tmp_path)
+        stored, meta = downloaded(gradient(*size), settings)
         reshapes = None if mode == "no" else mode
         seen[mode] = _apply(stored, replace(SQUARE, download_reshapes=reshapes), meta)
     whole, cut = seen["no"], seen["center_crop"]
@@ -133,20 +132,22 @@ def test_a_crop_by_the_download_counts_as_one_by_the_encoding(
     [((200, 100), True, (200, 200)), ((48, 36), True, (36, 48)), ((48, 36), False, (48, 48))],
 )
 def test_padding_by_the_download_is_part_of_the_picture(
-    size: tuple[int, int], only_if_bigger: bool, seen: tuple[int, int], tmp_path: Path
+    size: tuple[int, int], only_if_bigger: bool, seen: tuple[int, int]
 ) -> None:
     settings = Download(image_size=80, resize_mode="border", only_if_bigger=only_if_bigger)
-    stored, meta = downloaded(gradient(*size), settings, tmp_path)
+    stored, meta = downloaded(gradient(*size), settings)
     found = _apply(stored, replace(SQUARE, download_reshapes="border"), meta)
     assert found.original_size == seen
 
 
-def downloaded(data: bytes, settings: Download, folder: Path) -> tuple[bytes, dict[str, int]]:
+def downloaded(data: bytes, settings: Download) -> tuple[bytes, dict[str, int]]:
     """A picture as the download stores it, and its metadata."""
-    file = folder / "stored"
-    sizes = PictureResizer(settings).write_resized(data, file)
-    assert not isinstance(sizes, str)
-    return file.read_bytes(), {"original_width": sizes[2], "original_height": sizes[3]}
+    found = PictureResizer(settings).resize(data)
+    assert isinstance(found, Resized)
+    return found.picture, {
+        "original_width": found.original_width,
+        "original_height": found.original_height,
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from multidict import MultiDict
 
 from configs.settings.download import Download
 from tasks.download.body_memory import BodyMemory, Room
@@ -402,7 +402,7 @@ def starts_behind_a_full_connection(
             target = parse_url(url)
             async with admit(target, deadline):
                 started.append((target.host, clock.now()))
-            return b"", Message()
+            return b"", MultiDict()
 
         monkeypatch.setattr(fetcher.client, "fetch", request)
         async with connections:

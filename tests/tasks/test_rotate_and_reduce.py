@@ -1,6 +1,7 @@
 """JPEGs much larger than wanted are decoded at a reduced scale, with the same result to the eye."""
 
 import struct
+from dataclasses import astuple
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from PIL import Image, ImageCms
 
 from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.rotate_and_reduce import reduction
 
@@ -38,21 +39,21 @@ def photo(width: int, height: int, mode: str = "RGB", orientation: int = 1) -> b
     return buffer.getvalue()
 
 
-def resized(tmp_path: Path, body: bytes, **settings: Any) -> tuple[dict[str, Any] | str, Any]:
-    """Outcome and pixels of a body, decoded as the settings say."""
+def resized(body: bytes, **settings: Any) -> tuple[tuple[int, ...], Any]:
+    """Sizes and pixels of a body, decoded as the settings say."""
     chosen = {"image_size": 64, "encode_format": "png", "encode_quality": 1, **settings}
-    file = tmp_path / "picture"
-    found = PictureResizer(Download(**chosen)).write_resized(body, file)
-    with Image.open(file) as picture:
-        return found, np.asarray(picture)
+    found = PictureResizer(Download(**chosen)).resize(body)
+    assert isinstance(found, Resized)
+    with Image.open(BytesIO(found.picture)) as picture:
+        return astuple(found)[1:], np.asarray(picture)
 
 
-def whole(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+def whole(body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """The same, from the whole picture as img2dataset does."""
     with monkeypatch.context() as patch:
         target = "tasks.download.filter_resize_encode_by_img2dataset.reduction"
         patch.setattr(target, lambda *_: 1)
-        return resized(tmp_path, body, **settings)
+        return resized(body, **settings)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -60,7 +61,6 @@ def whole(tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch, **settin
 @pytest.mark.parametrize("size", [(600, 528), (388, 516)])
 @pytest.mark.parametrize("resize_mode", ["keep_ratio", "keep_ratio_largest", "center_crop"])
 def test_a_reduced_picture_looks_like_one_resized_from_the_whole(
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
     orientation: int,
@@ -68,13 +68,13 @@ def test_a_reduced_picture_looks_like_one_resized_from_the_whole(
     resize_mode: str,
 ) -> None:
     body = photo(*size, mode, orientation)
-    outcome, pixels = resized(tmp_path, body, resize_mode=resize_mode)
-    expected, reference = whole(tmp_path, body, monkeypatch, resize_mode=resize_mode)
+    outcome, pixels = resized(body, resize_mode=resize_mode)
+    expected, reference = whole(body, monkeypatch, resize_mode=resize_mode)
     assert outcome == expected and pixels.shape == reference.shape
     difference = pixels.astype(float) - reference
     assert difference.any()  # it was reduced
     assert 10 * np.log10(255**2 / np.mean(difference**2)) > 35  # dB
-    assert (resized(tmp_path, body, resize_mode=resize_mode)[1] == pixels).all()
+    assert (resized(body, resize_mode=resize_mode)[1] == pixels).all()
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,11 @@ def test_a_reduced_picture_has_twice_the_sides_of_the_stored_one(
     ],
 )
 def test_the_limits_of_a_reduced_picture_are_those_of_the_whole(
-    tmp_path: Path, size: tuple[int, int], settings: dict[str, Any], reason: str | None
+    size: tuple[int, int], settings: dict[str, Any], reason: str | None
 ) -> None:
     settings = {"image_size": 64, **settings}
     resizer = PictureResizer(Download(**settings))
-    found = resizer.write_resized(photo(*size), tmp_path / "picture")
+    found = resizer.resize(photo(*size))
     assert (found if isinstance(found, str) else None) == reason
 
 
@@ -133,7 +133,7 @@ def deep_png(pixels: Any) -> bytes:
 @pytest.mark.parametrize("encode_format", ["png", "jpg", "webp"])
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "TIFF"])
 def test_a_picture_with_16_bits_per_channel_keeps_its_colours(
-    tmp_path: Path, mode: str, encode_format: str
+    mode: str, encode_format: str
 ) -> None:
     rgb, grey, opaque = (30, 90, 160), (90,), (255,)
     levels = {"L": grey, "LA": grey + opaque, "RGB": rgb, "RGBA": rgb + opaque, "TIFF": rgb}[mode]
@@ -143,7 +143,7 @@ def test_a_picture_with_16_bits_per_channel_keeps_its_colours(
     else:
         body = deep_png(pixels)
     quality = 1 if encode_format == "png" else 100
-    outcome, stored = resized(tmp_path, body, encode_format=encode_format, encode_quality=quality)
+    outcome, stored = resized(body, encode_format=encode_format, encode_quality=quality)
     assert isinstance(outcome, tuple) and outcome[2:] == (96, 96)
     expected = rgb if len(levels) > 2 else grey * 3
     assert np.abs(stored.reshape(64, 64, -1).astype(int) - expected).max() <= 4
@@ -157,8 +157,8 @@ def grey_png(level: int) -> bytes:
 
 
 @pytest.mark.parametrize("body", [grey_png(5), deep_png(np.zeros((96, 96, 4), np.uint16))])
-def test_transparent_parts_are_white(tmp_path: Path, body: bytes) -> None:
-    assert (resized(tmp_path, body)[1] == 255).all()
+def test_transparent_parts_are_white(body: bytes) -> None:
+    assert (resized(body)[1] == 255).all()
 
 
 def tiff(picture: Image.Image) -> bytes:
@@ -167,13 +167,13 @@ def tiff(picture: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_half_transparent_tiff_is_blended_with_white_once(tmp_path: Path) -> None:
+def test_a_half_transparent_tiff_is_blended_with_white_once() -> None:
     body = tiff(Image.new("RGBA", (96, 96), (200, 100, 50, 128)))
-    stored = resized(tmp_path, body, encode_format="png", encode_quality=1)[1]
+    stored = resized(body, encode_format="png", encode_quality=1)[1]
     assert np.abs(stored.reshape(64, 64, -1).astype(int) - (227, 177, 152)).max() <= 1
 
 
-def test_a_tiff_of_lab_has_the_colours_that_pillow_sees(tmp_path: Path) -> None:
+def test_a_tiff_of_lab_has_the_colours_that_pillow_sees() -> None:
     lab = ImageCms.profileToProfile(
         Image.new("RGB", (96, 96), (200, 40, 40)),
         ImageCms.createProfile("sRGB"),
@@ -181,11 +181,11 @@ def test_a_tiff_of_lab_has_the_colours_that_pillow_sees(tmp_path: Path) -> None:
         outputMode="LAB",
     )
     expected = np.array(lab.convert("RGB"))[0, 0].astype(int)
-    stored = resized(tmp_path, tiff(lab), encode_format="png", encode_quality=1)[1]
+    stored = resized(tiff(lab), encode_format="png", encode_quality=1)[1]
     assert np.abs(stored.reshape(64, 64, -1).astype(int) - expected).max() <= 1
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])
-def test_pixels_without_a_known_range_are_no_picture(tmp_path: Path, mode: str) -> None:
+def test_pixels_without_a_known_range_are_no_picture(mode: str) -> None:
     with pytest.raises(FetchFailed, match="not an image"):
-        resized(tmp_path, tiff(Image.new(mode, (96, 96), 1)))
+        resized(tiff(Image.new(mode, (96, 96), 1)))

@@ -9,7 +9,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from multidict import MultiMapping
 from PIL import Image
 
 from configs.settings.download import Download
@@ -73,8 +73,8 @@ def reply(
     handler.wfile.write(body)
 
 
-def fetch(url: str, limits: FetchLimits, deadline: float) -> tuple[bytes, Message]:
-    async def fetched() -> tuple[bytes, Message]:
+def fetch(url: str, limits: FetchLimits, deadline: float) -> tuple[bytes, MultiMapping[str]]:
+    async def fetched() -> tuple[bytes, MultiMapping[str]]:
         async with SafeHttpClient(limits) as client:
             return await client.fetch(url, Deadline(deadline))
 
@@ -83,7 +83,7 @@ def fetch(url: str, limits: FetchLimits, deadline: float) -> tuple[bytes, Messag
 
 def get(
     host: str, path: str = "/", *, deadline: float = 60.0, timeout: float = 60.0
-) -> tuple[bytes, Message]:
+) -> tuple[bytes, MultiMapping[str]]:
     limits = FetchLimits(max_bytes=1000, timeout=timeout, allow_hosts=frozenset({host}))
     return fetch(f"http://{host}{path}", limits, time.monotonic() + deadline)
 
