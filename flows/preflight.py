@@ -32,9 +32,9 @@ from runtimes.objective.scheduler_config import (
     trained_scheduler_config,
 )
 from runtimes.objective.training_objective import Objective
-from runtimes.pipeline_folder.denoiser_config import folder_extras
+from runtimes.pipeline_folder.denoiser_config import folder_extras, replacement_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
-from runtimes.pipeline_folder.describe_encoders import read_config as read_model_config
+from runtimes.pipeline_folder.read_configs import read_denoiser_config, read_part_config
 from runtimes.pipeline_folder.weight_files import stored_weight_files
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
@@ -274,9 +274,8 @@ def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor
         factor: pixels per position.
     """
     settings, drawn = recipe.train, recipe.evaluate
-    base = read_model_config(model / detect_family(model).denoiser / "config.json")
-    instead = settings.denoiser_config
-    trained = base if instead is None else read_model_config(Path(instead))
+    base, instead = read_denoiser_config(model), replacement_config(settings)
+    trained = base if instead is None else instead
     draws = max(drawn.height or 0, drawn.width or 0)
     checks = [("encode.resolution", largest, trained), ("evaluate.height and width", draws, base)]
     for setting, side, config in [*checks, ("evaluate.height and width", draws, trained)]:
@@ -352,7 +351,7 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for train settings that contradict the base or each other."""
     folder, family = model / "scheduler", detect_family(model)
     denoiser = model / family.denoiser
-    patch = family.latent_multiple(read_model_config(denoiser / "config.json"))
+    patch = family.latent_multiple(read_part_config(model, family.denoiser))
     shift = ResolutionShift.from_config(read_scheduler_config(folder), patch)
     Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0), shift)
     if recipe.encode.holdout:  # evaluation computes the base's loss

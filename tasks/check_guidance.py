@@ -8,7 +8,7 @@ from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_index, read_part_config
 
 
 def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "") -> None:
@@ -28,9 +28,9 @@ def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "")
     given = settings.guidance_scale
     if given <= 1 or (isinstance(settings, Generate) and given == _default(settings)):
         return
-    if family.is_distilled(read_config(model / "model_index.json")):
+    if family.is_distilled(read_index(model)):
         raise WrongInput(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
-    config = read_config(model / family.denoiser / "config.json")
+    config = read_part_config(model, family.denoiser)
     if family.guidance_input and not family.takes_guidance(config):
         raise WrongInput(
             f"{prefix}guidance_scale: this model takes no guidance scale: set 1 "

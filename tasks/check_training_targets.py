@@ -16,8 +16,8 @@ from runtimes.adapters.merge_lora import Adapter
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.family import Family
-from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.denoiser_config import replacement_config, trained_config
+from runtimes.pipeline_folder.read_configs import read_part_config
 from runtimes.pipeline_folder.weight_files import weight_shapes
 from tasks.check_guidance import check_guidance
 
@@ -34,7 +34,7 @@ def check(recipe: Recipe, model: Path) -> None:
     """
     settings, family = recipe.train, detect_family(model)
     denoiser = family.denoiser
-    config = read_config(model / denoiser / "config.json")
+    config = read_part_config(model, denoiser)
     if settings.method == "lora":
         shapes = weight_shapes(model / denoiser)
         layers = layers_of(shapes)
@@ -55,8 +55,7 @@ def check(recipe: Recipe, model: Path) -> None:
             f"{encoder.component} is a language model, which no step runs: set embeddings"
         )
     check_guidance(recipe.evaluate, model, "evaluate.")
-    path = settings.denoiser_config
-    replacement = None if path is None else read_config(Path(path))
+    replacement = replacement_config(settings)
     trained_config(config, settings, replacement)
     if replacement is not None:
         _check_makes_denoiser(replacement)

@@ -24,7 +24,7 @@ from configs.settings.train import Train
 from configs.settings.train_settings_in_cache_key import key_settings
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.denoiser_config import replacement_config
 from runtimes.process.job import TrainJob
 from runtimes.train.samples import scores_path
 from tasks.build_or_reuse import runtime_facts
@@ -57,7 +57,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     The runtime and the settings of the execution are excluded: a resume may change them.
     """
     settings = key_settings(recipe.train)
-    if (config := _denoiser_config(recipe)) is not None:  # the content, not the path
+    if (config := replacement_config(recipe.train)) is not None:  # the content, not the path
         settings["denoiser_config"] = config
     rule = recipe.train.best_checkpoint
     if rule is not None and rule.by_samples:  # these settings affect the scores
@@ -107,11 +107,6 @@ def digest_base(recipe: Recipe, model_folder: Path) -> str:
     return digest_model(model_folder, (family.denoiser, "scheduler", *texts))
 
 
-def _denoiser_config(recipe: Recipe) -> dict[str, Any] | None:
-    path = recipe.train.denoiser_config
-    return None if path is None else read_config(Path(path))
-
-
 def build(
     recipe: Recipe,
     latents: Artifact,
@@ -146,7 +141,7 @@ def build(
         out=draft.uri,
         sample_prompts=sample_prompts,
         sampler=sampler_settings(recipe.evaluate, "batch_size"),
-        denoiser_config=_denoiser_config(recipe),
+        denoiser_config=replacement_config(recipe.train),
         compiled=draft.store.compiled_url,
         adapters=adapters,
         holdout=None if holdout is None else holdout.uri,

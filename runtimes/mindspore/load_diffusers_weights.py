@@ -19,7 +19,8 @@ from configs.redact_errors_and_logs import one_line
 from runtimes.adapters.weight_names import stored_name
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import added_weights
-from runtimes.pipeline_folder.describe_encoders import read_config, text_class
+from runtimes.pipeline_folder.describe_encoders import text_class
+from runtimes.pipeline_folder.read_configs import read_config
 from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.pipeline_folder.weight_files import (
     DENOISER_WEIGHTS,

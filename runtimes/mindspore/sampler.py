@@ -19,7 +19,7 @@ from runtimes.families.inpainting_and_scores import fully_masked
 from runtimes.mindspore.encoder import Encoder
 from runtimes.mindspore.micro_batches import tensor
 from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.pipeline_folder.describe_encoders import read_config as read_index
+from runtimes.pipeline_folder.read_configs import read_index
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.initial_noise import NoiseBatch
 
@@ -53,7 +53,7 @@ class Sampler(PipelineSampler):
         *,
         flash: bool = True,
     ) -> None:
-        family, index = detect_family(folder), read_index(folder / "model_index.json")
+        family, index = detect_family(folder), read_index(folder)
         self._dtype = dtype
         self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
         built: dict[str, Any] = {

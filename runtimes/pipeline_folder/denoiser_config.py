@@ -8,14 +8,13 @@ from typing import Any
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import (
     UNET,
     ExtraInputs,
     inpainting_channels,
     latent_channels,
 )
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_config, read_denoiser_config
 from runtimes.process.job import TrainJob
 
 #: Keys in which a replacement must equal the base's config: the interface to VAE and text encoders,
@@ -42,6 +41,12 @@ _SHARED = (
 def folder_extras(folder: Path) -> ExtraInputs:
     """The extra inputs of the denoiser in a folder. Raises WrongInput."""
     return ExtraInputs.from_config(read_config(folder / "config.json"))
+
+
+def replacement_config(settings: Train) -> dict[str, Any] | None:
+    """The config that replaces the base's denoiser's; None if none does. Raises WrongInput."""
+    path = settings.denoiser_config
+    return None if path is None else read_config(Path(path))
 
 
 def trained_config(
@@ -85,7 +90,7 @@ def trained_config(
 def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
     """The config of the denoiser that a job trains. Raises WrongInput."""
     folder = Path(job.model)
-    base = read_config(folder / detect_family(folder).denoiser / "config.json")
+    base = read_denoiser_config(folder)
     return trained_config(base, settings, job.denoiser_config)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.download_or_find_model import digest_model
-from artifacts.hashing import digest_json, parse_json
+from artifacts.hashing import digest_json
 from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
+from runtimes.pipeline_folder.read_configs import read_config, read_index, read_part_config
 
 TEXT_PARTS = (
     "text_encoder",
@@ -68,12 +69,12 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
 
 def absent_text_parts(model_folder: Path) -> tuple[str, ...]:
     """The text encoders and tokenizers that model_index.json lists without a class: SD3's T5."""
-    index = read_config(model_folder / "model_index.json")
+    index = read_index(model_folder)
     return tuple(name for name in TEXT_PARTS if index.get(name) == [None, None])
 
 
 def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
-    index = read_config(model_folder / "model_index.json")
+    index = read_index(model_folder)
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
     family = detect_family(model_folder)
     _check_text_encoders(model_folder, family, index)
@@ -97,7 +98,7 @@ def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
     """Shapes of the CLIP encoders' outputs: number of tokens, embedding width, pooled width."""
     if not family.clip:
         return {"prompt_dim": 0, "pooled_dim": None}
-    configs = [(e, read_config(folder / e.component / "config.json")) for e in family.clip]
+    configs = [(e, read_part_config(folder, e.component)) for e in family.clip]
     tokens = configs[0][1]["max_position_embeddings"]
     pooled = (
         config["projection_dim" if encoder.pooled == "text_embeds" else "hidden_size"]
@@ -115,7 +116,7 @@ def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
 def _describe_frozen(folder: Path, family: Family, factor: int) -> dict[str, Any]:
     """Entries that differ with a T5 or LLM: its rows follow CLIP's, and latents form patches."""
     assert family.frozen_text is not None
-    transformer = read_config(folder / family.denoiser / "config.json")
+    transformer = read_part_config(folder, family.denoiser)
     clip, width = _describe_clip(folder, family), family.prompt_width(transformer)
     clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
     tokens = text_length(folder)
@@ -142,7 +143,7 @@ def _describe_frozen(folder: Path, family: Family, factor: int) -> dict[str, Any
 
 def _width(folder: Path, encoder: TextEncoder) -> int:
     """Width of the states that a T5 or LLM gives for a token."""
-    config = read_config(folder / encoder.component / "config.json")
+    config = read_part_config(folder, encoder.component)
     if encoder.kind == "t5":
         return int(config["d_model"])
     nested = config.get("text_config") or config  # of a model that also sees images
@@ -154,7 +155,7 @@ def _width(folder: Path, encoder: TextEncoder) -> int:
 def has_frozen_text(model_folder: Path) -> bool:
     """Whether a pipeline contains its family's T5 or LLM."""
     encoder = detect_family(model_folder).frozen_text
-    index = read_config(model_folder / "model_index.json")
+    index = read_index(model_folder)
     return encoder is not None and _class_of(index, encoder.component) is not None
 
 
@@ -165,7 +166,7 @@ def text_length(model_folder: Path) -> int:
     """
     family = detect_family(model_folder)
     assert family.frozen_text is not None, "the family must have a T5"
-    tokens = family.text_tokens(read_config(model_folder / family.denoiser / "config.json"))
+    tokens = family.text_tokens(read_part_config(model_folder, family.denoiser))
     if not has_frozen_text(model_folder):
         return tokens
     config = read_config(model_folder / family.frozen_text.tokenizer / "tokenizer_config.json")
@@ -183,7 +184,7 @@ def unusual_text_length(model_folder: Path) -> int | None:
 
 def text_class(model_folder: Path, part: str) -> str:
     """The transformers class of a text encoder. Raises WrongInput."""
-    index = read_config(model_folder / "model_index.json")
+    index = read_index(model_folder)
     _check_text_encoders(model_folder, detect_family(model_folder), index)
     return str(_class_of(index, part))
 
@@ -191,7 +192,7 @@ def text_class(model_folder: Path, part: str) -> str:
 def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
     """sha256 of all files and settings that affect encodings. It excludes the denoiser."""
     parts = (*TEXT_PARTS, "vae") if vae_folder is None else TEXT_PARTS
-    index = read_config(model_folder / "model_index.json")
+    index = read_index(model_folder)
     facts = {name: index.get(name) for name in TEXT_PARTS}
     facts["info"] = describe_encoders(model_folder, vae_folder)
     vae = None if vae_folder is None else digest_model(vae_path(model_folder, vae_folder))
@@ -203,30 +204,6 @@ def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
     folder = model_folder if vae_folder is None else vae_folder
     is_vae = vae_folder is not None and (folder / "config.json").is_file()
     return folder if is_vae else folder / "vae"
-
-
-class Config(dict[str, Any]):
-    """A config file's settings; one that is missing raises WrongInput with the file's path."""
-
-    path: Path
-
-    def __missing__(self, name: str) -> Any:
-        raise WrongInput(f"{self.path}: {name} is missing")
-
-
-def read_config(path: Path) -> Config:
-    """Read a config file. Raises WrongInput if it is missing or not a JSON object."""
-    try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise WrongInput(f"{path}: not there; a model's config was expected") from None
-    except ValueError:
-        raise WrongInput(f"{path}: not valid JSON") from None
-    if not isinstance(found, dict):
-        raise WrongInput(f"{path}: not a model's config")
-    config = Config(found)
-    config.path = path
-    return config
 
 
 def _is_finite(value: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_config
 
 DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'

@@ -23,7 +23,8 @@ from configs.settings.train import Train
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.pipeline_folder.describe_encoders import read_config, vae_path
+from runtimes.pipeline_folder.describe_encoders import vae_path
+from runtimes.pipeline_folder.read_configs import read_config, read_index
 from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.clip_update_and_ema import Update
@@ -175,7 +176,7 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
 def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ()) -> int:
     """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
     folder, kind = Path(request.model), getattr(torch, dtype)
-    index = read_config(folder / "model_index.json")
+    index = read_index(folder)
     names = (encoder.component for encoder in detect_family(folder).text_encoders)
     parts = [
         empty_text_encoder(folder, name)

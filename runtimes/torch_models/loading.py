@@ -17,7 +17,8 @@ from configs.redact_errors_and_logs import one_line
 from runtimes.contract import StoredRows, WrongInput
 from runtimes.families import all_families, denoiser_classes
 from runtimes.families.inpainting_and_scores import added_weights, source_weight_names
-from runtimes.pipeline_folder.describe_encoders import read_config, text_class
+from runtimes.pipeline_folder.describe_encoders import text_class
+from runtimes.pipeline_folder.read_configs import read_config, read_part_config
 from runtimes.pipeline_folder.weight_files import check_fit, weight_files, weight_variant
 
 #: Options of `from_pretrained` that forbid downloads and pickle files.
@@ -123,7 +124,7 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
 def empty_text_encoder(model_folder: Path, part: str) -> Any:
     """Construct a text encoder of a pipeline on the `meta` device. Raises WrongInput."""
     kind = getattr(transformers, text_class(model_folder, part))
-    config = kind.config_class.from_dict(read_config(model_folder / part / "config.json"))
+    config = kind.config_class.from_dict(read_part_config(model_folder, part))
     with torch.device("meta"):
         return kind(config)
 

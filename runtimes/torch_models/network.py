@@ -16,7 +16,7 @@ from runtimes.adapters.weight_names import state_name
 from runtimes.contract import StoredRows
 from runtimes.families import Family, detect_family
 from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encode_token_ids import (
     Encoded,
@@ -142,7 +142,7 @@ class Network(torch.nn.Module):
         """
         family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
-        config = trained_config(read_config(base / "config.json"), settings, denoiser_config)
+        config = trained_config(read_denoiser_config(folder), settings, denoiser_config)
         parts, frozen = {family.denoiser: empty_denoiser(base, config)}, list[torch.nn.Module]()
         texts = ((name, empty_text_encoder(folder, name)) for name in family.clip_encoders)
         if settings.train_text_encoder:

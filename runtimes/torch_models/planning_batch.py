@@ -11,7 +11,8 @@ from runtimes.contract import StepBatch
 from runtimes.families import Captioned, Family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.pipeline_folder.read_configs import read_part_config
 
 
 def sample_batch(
@@ -40,7 +41,7 @@ def sample_batch(
     pooled = info["pooled_dim"] and np.zeros(info["pooled_dim"], np.float32)
     ids = None
     if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
-        clip = read_config(model / family.clip_encoders[0] / "config.json")
+        clip = read_part_config(model, family.clip_encoders[0])
         rows = clip["max_position_embeddings"]
         ids = np.zeros((len(family.clip_encoders), rows), np.int32)
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)

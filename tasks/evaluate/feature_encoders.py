@@ -19,7 +19,7 @@ from PIL import Image
 
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_config
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Float32 = NDArray[np.float32]

@@ -13,7 +13,9 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+from runtimes.pipeline_folder.denoiser_config import replacement_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.pipeline_folder.read_configs import read_part_config
 from runtimes.sample.initial_noise import image_size
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
@@ -94,19 +96,18 @@ class Planner:
     def _drawn_size(self) -> tuple[int, int]:
         """(height, width) of the pictures that training and evaluation draw, in pixels."""
         family = detect_family(self._model)
-        denoiser = read_config(self._model / family.denoiser / "config.json")
+        denoiser = read_part_config(self._model, family.denoiser)
         scale = describe_encoders(self._model, self._vae)["vae_scale_factor"]
         asked = self._recipe.evaluate.model_dump(include={"height", "width"})
         return image_size(asked, family, denoiser, scale)
 
     def _request(self, train: dict[str, Any]) -> GpuStepRequest:
-        config = self._recipe.train.denoiser_config
         return GpuStepRequest(
             model=str(self._model),
             train=train,
             resolution=self._recipe.encode.resolution,
             vae=None if self._vae is None else str(self._vae),
-            denoiser_config=None if config is None else dict(read_config(Path(config))),
+            denoiser_config=replacement_config(self._recipe.train),
             text_dtype=self._recipe.encode.text_dtype,
         )
 

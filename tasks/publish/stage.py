@@ -19,7 +19,8 @@ from configs.load_and_extend_recipe import dump
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import read_config, unusual_text_length
+from runtimes.pipeline_folder.describe_encoders import unusual_text_length
+from runtimes.pipeline_folder.read_configs import read_index
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
 from tasks.evaluate.draw_pictures import DRAWING_PARTS
@@ -272,7 +273,7 @@ def _copied_digests(recipe: Recipe, base: Path) -> dict[str, str]:
     """
     if recipe.train.method == "lora" and not recipe.publish.merge:
         return {}
-    index = read_config(base / "model_index.json")
+    index = read_index(base)
     parts = [name for name, spec in index.items() if isinstance(spec, list) and spec[0] is not None]
     copied = sorted(set(parts) - set(DRAWING_PARTS))
     return {"copied_parts": digest_model(base, tuple(copied))} if copied else {}

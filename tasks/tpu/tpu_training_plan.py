@@ -19,7 +19,8 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+from runtimes.pipeline_folder.denoiser_config import replacement_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.spmd.tpu_slices import TpuSlice, check_training, parse_slice
 from tasks.base_training_plan import (
     TrainingPlan,
@@ -167,14 +168,13 @@ def _load_or_compile(
     recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None], batch: Size
 ) -> StepCost:
     """The cost of the recipe's step for a batch, from the store's cache if it is there."""
-    config = recipe.train.denoiser_config
     request = TpuStepRequest(
         model=str(model),
         train=_of_the_step(recipe.train, batch),
         resolution=recipe.encode.resolution,
         topology=batch.where.name,
         vae=None if vae is None else str(vae),
-        denoiser_config=None if config is None else read_config(Path(config)),
+        denoiser_config=replacement_config(recipe.train),
         text_dtype=recipe.encode.text_dtype,
     )
 

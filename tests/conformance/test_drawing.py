@@ -23,7 +23,7 @@ from configs.settings.train import Train
 from runtimes.families import detect_family
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.generate_job import generate
@@ -109,7 +109,7 @@ def test_the_same_prompts_and_noise_give_the_same_pictures(
 def seeing(model: Path, folder: Path) -> None:
     """Save the model's UNet with a mask and a score among its inputs, which count."""
     settings = Train(inpainting=True, aesthetic_score=True)
-    config = trained_config(read_config(model / "unet/config.json"), settings)
+    config = trained_config(read_denoiser_config(model), settings)
     unet = load_denoiser(model / "unet", config=config)
     torch.manual_seed(0)
     for layer in (unet.conv_in, unet.class_embedding.linear_2):

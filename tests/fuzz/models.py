@@ -18,7 +18,8 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import folder_extras, trained_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, read_config
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.pipeline_folder.read_configs import read_config
 
 BASE = Path(__file__).parents[2] / "demo" / "base"
 #: Stable Diffusion 3, which has a T5 and a transformer.

@@ -29,7 +29,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob, Job
 from runtimes.sample.generate_job import generate
@@ -577,7 +577,7 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
     """An inpainting model has more inputs than our latents."""
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
     settings = Train(inpainting=True)
-    config = trained_config(read_config(world.model / "unet" / "config.json"), settings)
+    config = trained_config(read_denoiser_config(world.model), settings)
     load_denoiser(world.model / "unet", config=config).save_pretrained(champion / "unet")
     artifact = world.evaluate(world.trained(0.5))
     found = world.metrics_of(champion, artifact)

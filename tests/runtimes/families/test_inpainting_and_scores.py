@@ -20,7 +20,7 @@ from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs, added_weights
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.describe_encoders import read_config
+from runtimes.pipeline_folder.read_configs import read_config, read_denoiser_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.encode_images_and_captions import Encoder
@@ -116,7 +116,7 @@ def test_a_base_that_gains_them_predicts_what_it_did(
 
 def test_a_base_that_has_them_keeps_its_weights(tiny_sd: Path, tmp_path: Path) -> None:
     settings = Train(inpainting=True, aesthetic_score=True)
-    config = trained_config(read_config(tiny_sd / "unet" / "config.json"), settings)
+    config = trained_config(read_denoiser_config(tiny_sd), settings)
     saved = UNet2DConditionModel.from_config(config)
     with torch.no_grad():
         for parameter in saved.parameters():
@@ -128,7 +128,7 @@ def test_a_base_that_has_them_keeps_its_weights(tiny_sd: Path, tmp_path: Path) -
 
 
 def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None:
-    base = read_config(tiny_sd / "unet" / "config.json")
+    base = read_denoiser_config(tiny_sd)
     settings = Train(init="random", inpainting=True, aesthetic_score=True)
     fresh = {**base, "in_channels": 9, "class_embed_type": "timestep"}
     assert ExtraInputs.from_config(trained_config(base, settings, fresh)) == ExtraInputs(True, True)
@@ -139,7 +139,7 @@ def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None
 
 
 def test_untrainable_settings_are_one_line_errors(tiny_sd: Path, tiny_sd3: Path) -> None:
-    base = read_config(tiny_sd / "unet" / "config.json")
+    base = read_denoiser_config(tiny_sd)
     asked = Train(inpainting=True)
     nine = trained_config(base, asked)
     assert nine["in_channels"] == 9 and trained_config(nine, asked) == nine
@@ -148,12 +148,12 @@ def test_untrainable_settings_are_one_line_errors(tiny_sd: Path, tiny_sd3: Path)
     with pytest.raises(WrongInput, match="adapters cannot add them"):
         trained_config(base, Train(aesthetic_score=True, method="lora"))
     with pytest.raises(WrongInput, match="is for UNets"):
-        trained_config(read_config(tiny_sd3 / "transformer" / "config.json"), asked)
+        trained_config(read_denoiser_config(tiny_sd3), asked)
 
 
 def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path) -> None:
     """What evaluation draws is what diffusers' own inpainting pipeline draws of what we publish."""
-    config = trained_config(read_config(tiny_sd / "unet" / "config.json"), Train(inpainting=True))
+    config = trained_config(read_denoiser_config(tiny_sd), Train(inpainting=True))
     unet = load_denoiser(tiny_sd / "unet", config=config)
     torch.manual_seed(0)
     torch.nn.init.normal_(unet.conv_in.weight.data[:, 4:], std=0.2)
