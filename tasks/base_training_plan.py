@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
+from runtimes.jax.tpu_step_memory_records import TpuStepRequest
 from runtimes.pipeline_folder.describe_encoders import vae_path
+from runtimes.torch.gpu_step_memory_records import GpuStepRequest
 
 
 class PlanFailed(RuntimeError):
@@ -142,27 +145,23 @@ def load_or_compute(
 
 
 def cache_key(
-    version: int,
-    request: Mapping[str, Any],
-    folders: Sequence[str | None],
-    versions: Mapping[str, Any],
+    version: int, request: GpuStepRequest | TpuStepRequest, versions: Mapping[str, Any]
 ) -> str:
     """A digest of a request, the contents of its folders' configs and the package versions.
 
     Args:
         version: of the planner.
-        request: without paths of folders.
-        folders: of the pipeline and, unless None, of a separate VAE.
         versions: of the packages that affect the plan.
     """
-    there = [folder for folder in folders if folder is not None]
+    there = [folder for folder in (request.model, request.vae) if folder is not None]
+    settings = {**asdict(request), "model": None, "vae": None}
     configs = {
         f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
         for number, folder in enumerate(there)
         for path in files_below(Path(folder))
         if path.name.endswith("config.json") or path == Path(folder, "model_index.json")
     }
-    return digest_json([version, request, configs, versions])
+    return digest_json([version, settings, configs, versions])
 
 
 def ask_planner(

@@ -7,20 +7,18 @@ chip.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 import time
-from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
+from runtimes.process.answer_planner import answer_planner
 from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -157,15 +155,5 @@ def _refused(words: str, arguments: int) -> dict[str, int]:
     return {"arguments": arguments, "temporaries": max(total - arguments, 0), "total": total}
 
 
-def main(path: str) -> int:
-    """Print the cost of a request's step, or its error, as one JSON object."""
-    request = TpuStepRequest(**json.loads(Path(path).read_text(encoding="utf-8")))
-    try:
-        print(json.dumps(asdict(step_cost(request))))
-    except WrongInput as error:
-        print(json.dumps({"wrong_input": str(error)}))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    answer_planner(sys.argv[1], TpuStepRequest, step_cost)

@@ -6,12 +6,11 @@ step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Container, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from configs.settings.train import Train
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.pipeline_folder.read_configs import read_config, read_index
 from runtimes.pipeline_folder.vae_dtype import vae_overflows
+from runtimes.process.answer_planner import answer_planner
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
@@ -230,15 +230,5 @@ def _bytes_8bit(size: int) -> int:
     return 2 * (4 * size if size < SMALLEST_8BIT else size + 4 * -(-size // BLOCK_8BIT))
 
 
-def main(path: str) -> int:
-    """Print the memory of a request's step, or its error, as one JSON object."""
-    request = GpuStepRequest(**json.loads(Path(path).read_text(encoding="utf-8")))
-    try:
-        print(json.dumps(asdict(step_memory(request))))
-    except WrongInput as error:
-        print(json.dumps({"wrong_input": str(error)}))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    answer_planner(sys.argv[1], GpuStepRequest, step_memory)

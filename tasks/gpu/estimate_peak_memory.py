@@ -69,8 +69,7 @@ class Planner:
             return found
 
         versions = {name: version(name) for name in PACKAGES}
-        content = {**asdict(request), "model": None, "vae": None}
-        key = cache_key(VERSION, content, (request.model, request.vae), versions)
+        key = cache_key(VERSION, request, versions)
         return StepMemory.from_json(load_or_compute(Store(self._recipe.store), key, compute))
 
     def requests(self, recipe: Recipe) -> list[GpuStepRequest]:

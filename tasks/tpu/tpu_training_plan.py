@@ -185,13 +185,9 @@ def _load_or_compile(
         )
         return asdict(_compile(request))
 
-    return StepCost(**load_or_compute(Store(recipe.store), _cache_key(request), compile_step))
-
-
-def _cache_key(request: TpuStepRequest) -> str:
     versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
-    content = {**asdict(request), "model": None, "vae": None}
-    return cache_key(VERSION, content, (request.model, request.vae), versions)
+    key = cache_key(VERSION, request, versions)
+    return StepCost(**load_or_compute(Store(recipe.store), key, compile_step))
 
 
 def _of_the_step(train: Train, size: Size) -> dict[str, Any]:

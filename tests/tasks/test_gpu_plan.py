@@ -12,7 +12,7 @@ from configs.settings.recipe import Recipe
 from flows.show_gpu_plan import lines
 from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
-from runtimes.torch.gpu_step_memory_records import Moment, StepMemory
+from runtimes.torch.gpu_step_memory_records import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.base_training_plan import PlanFailed, cache_key
 from tasks.gpu.gpu_training_plan import USABLE, GpuPlan, check_fits, plan_for
@@ -188,7 +188,7 @@ def test_a_plan_is_that_of_a_linked_folders_config(tmp_path: Path) -> None:
     keys = set()
     for config in ("{}", '{"layers": 2}'):
         (shared / "config.json").write_text(config)
-        keys.add(cache_key(1, {}, (str(model), None), {}))
+        keys.add(cache_key(1, GpuStepRequest(str(model), {}, 64), {}))
     assert len(keys) == 2
 
 

@@ -15,10 +15,11 @@ from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.settings.train import Train
 from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.process.answer_planner import answer_planner
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.torch.cuda_on_cpu import cuda_on_cpu
-from runtimes.torch.gpu_step_memory import main, step_memory
+from runtimes.torch.gpu_step_memory import step_memory
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
@@ -233,7 +234,7 @@ def test_the_module_answers_in_json_also_for_wrong_input(
     def answer(model: Path) -> dict[str, Any]:
         path = tmp_path / "request.json"
         path.write_text(json.dumps(asdict(GpuStepRequest(str(model), {}, 64))), encoding="utf-8")
-        assert main(str(path)) == 0
+        answer_planner(str(path), GpuStepRequest, step_memory)
         return dict(json.loads(capsys.readouterr().out))
 
     assert StepMemory.from_json(answer(tiny_sdxl)).parameters > 0
