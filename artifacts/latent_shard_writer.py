@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.latent_shards import DTYPES, PAIRS, LatentSample, Texts, to_bfloat16
+from artifacts.tensor_header import header_bytes
 
 
 def write_latent_shard(
@@ -30,23 +30,12 @@ def write_latent_shard(
     for group, samples in groups.items():
         tensors |= {f"{group}/{name}": tensor for name, tensor in _group_tensors(samples).items()}
     # Wide types first: this aligns every tensor, since the format allows no padding.
-    order = sorted(tensors, key=lambda name: (-DTYPES[tensors[name].dtype].itemsize, name))
-    header, offset = {}, 0
-    for name in order:
-        end = offset + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {
-            "dtype": tensors[name].dtype,
-            "shape": shape,
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0]))
+    described = ((name, one.dtype, one.shape, one.nbytes) for name, one in ordered)
     with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            for chunk in tensors[name].chunks:
+        stream.write(header_bytes(described))
+        for _, tensor in ordered:
+            for chunk in tensor.chunks:
                 stream.write(np.ascontiguousarray(chunk).data)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from artifacts.atomic_disk_writes import replacing
 from artifacts.checksummed_files import FileEntry
 from artifacts.latent_shards import from_bfloat16
-from artifacts.tensor_header import TensorPlace, read_header
+from artifacts.tensor_header import TensorPlace, header_bytes, read_header
 
 Arrays = dict[str, NDArray[np.float32]]
 HEADER_BLOCK = 2**18  # bytes: a header is read in one request
@@ -76,18 +75,11 @@ def write_arrays(
 ) -> None:
     """Write f32 arrays as a safetensors file, deterministically."""
     described = {"format": "pt", **(metadata or {})}  # diffusers requires the format
-    header: dict[str, object] = {"__metadata__": described}
-    offset = 0
-    for name in sorted(arrays):
-        end = offset + arrays[name].nbytes
-        shape = list(arrays[name].shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    sink.write(len(text).to_bytes(8, "little") + text)
-    for name in sorted(arrays):
-        flat = np.ascontiguousarray(arrays[name], "<f4").reshape(-1)
+    ordered = sorted(arrays.items())
+    tensors = ((name, "F32", array.shape, array.nbytes) for name, array in ordered)
+    sink.write(header_bytes(tensors, described))
+    for _, array in ordered:
+        flat = np.ascontiguousarray(array, "<f4").reshape(-1)
         sink.write(flat.view(np.uint8).data)
 
 

@@ -1,9 +1,10 @@
-"""The header of a safetensors file: its tensors' dtypes, shapes and places."""
+"""The header of a safetensors file: its tensors' dtypes, shapes and places; read and written."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -20,6 +21,26 @@ class TensorPlace:
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     size: int  # bytes
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The start of a safetensors file; the tensors' bytes follow in this order.
+
+    Args:
+        tensors: name, dtype as the format names it, shape, and bytes of each.
+    """
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape, size in tensors:
+        places = [offset, offset + size]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": places}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_header(
