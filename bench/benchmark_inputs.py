@@ -13,8 +13,9 @@ import numpy as np
 from PIL import Image
 
 from bench.published_configs import write_published_configs
+from configs.checkout import CHECKOUT
 
-BASE = Path(__file__).parents[1] / "demo" / "base"
+BASE = CHECKOUT / "demo/base"
 TOKENS, CAPTIONS = 77, 16  # of random latents
 #: A UNet in SDXL's layout with 39.9 M parameters; the demo's has 2.7 M, SDXL's 2,567 M.
 MIDDLE_UNET: dict[str, Any] = {

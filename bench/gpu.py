@@ -29,6 +29,7 @@ from bench.job_command_line import read_train_job
 from bench.report import Row
 from bench.train_cuda import BF16, batch_size
 from bench.training_step_workloads import METHODS, OURS
+from configs.checkout import CHECKOUT
 from runtimes.process.job import TrainJob, write_job
 
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
@@ -192,7 +193,7 @@ def _measure_alone(name: str, job: Path, steps: int, limit: float | None) -> Row
     with job.with_suffix(".log").open("w+") as log:
         child = subprocess.Popen(
             command,
-            cwd=run_kilnworks.ROOT,
+            cwd=CHECKOUT,
             env={**os.environ, **CHILD},
             stdout=subprocess.PIPE,
             stderr=log,

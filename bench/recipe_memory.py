@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.published_configs import write_published_configs
+from configs.checkout import CHECKOUT
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import vae_path
@@ -22,7 +23,7 @@ from runtimes.torch_models.gpu_specs import parse_gpu
 from tasks.gpu.gpu_training_plan import plan_for
 from tasks.gpu.recipe_memory import FILE, RecipeMemory, planned_recipes, recipe_memory_table
 
-DOCUMENT = Path(__file__).parents[1] / "docs/recipes.md"
+DOCUMENT = CHECKOUT / "docs/recipes.md"
 #: The table's place in the document.
 TABLE = re.compile(r"(?<=<!-- python -m bench.recipe_memory -->\n)(\|.*\n)*")
 #: GPUs of the columns with hours.

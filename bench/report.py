@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kilnworks", "torch", "diffusers", "transformers", "accelerate", "peft", "numpy")
+REPORTED = ("kilnworks", "torch", "diffusers", "transformers", "accelerate", "peft", "numpy")
 
 
 @dataclass
@@ -58,7 +58,7 @@ def machine(threads: int) -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+def versions(packages: Sequence[str] = REPORTED) -> dict[str, str]:
     """Versions of the installed ones of these packages."""
     installed = {}
     for name in packages:

@@ -13,12 +13,12 @@ from typing import Any
 
 from artifacts.latent_shards import open_latents
 from bench.run_without_prefect import Stages, recipe_overrides
+from configs.checkout import CHECKOUT
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 
 NEVER = 10**9
-ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def run_module(module: str, *arguments: str, python: str = sys.executable) -> tu
     begin = time.perf_counter()
     done = subprocess.run(
         [python, "-m", module, *arguments],
-        cwd=ROOT,
+        cwd=CHECKOUT,
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import StateType
@@ -14,6 +13,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
+from configs.checkout import CHECKOUT
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.recipe import Recipe
 from flows.accelerator_limit import limit_accelerators
@@ -21,7 +21,6 @@ from flows.run_sent_stage import run_stage
 from flows.runner import ServerAway, check_server, configured_server
 from flows.send_stage import FLOW
 
-CODE = Path(__file__).parents[1]
 LOST = "kiln: lost stages"
 #: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
 HEARTBEAT, SILENCE = 30, 90
@@ -46,7 +45,7 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         for pool in pools:
             _check_pool(client, pool)
         for pool in pools:
-            _deploy(client, pool, folder or str(CODE))
+            _deploy(client, pool, folder or str(CHECKOUT))
             print(f"deployed: {FLOW}/{pool} (prefect worker start --pool {pool})")
         _detect_lost(client)
         print(f"automation: {LOST}")

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from configs.checkout import CHECKOUT
 from flows.error_remedies import FREQUENT, REMEDIES
 from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT
 from tasks.build_or_reuse import OURS
 
-ROOT = Path(__file__).parents[1]
 #: Outcomes of single pictures, and errors that no user sees.
 INTERNAL = {"Redacted", "FetchFailed", "RefusedAddress", "BadSample", "MalformedList"}
 HEAD = """# Troubleshooting
@@ -80,7 +80,7 @@ def page() -> str:
 @cache
 def error_classes() -> dict[str, ErrorClass]:
     """The classes of errors that a user can see, with their messages."""
-    trees = {str(path.relative_to(ROOT)): _parsed(path) for path in _files()}
+    trees = {str(path.relative_to(CHECKOUT)): _parsed(path) for path in _files()}
     found = {"ValueError": ErrorClass("ValueError", "A setting has an invalid value.", [])}
     for tree in trees.values():
         for node in ast.walk(tree):
@@ -119,7 +119,7 @@ def exit_code(name: str, classes: dict[str, ErrorClass]) -> int:
 
 def _files() -> Iterator[Path]:
     for package in sorted(OURS):
-        yield from sorted((ROOT / package).rglob("*.py"))
+        yield from sorted((CHECKOUT / package).rglob("*.py"))
 
 
 @cache

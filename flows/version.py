@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 
+from configs.checkout import CHECKOUT
 from tasks.build_or_reuse import git_commit
 from tasks.code_versions import CODE
-
-CHECKOUT = Path(__file__).parents[1]
 
 
 def version() -> str:

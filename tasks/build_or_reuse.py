@@ -29,7 +29,7 @@ from tasks.why_built import why_built
 log = logging.getLogger("kiln")
 
 #: Packages whose versions a manifest records.
-PACKAGES = (
+RECORDED_PACKAGES = (
     *("kilnworks", "prefect", "apache-beam", "img2dataset", "numpy", "pillow", "safetensors"),
     *("torch", "diffusers", "transformers", "torch_xla", "jax", "torchax", "mindspore"),
 )
@@ -192,7 +192,7 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "versions": package_versions(sys.executable),
+        "versions": package_versions(sys.executable, RECORDED_PACKAGES),
         "git": git_commit(),
         "reason": reason,
         "seconds": round(time.monotonic() - begun, 3),
@@ -250,10 +250,10 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
 
 def runtime_facts(name: str) -> dict[str, Any]:
     """The runtime of a stage and the package versions of its environment, for a manifest."""
-    return {"runtime": name, "versions": package_versions(interpreter(name))}
+    return {"runtime": name, "versions": package_versions(interpreter(name), RECORDED_PACKAGES)}
 
 
-def package_versions(python: str, packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+def package_versions(python: str, packages: Iterable[str]) -> dict[str, str]:
     """Package -> version of installed packages in the environment of a Python interpreter."""
     folders = map(str, Path(python).parents[1].glob("lib/python*/site-packages"))
     path = sys.path if python == sys.executable else list(folders)

@@ -8,11 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from artifacts.hashing import digest_bytes, digest_json
+from configs.checkout import CHECKOUT
 from runtimes.registry import interpreter, spec_of
 from tasks.build_or_reuse import package_versions
 
 #: Packages that decode, resize, encode and write.
-PACKAGES = (
+SHARD_PACKAGES = (
     *("img2dataset", "numpy", "opencv-python-headless", "pillow", "pyarrow", "safetensors"),
     *("torch", "diffusers", "transformers"),
 )
@@ -25,15 +26,15 @@ def versions(runtime: str = "torch") -> dict[str, str]:
 
     `Kilnworks` is a digest of our code. Raises WrongInput if the runtime is not installed.
     """
-    ours = {"Kilnworks": CODE, **package_versions(sys.executable, PACKAGES)}
-    python, packages = interpreter(runtime), (*PACKAGES, *spec_of(runtime).needs)
+    ours = {"Kilnworks": CODE, **package_versions(sys.executable, SHARD_PACKAGES)}
+    python, packages = interpreter(runtime), (*SHARD_PACKAGES, *spec_of(runtime).needs)
     theirs = package_versions(python, packages)
     if python == sys.executable:
         return ours | theirs
     return ours | {f"{name} ({runtime})": version for name, version in theirs.items()}
 
 
-def _code_digest(root: Path = Path(__file__).parents[1]) -> str:
+def _code_digest(root: Path = CHECKOUT) -> str:
     """Digest of our modules; an editor's files, such as the dangling link `.#a.py`, are none."""
     paths = (path for name in FOLDERS for path in (root / name).rglob("*.py"))
     found = {}

@@ -18,7 +18,7 @@ from kiln_command import processes_below
 from prefect_server import TIMEOUT, Server, _free_port
 
 REDIS_PASSWORD = "of-tests"
-PACKAGES = "apt-get install postgresql redis-server"
+INSTALL = "apt-get install postgresql redis-server"
 
 
 def missing_programs() -> str:
@@ -28,7 +28,7 @@ def missing_programs() -> str:
         for name, found in (("PostgreSQL", _postgresql_bin()), ("Redis", _redis_program()))
         if found is None
     ]
-    return f"no {' and '.join(missing)} here: {PACKAGES}" if missing else ""
+    return f"no {' and '.join(missing)} here: {INSTALL}" if missing else ""
 
 
 class TeamServer(Server):

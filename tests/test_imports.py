@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from kiln_command import ROOT
 
-ROOT = Path(__file__).parents[1]
 LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
 
 

@@ -30,7 +30,8 @@ STEP_SETTINGS = {
     *("init", "denoiser_config", "optimizer", "max_grad_norm"),
     *("mixed_precision", "gradient_checkpointing"),
 }
-PACKAGES = ("torch", "diffusers", "transformers", "peft")
+#: Packages that record the step.
+STEP_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Planner:
             self.seconds += found["seconds"]
             return found
 
-        versions = {name: version(name) for name in PACKAGES}
+        versions = {name: version(name) for name in STEP_PACKAGES}
         key = cache_key(VERSION, request, versions)
         return StepMemory.from_json(load_or_compute(Store(self._recipe.store), key, compute))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.hashing import digest_json
+from configs.checkout import CHECKOUT
 from configs.load_and_extend_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec
@@ -23,7 +24,6 @@ from tasks.gpu.estimate_peak_memory import STEP_SETTINGS, executed_flops
 from tasks.gpu.gpu_training_plan import TYPICAL_MFU, USABLE, GpuPlan
 
 FILE = Path(__file__).with_name("recipe_memory.json")
-CHECKOUT = Path(__file__).parents[2]
 #: Settings beside STEP_SETTINGS that a plan reads.
 TRAIN_SETTINGS = STEP_SETTINGS | {
     *("micro_batch_size", "global_batch_size", "processes", "fsdp", "steps", "epochs"),

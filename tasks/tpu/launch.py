@@ -21,6 +21,7 @@ from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.lock import LockLost, check_held
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
+from configs.checkout import CHECKOUT
 from configs.settings.tpu import Tpu
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
@@ -29,7 +30,7 @@ from runtimes.spmd.tpu_slices import check_rows, check_training, parse_accelerat
 from tasks.build_or_reuse import TransientError
 from tasks.child_process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice
-from tasks.tpu.pack_code import ROOT, code_home, pack_code
+from tasks.tpu.pack_code import code_home, pack_code
 from tasks.tpu.run_gcloud import SliceUnavailable, describe, is_missing, message_of, run_command
 
 POLL_SECONDS = 20.0
@@ -51,7 +52,7 @@ def check(tpu: Tpu, store: str, settings: Train) -> None:
         raise WrongInput(f"tpu: a slice cannot read the store {store}: make it a gs:// URL")
     if settings.wandb is not None and settings.wandb.mode == "online":
         raise WrongInput("tpu: a slice does not get your W&B key: set train.wandb.mode offline")
-    if not (ROOT / "deploy/tpu/worker.sh").is_file():
+    if not (CHECKOUT / "deploy/tpu/worker.sh").is_file():
         raise WrongInput("tpu: run kiln from a checkout: its code is copied to the slice")
 
 

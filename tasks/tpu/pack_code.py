@@ -10,21 +10,21 @@ from pathlib import Path
 
 from artifacts.download_or_find_model import files_below
 from artifacts.image_shards import add_member
+from configs.checkout import CHECKOUT
 
 #: The parts of a checkout that the workers need.
 PACKED = (
     *("Makefile", "pyproject.toml", "requirements", "deploy/tpu"),  # deploy/server/.env is secret
     *("artifacts", "configs", "runtimes"),
 )
-ROOT = Path(__file__).parents[2]
 
 
 def pack_code() -> bytes:
     """A gzipped tar of the PACKED files, deterministic for equal code."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for path in sorted(p for name in PACKED for p in _files(ROOT / name)):
-            name, mode = str(path.relative_to(ROOT)), path.stat().st_mode & 0o777
+        for path in sorted(p for name in PACKED for p in _files(CHECKOUT / name)):
+            name, mode = str(path.relative_to(CHECKOUT)), path.stat().st_mode & 0o777
             add_member(tar, name, path.read_bytes(), mode)
     return gzip.compress(buffer.getvalue(), compresslevel=6, mtime=0)
 

@@ -45,7 +45,8 @@ STEP_SETTINGS = {
     *("optimizer", "ema_decay", "max_grad_norm"),
     *("mixed_precision", "gradient_checkpointing", "compile", "fsdp"),
 }
-PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
+#: Packages that compile the step.
+STEP_PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _load_or_compile(
         )
         return asdict(_compile(request))
 
-    versions = {name: version(name) for name in PACKAGES} | {"libtpu": compiler_version()}
+    versions = {name: version(name) for name in STEP_PACKAGES} | {"libtpu": compiler_version()}
     key = cache_key(VERSION, request, versions)
     return StepCost(**load_or_compute(Store(recipe.store), key, compile_step))
 

@@ -74,7 +74,7 @@ def test_a_slice_gets_no_file_of_variables_from_the_checkout(
     for name in ("deploy/tpu/setup.sh", "deploy/server/.env", "deploy/worker.env"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("S3_SECRET=secret")
-    monkeypatch.setattr("tasks.tpu.pack_code.ROOT", tmp_path)
+    monkeypatch.setattr("tasks.tpu.pack_code.CHECKOUT", tmp_path)
     with tarfile.open(fileobj=io.BytesIO(pack_code())) as tar:
         assert tar.getnames() == ["deploy/tpu/setup.sh"]
 

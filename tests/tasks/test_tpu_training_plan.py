@@ -14,6 +14,7 @@ from typing import Any
 import chips
 import numpy as np
 import pytest
+from kiln_command import ROOT
 
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
@@ -27,7 +28,6 @@ from tasks.tpu.tpu_training_plan import Size, _largest, _size
 
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
-ROOT = Path(__file__).parents[2]
 #: Of the encoders.
 INFO = {
     **{"vae_scale_factor": 8, "latent_channels": 4},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kiln_command import ROOT
 
 from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
@@ -28,7 +29,6 @@ from runtimes.torch_models.planning_batch import sample_batch
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 SDXL = ROOT / "bench/models/sdxl.json"
 #: Variants of the planned peak in `make test`.
 IN_TEST = ("full", "gradient checkpointing", "LoRA, bf16")
