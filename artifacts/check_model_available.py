@@ -23,7 +23,7 @@ from artifacts.download_or_find_model import (
 SECONDS = 20.0
 
 
-def check_model_available(path: str, *, revision: str | None = None) -> str:
+def check_model_available(path: str, *, revision: str | None) -> str:
     """Where a model is, in words such as `local folder` or `on the hub, 12 files`.
 
     Args:

@@ -184,18 +184,16 @@ def wait_until_free(
             pass
 
 
-def is_alive(
-    fs: AbstractFileSystem, path: str, *, expiry: float = EXPIRY_SECONDS, clock: Clock = REAL
-) -> bool:
-    """Whether a living process owns the lock. It waits up to `expiry` seconds for a beat."""
+def is_alive(fs: AbstractFileSystem, path: str, *, clock: Clock = REAL) -> bool:
+    """Whether a living process owns the lock. It waits up to EXPIRY_SECONDS for a beat."""
     seen, since = read(fs, path), clock.now()
     state = seen
     while (owner := _owner_of(state)) is not None and not is_dead(owner):
         if state != seen:
             return True
-        if clock.now() - since > expiry:
+        if clock.now() - since > EXPIRY_SECONDS:
             return False
-        clock.sleep(min(0.5, expiry / 4))
+        clock.sleep(min(0.5, EXPIRY_SECONDS / 4))
         state = read(fs, path)
     return False
 

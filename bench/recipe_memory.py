@@ -44,7 +44,7 @@ def plan(recipe: Recipe, configs: dict[str, Path], store: Path) -> RecipeMemory:
     return RecipeMemory.of(plan_for(place, parse_gpu("H100"), model, vae))
 
 
-def plan_recipes(names: Sequence[str], store: Path | None = None) -> Iterator[RecipeMemory]:
+def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:
     """The plans of shipped recipes."""
     with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
         folder = Path(scratch)

@@ -33,7 +33,7 @@ def check_disk(
     vae: Path | None,
     rows: int,
     stages: Sequence[StageName],
-    shards: Collection[str] = (),
+    shards: Collection[str],
 ) -> None:
     """Log what a run needs, and raise DiskTooSmall if a local store's disk cannot hold it.
 

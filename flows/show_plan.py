@@ -28,7 +28,7 @@ class TwoPlaces(ValueError):
 
 
 def show_plan(
-    recipe: Recipe, topology: str | None, gpu: str | None = None, *, search: bool, as_json: bool
+    recipe: Recipe, topology: str | None, gpu: str | None, *, search: bool, as_json: bool
 ) -> None:
     """Print the plan.
 

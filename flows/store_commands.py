@@ -57,7 +57,7 @@ def _is_there(store: Store) -> bool:
     return True
 
 
-def list_store(url: str, registry: str | None = None, *, as_json: bool) -> None:
+def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
     """Print artifacts by stage, and published versions with the champion marked."""
     store = Store(url)
     rows = [_row(artifact) for artifact in store.artifacts()]
@@ -159,7 +159,7 @@ def _fault(check: Callable[[], str | None]) -> str | None:
 
 
 def collect_garbage(
-    url: str, registry: str | None = None, *, days: float, hours: float = 24, delete: bool
+    url: str, registry: str | None = None, *, days: float, hours: float, delete: bool
 ) -> None:
     """List unneeded files that have not changed for `hours`, and delete them with `delete`.
 

@@ -9,7 +9,7 @@ from runtimes.process.job import EncodeJob
 from runtimes.registry import spec_of
 
 
-def encoder_devices(job: EncodeJob, processes: int | None = None) -> list[str]:
+def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
     """Names of the devices, as `encode.device` names them. None of them is opened.
 
     A runtime that shards batches over all its devices (jax, xla) needs one process.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.settings.publish import Publish
-from configs.settings.recipe import STAGES, Recipe, StageName
+from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora_target_layers import choose_layers, layers_of
 from runtimes.contract import WrongInput
@@ -61,7 +61,7 @@ def estimate_disk(
     model: Path,
     vae: Path | None,
     rows: int,
-    stages: Sequence[StageName] = STAGES,
+    stages: Sequence[StageName],
 ) -> DiskEstimate:
     """The disk that a run needs in its store.
 

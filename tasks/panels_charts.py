@@ -22,6 +22,7 @@ MODELS = {"base": (MUTED, "circle"), "champion": (OTHER, "square"), "tuned": (TU
 TRIALS, DASHES = (TUNED, OTHER, HELD_OUT, MUTED), ("", "7 3", "2 3")
 WIDTH = 760
 POINTS = 400  # maximum number of points of a line
+DECAY = 0.95  # of the running mean
 
 Metrics = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -285,12 +286,12 @@ def _depth(nodes: Mapping[str, Node], name: str) -> int:
     return max((1 + _depth(nodes, parent) for parent in nodes[name].inputs), default=0)
 
 
-def running_mean(values: Sequence[float], decay: float = 0.95) -> list[float]:
+def running_mean(values: Sequence[float]) -> list[float]:
     """Exponential mean with Adam's bias correction."""
     means, mean = [], 0.0
     for count, value in enumerate(values, start=1):
-        mean = decay * mean + (1 - decay) * value
-        means.append(mean / (1 - decay**count))
+        mean = DECAY * mean + (1 - DECAY) * value
+        means.append(mean / (1 - DECAY**count))
     return means
 
 

@@ -35,13 +35,13 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def recipe_checks(
-    recipe: Recipe, probes: Mapping[str, Probe], arguments: Sequence[str] = ()
+    recipe: Recipe, probes: Mapping[str, Probe], arguments: Sequence[str]
 ) -> list[Check]:
     """The checks of a recipe, in order. Those that need a network have a time limit.
 
     Args:
         probes: runtime -> its probe.
-        arguments: those that gave the recipe, for the commands of remedies; default: its name.
+        arguments: those that gave the recipe, for the commands of remedies.
     """
 
     def runtime() -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def recipe_checks(
         return _gate_and_prompts(recipe)
 
     def memory() -> Iterator[Finding]:  # also reads the prompts
-        return _memory(recipe, arguments or [recipe.name])
+        return _memory(recipe, arguments)
 
     def source() -> Iterator[Finding]:
         return _source(recipe)

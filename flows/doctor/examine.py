@@ -31,12 +31,12 @@ from runtimes.process.launcher import count_cores
 from tasks.build_or_reuse import package_versions
 
 
-def examine(recipe: Recipe | None = None, arguments: Sequence[str] = (), *, as_json: bool) -> bool:
+def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -> bool:
     """Print the findings; returns whether `kiln run` works here.
 
     Args:
         recipe: also check its model, source, store and runtime.
-        arguments: those that gave the recipe, for the commands of remedies; default: its name.
+        arguments: those that gave the recipe, for the commands of remedies.
     """
     found = _facts()
     probes, findings = found.pop("probes"), found.pop("server")

@@ -30,7 +30,7 @@ class NoiseBatch:
     rngs: list[np.random.Generator]
 
 
-def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None = None) -> None:
+def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None) -> None:
     """Raise WrongInput for an image size that a model does not support.
 
     Args:

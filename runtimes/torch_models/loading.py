@@ -53,8 +53,8 @@ def open_weights(
     denoiser: Any,
     folder: Path,
     dtype: torch.dtype,
-    config: dict[str, Any] | None = None,
-    seed: int = 0,
+    config: dict[str, Any] | None,
+    seed: int,
 ) -> dict[str, StoredRows]:
     """The weights of a denoiser, for `load_state_dict`; indexing one reads its rows as `dtype`.
 
@@ -94,7 +94,7 @@ class _FileTensor:
         return rows.to(self.dtype)
 
 
-def empty_denoiser(folder: Path, config: dict[str, Any] | None = None) -> Any:
+def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
     """Construct a denoiser on the `meta` device from `config`, or else from the folder's config.
 
     Raises:

@@ -47,7 +47,7 @@ class LockedTokenizers:
         return self.ids_and_mask(tokenizer, captions, length)[0]
 
     def ids_and_mask(
-        self, tokenizer: Any, captions: Sequence[str], length: int | None = None
+        self, tokenizer: Any, captions: Sequence[str], length: int | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """As `ids`, with the mask [K, T] int64 (1: no padding)."""
         with self._tokenizing:

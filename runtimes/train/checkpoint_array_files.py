@@ -86,7 +86,7 @@ def write_files(
     path: str,
     files: Sequence[ArrayFile],
     state: State,
-    check: Callable[[], None] | None = None,
+    check: Callable[[], None] | None,
 ) -> list[FileEntry]:
     """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum.
 

@@ -164,7 +164,7 @@ def plan_shards(
     store: Store,
     shard_size: int,
     shard_key: Callable[[str], str],
-    begin: Begin = lambda parts: None,
+    begin: Begin,
 ) -> DownloadPlan:
     """The plan of a source: the one in the store if nothing changed, else a new one.
 

@@ -75,7 +75,7 @@ def read_list(
     format: ListFormat,
     columns: Mapping[str, str | None],
     base_url: str | None,
-    additional: Sequence[str] = (),
+    additional: Sequence[str],
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, in the order of the file.
 
@@ -104,7 +104,7 @@ def read_malformed_list(
     format: ListFormat,
     columns: Mapping[str, str | None],
     base_url: str | None,
-    additional: Sequence[str] = (),
+    additional: Sequence[str],
 ) -> Iterator[pa.Table]:
     """As `read_list`, in Python; a malformed line of a text file is a row whose values are empty.
 

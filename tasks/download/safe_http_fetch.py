@@ -12,7 +12,7 @@ import urllib.parse
 import zlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -102,9 +102,9 @@ Admit = Callable[[Target, Deadline], AbstractAsyncContextManager[bool]]
 class SafeHttpClient:
     """A client of one event loop; use it as an asynchronous context manager."""
 
-    def __init__(self, limits: FetchLimits, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, limits: FetchLimits, headers: dict[str, str]) -> None:
         self.limits = limits
-        self.headers = {"Accept-Encoding": "identity", **(headers or {})}
+        self.headers = {"Accept-Encoding": "identity", **headers}
 
     async def __aenter__(self) -> SafeHttpClient:
         limits = self.limits
@@ -136,9 +136,9 @@ class SafeHttpClient:
         url: str,
         deadline: Deadline,
         *,
-        room: Room | None = None,
-        admit: Admit = lambda *_: nullcontext(False),
-        truncate: int | None = None,
+        room: Room | None,
+        admit: Admit,
+        truncate: int | None,
     ) -> tuple[bytes, MultiMapping[str]]:
         """Body and response headers of `url`.
 

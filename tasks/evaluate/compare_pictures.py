@@ -13,7 +13,7 @@ from tasks.result_files import GRID
 SHOWN = 20  # maximum number of prompts
 
 
-def compare_pictures(artifact: Artifact, champion: Artifact | None = None) -> Comparison:
+def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Comparison:
     """The first picture of each prompt, by each model.
 
     Args:

@@ -22,8 +22,8 @@ def reference_pictures(
     images: Artifact,
     settings: TransformSettings,
     factor: int,
-    split: Split = "holdout",
-    limit: int = LIMIT,
+    split: Split,
+    limit: int,
 ) -> Iterator[tuple[str, Sample, NDArray[np.uint8]]]:
     """The first `limit` pictures of a split: (path of the tar, sample, picture u8 [H, W, 3]).
 

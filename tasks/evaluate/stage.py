@@ -102,7 +102,7 @@ def check(recipe: Recipe) -> None:
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 
-def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None = None) -> None:
+def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
     """Raise WrongInput for a picture size that the model does not support."""
     given = recipe.evaluate
     asked = {"evaluate.height": given.height, "evaluate.width": given.width}

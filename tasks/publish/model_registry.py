@@ -62,7 +62,7 @@ class Version:
     manifest: dict[str, Any]
 
 
-def registry_url(store: str, registry: str | None = None) -> str:
+def registry_url(store: str, registry: str | None) -> str:
     """URL of a registry: `registry` if given, else the folder of that name in the store."""
     return registry or Store(store).url_of("registry")
 

@@ -56,7 +56,7 @@ def test_the_estimate_of_a_stage_is_near_its_bytes(
         for line in manifest.read_text(encoding="utf-8").splitlines()
         if line.strip().startswith('"rows"')
     )
-    estimate = estimate_disk(recipe, base(recipe), None, rows)
+    estimate = estimate_disk(recipe, base(recipe), None, rows, STAGES)
     for stage in STAGES:
         places = [store / stage, *([store / "registry"] if stage == "publish" else [])]
         stored = sum(p.stat().st_size for place in places for p in place.rglob("*") if p.is_file())
@@ -101,7 +101,7 @@ def add_shards(recipe: Recipe, stage: str, *keys: str) -> None:
 def test_stored_shards_need_no_space_again(tmp_path: Path, free: Callable[[int], None]) -> None:
     """A stored shard of pictures does not stand for one of latents."""
     recipe = load_recipe("digits", {"store": str(tmp_path)})
-    estimate = estimate_disk(recipe, base(recipe), None, 10**6)
+    estimate = estimate_disk(recipe, base(recipe), None, 10**6, STAGES)
     pictures, latents = estimate.stages["download"], estimate.stages["encode"]
     needed, keys = estimate.total, ("one", "two")
     steps: list[tuple[str, str, int]] = [
@@ -162,7 +162,9 @@ def test_token_ids_need_less_than_embeddings() -> None:
     recipe = load_recipe("digits")
     info = describe_encoders(base(recipe))
     tokens = load_recipe("digits", {"encode.text": "token_ids"})
-    plain, less = (estimate_disk(one, base(one), None, 100).stages for one in (recipe, tokens))
+    plain, less = (
+        estimate_disk(one, base(one), None, 100, STAGES).stages for one in (recipe, tokens)
+    )
     encoders = len(detect_family(base(recipe)).clip_encoders)
     ids = 4 * encoders * info["tokens"]
     embeddings = 2 * (info["tokens"] * info["prompt_dim"] + info["pooled_dim"])
@@ -174,7 +176,10 @@ def test_prompts_of_a_file_are_drawn_like_those_of_the_recipe(tmp_path: Path) ->
     recipe, file = load_recipe("digits"), tmp_path / "prompts.txt"
     file.write_text("\n".join(recipe.evaluate.prompts["new"].prompts), encoding="utf-8")
     new = {"evaluate.prompts.new.prompts": [], "evaluate.prompts.new.file": str(file)}
-    found = [estimate_disk(one, base(one), None, 1) for one in (recipe, load_recipe("digits", new))]
+    found = [
+        estimate_disk(one, base(one), None, 1, STAGES)
+        for one in (recipe, load_recipe("digits", new))
+    ]
     assert found[0] == found[1]
 
 
@@ -182,15 +187,15 @@ def test_samples_of_epochs_are_counted_by_the_rows() -> None:
     every = {"train.sample_every_n_steps": 10, "train.global_batch_size": 10}
     steps = load_recipe("digits", every | {"train.steps": 10_000})
     epochs = load_recipe("digits", every | {"train.steps": 1000, "train.epochs": 2})
-    found = [estimate_disk(one, base(one), None, 50_000) for one in (steps, epochs)]
+    found = [estimate_disk(one, base(one), None, 50_000, STAGES) for one in (steps, epochs)]
     assert found[0] == found[1]
 
 
 def test_adapters_are_counted_as_they_are_trained() -> None:
     """298,560 numbers in the adapters of digits-lora, and checkpoints of three times as many."""
     recipe = load_recipe("digits-lora")
-    found = estimate_disk(recipe, base(recipe), None, 1).stages
-    full = estimate_disk(load_recipe("digits"), base(recipe), None, 1).stages
+    found = estimate_disk(recipe, base(recipe), None, 1, STAGES).stages
+    full = estimate_disk(load_recipe("digits"), base(recipe), None, 1, STAGES).stages
     kept = recipe.train.checkpoints_total_limit + 1
     copies = 3 + (recipe.train.ema_decay is not None)
     samples = full["train"] - (3 * 4 + 1) * 4 * 2_671_908

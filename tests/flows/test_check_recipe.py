@@ -27,7 +27,7 @@ MODEL = {"model_index.json": b"{}", WEIGHTS: b"not fetched"}
 def check(recipe: Recipe, **probes: Probe) -> dict[str, list[str]]:
     """Findings by level."""
     found: dict[str, list[str]] = {"ok": [], "note": [], "problem": []}
-    for finding in collect(check_recipe.recipe_checks(recipe, CPU | probes)):
+    for finding in collect(check_recipe.recipe_checks(recipe, CPU | probes, [recipe.name])):
         found[finding.level].append(finding.words)
     return found
 

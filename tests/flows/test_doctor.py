@@ -63,7 +63,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def findings(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    examine(as_json=True)
+    examine(None, (), as_json=True)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -118,7 +118,7 @@ def test_a_server_that_does_not_answer(
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         monkeypatch.setenv("PREFECT_API_URL", f"http://me:secret@127.0.0.1:{port}/api")
-        assert not examine(as_json=False)
+        assert not examine(None, (), as_json=False)
     said = capsys.readouterr().out
     assert f"prefect server: http://127.0.0.1:{port}/api (does not answer)" in said
     assert "problem: no Prefect server answers at PREFECT_API_URL=" in said
@@ -165,12 +165,12 @@ def test_the_server_of_a_profile_is_checked(
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/api"
         with temporary_settings({PREFECT_API_URL: url}):
-            assert not examine(as_json=False)
+            assert not examine(None, (), as_json=False)
     assert f"prefect server: {url} (does not answer)" in capsys.readouterr().out
 
 
 def test_other_hosts_are_reported(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    examine(as_json=False)
+    examine(None, (), as_json=False)
     said = capsys.readouterr().out
     assert sorted(asked) == sorted(RUNTIMES)
     assert "ascend: 0 NPUs; no driver" in said

@@ -217,6 +217,6 @@ def test_garbage_that_is_not_a_day_old_stays(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     young = model(store)
-    collect_garbage(store.root, days=1, delete=True)
+    collect_garbage(store.root, days=1, hours=24, delete=True)
     assert store.find("publish", young.key) is not None
     assert capsys.readouterr().out == "deleted 0 things, 0 B\n"

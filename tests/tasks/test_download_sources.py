@@ -210,7 +210,7 @@ def test_rows_and_their_order_do_not_depend_on_threads(
     for threads in (1, 2, 5):
         with duckdb.connect(config={"threads": threads}) as db, monkeypatch.context() as patch:
             patch.setattr(read_lists_by_duckdb, "_database", lambda db=db: db)
-            read = read_list(file, FORMATS[name.split(".")[1]], columns, None)
+            read = read_list(file, FORMATS[name.split(".")[1]], columns, None, ())
             tables.append(pa.concat_tables(read))
     assert [row["url"] for row in _many(50_000)] == tables[0]["url"].to_pylist()
     assert tables[0].equals(tables[1]) and tables[0].equals(tables[2])
@@ -229,7 +229,7 @@ def test_a_damaged_footer_of_a_parquet_file_affects_no_other_list(tmp_path: Path
         for byte in (whole[place] ^ 1, 0):
             path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
             try:
-                tables = list(read_list(str(path), FORMATS["parquet"], columns, None))
+                tables = list(read_list(str(path), FORMATS["parquet"], columns, None, ()))
             except SourceError as error:
                 errors |= {word for word in ("INTERNAL", "statistics") if word in str(error)}
             else:
@@ -237,7 +237,7 @@ def test_a_damaged_footer_of_a_parquet_file_affects_no_other_list(tmp_path: Path
                     table[name].null_count for table in tables for name in ("url", "hash")
                 )
     assert errors == {"INTERNAL", "statistics"}
-    assert [*read_list(str(good), FORMATS["jsonl"], columns, None)]
+    assert [*read_list(str(good), FORMATS["jsonl"], columns, None, ())]
 
 
 def test_of_a_grown_source_only_what_is_new_is_read(
@@ -616,7 +616,7 @@ def test_rows_that_duckdb_accepts_are_rows_of_both_readers(tmp_path: Path) -> No
     columns = {"url": "url", "captions": "caption", "sha256": None, "aesthetic_score": None}
     by_both = []
     for read in (read_list, read_list_in_python):
-        tables = list(read(str(tmp_path / "a.csv"), FORMATS["csv"], columns, None))
+        tables = list(read(str(tmp_path / "a.csv"), FORMATS["csv"], columns, None, ()))
         by_both.append([h for table in tables for h in table["hash"].to_pylist()])
     assert by_both[0] == by_both[1] and len(by_both[0]) == len(rows) - 1
 

@@ -237,7 +237,9 @@ def test_one_compared_picture_has_no_distances(world: World) -> None:
 
 def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
-        evaluate.check_drawn_size(_recipe(world.tmp, world.model, world.clip, **size), world.model)
+        evaluate.check_drawn_size(
+            _recipe(world.tmp, world.model, world.clip, **size), world.model, None
+        )
 
     check()
     check(height=32, width=40)

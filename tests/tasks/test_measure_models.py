@@ -31,7 +31,7 @@ from tasks.evaluate.reference_features import (
     ReferenceFeatures,
     reference_features,
 )
-from tasks.evaluate.reference_pictures import find_pictures, reference_pictures
+from tasks.evaluate.reference_pictures import LIMIT, find_pictures, reference_pictures
 from tasks.evaluate.stage import _grid
 
 Picture = NDArray[np.uint8]
@@ -198,10 +198,10 @@ def test_the_reference_pictures_are_those_of_the_split(store: Store, tmp_path: P
     assert held and trained
     for split, wanted in (("holdout", held), ("train", trained)):
         expected: list[Any] = [np.asarray(Image.open(io.BytesIO(s.image))) for s in wanted]
-        found = list(reference_pictures(artifact, TRANSFORM, 4, split))
+        found = list(reference_pictures(artifact, TRANSFORM, 4, split, LIMIT))
         np.testing.assert_array_equal([picture for *_, picture in found], expected)
         assert [sample.key for _, sample, _ in found] == [s.key for s in wanted]
-        assert len(list(reference_pictures(artifact, TRANSFORM, 4, split, limit=2))) == 2
+        assert len(list(reference_pictures(artifact, TRANSFORM, 4, split, 2))) == 2
     chosen = {(path, sample.key) for path, sample, _ in found[1:3]}
     again = find_pictures(artifact, chosen, TRANSFORM, 4)
     assert again.keys() == chosen
@@ -213,7 +213,10 @@ def test_no_tar_is_read_where_nothing_is_held_out(store: Store, tmp_path: Path) 
     artifact, _ = images(store, tmp_path / "a.tar")
     (tar,) = Path(store.shards_path("download")).glob("*.tar")
     tar.unlink()
-    assert list(reference_pictures(artifact, replace(TRANSFORM, holdout=0.0), 4)) == []
+    assert (
+        list(reference_pictures(artifact, replace(TRANSFORM, holdout=0.0), 4, "holdout", LIMIT))
+        == []
+    )
 
 
 def test_a_replaced_tar_is_no_reference(store: Store, tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_a_replaced_tar_is_no_reference(store: Store, tmp_path: Path) -> None:
     (tar,) = Path(store.shards_path("download")).glob("*.tar")
     tar.write_bytes(tar.read_bytes()[:-1] + b"!")  # in the padding, which nothing else reads
     with pytest.raises(Damaged):
-        list(reference_pictures(artifact, TRANSFORM, 4))
+        list(reference_pictures(artifact, TRANSFORM, 4, "holdout", LIMIT))
 
 
 def test_features_of_references_are_computed_once_for_their_content(
@@ -237,7 +240,7 @@ def test_features_of_references_are_computed_once_for_their_content(
             return super().images(batch)
 
     def features(encoders: dict[str, str], **facts: Any) -> dict[str, ReferenceFeatures]:
-        pictures = reference_pictures(artifact, TRANSFORM, 4, "train")
+        pictures = reference_pictures(artifact, TRANSFORM, 4, "train", LIMIT)
         given = {name: FeatureExtractor(digest, Counting()) for name, digest in encoders.items()}
         return reference_features(store, given, {"images": artifact.digest, **facts}, pictures)
 

@@ -60,8 +60,8 @@ def test_a_registry_deletes_versions_of_its_own_model_only(kind: str, url_of: Ur
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_a_slash_at_the_end_of_a_store_leads_to_the_same_registry(url_of: UrlOf, kind: str) -> None:
     url = url_of(kind)
-    assert registry_url(f"{url}/") == registry_url(url)
-    assert Store(registry_url(url)).root == Store(f"{url}/registry").root
+    assert registry_url(f"{url}/", None) == registry_url(url, None)
+    assert Store(registry_url(url, None)).root == Store(f"{url}/registry").root
     assert registry_url(url, "s3://models") == "s3://models"
 
 

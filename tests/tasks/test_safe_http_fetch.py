@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
@@ -75,10 +75,19 @@ def reply(
 
 def fetch(url: str, limits: FetchLimits, deadline: float) -> tuple[bytes, MultiMapping[str]]:
     async def fetched() -> tuple[bytes, MultiMapping[str]]:
-        async with SafeHttpClient(limits) as client:
-            return await client.fetch(url, Deadline(deadline))
+        async with SafeHttpClient(limits, {}) as client:
+            return await fetch_at_once(client, url, deadline)
 
     return run(fetched())
+
+
+async def fetch_at_once(
+    client: SafeHttpClient, url: str, deadline: float
+) -> tuple[bytes, MultiMapping[str]]:
+    def admit(*_: object) -> AbstractAsyncContextManager[bool]:
+        return nullcontext(False)
+
+    return await client.fetch(url, Deadline(deadline), room=None, admit=admit, truncate=None)
 
 
 def get(
@@ -109,9 +118,9 @@ def test_a_connection_that_was_asked_to_close_is_not_used_again() -> None:
         limits = FetchLimits(max_bytes=1000, timeout=60.0, allow_hosts=frozenset({host}))
 
         async def fetched() -> None:
-            async with SafeHttpClient(limits) as client:
+            async with SafeHttpClient(limits, {}) as client:
                 for _ in range(3):
-                    await client.fetch(f"http://{host}/", Deadline(time.monotonic() + 60))
+                    await fetch_at_once(client, f"http://{host}/", time.monotonic() + 60)
 
         run(fetched())
     assert len(connections) == 3

@@ -126,7 +126,7 @@ def test_padding_rows_are_not_counted_as_pictures(
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
     found = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, INFO)
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
-    show_plan(recipe, "v5e-8", search=False, as_json=True)
+    show_plan(recipe, "v5e-8", None, search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["global_batch_size"] == 16
     assert facts["images_per_second"] == pytest.approx(16 / 0.1)
@@ -151,7 +151,7 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     found = tpu_training_plan.SlicePlan(recipe, SLICE, size, refused, INFO, size.with_per_chip(3))
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
-        show_plan(recipe, "v5e-8", search=False, as_json=False)
+        show_plan(recipe, "v5e-8", None, search=False, as_json=False)
     said = capsys.readouterr().out
     assert ("4.0 GiB too much" in said) == (total > 0)
     assert " 0.00 of" not in said and " 0 TFLOP" not in said and ": -" not in said
@@ -171,7 +171,7 @@ def test_measurements_that_gather_the_whole_model_are_planned(
     found = plan(holdout_loss={"every_n_steps": 10})
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     with pytest.raises(DoesNotFit, match=r"gather the model .* 24\.4 GiB of the 15\.75 GiB"):
-        show_plan(found.recipe, "v5e-8", search=False, as_json=False)
+        show_plan(found.recipe, "v5e-8", None, search=False, as_json=False)
     assert "fits, 12.8 GiB spare\n          held-out loss and samples: 24.35 GiB" in (
         capsys.readouterr().out
     )
@@ -220,7 +220,7 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
     monkeypatch.setenv("XLA_FLAGS", chips.FAST_COMPILATION)
     settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, **settings)
-    show_plan(recipe, "v5e-1", search=False, as_json=True)
+    show_plan(recipe, "v5e-1", None, search=False, as_json=True)
     facts, said = _read(capsys)
     assert facts["compiler"].startswith("XLA for the CPU") and facts["fits"]
     assert "compiling" in said
@@ -233,12 +233,12 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
     # How long and how fast it is trained makes no other program.
     other = {"ema_decay": 0.99, "learning_rate": 1e-3, "seed": 1}
     changed = make_recipe(tmp_path, least_model, **other, **settings)
-    show_plan(changed, "v5e-1", search=False, as_json=True)
+    show_plan(changed, "v5e-1", None, search=False, as_json=True)
     assert _read(capsys) == (facts, "")
 
     refused = make_recipe(tmp_path, least_model, optimizer="adafactor", **settings)
     with pytest.raises(WrongInput, match="adafactor"):
-        show_plan(refused, "v5e-1", search=False, as_json=True)
+        show_plan(refused, "v5e-1", None, search=False, as_json=True)
 
 
 def _read(capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
@@ -385,7 +385,7 @@ def test_with_libtpu_the_step_is_compiled_for_the_slice(
     least_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, global_batch_size=8)
-    show_plan(recipe, "v5e-1", search=False, as_json=True)
+    show_plan(recipe, "v5e-1", None, search=False, as_json=True)
     facts, _ = _read(capsys)
     assert facts["compiler"] == f"libtpu {tpu_training_plan.compiler_version()}" and facts["fits"]
     of_pictures = 8 * facts["flops_per_image"]
