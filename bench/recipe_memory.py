@@ -16,16 +16,20 @@ from pathlib import Path
 
 from bench.published_configs import write_published_configs
 from configs.checkout import CHECKOUT
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_and_extend_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import vae_path
-from runtimes.torch_models.gpu_specs import parse_gpu
-from tasks.gpu.gpu_training_plan import plan_for
-from tasks.gpu.recipe_memory import FILE, RecipeMemory, planned_recipes, recipe_memory_table
+from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
+from tasks.estimate_disk import in_words
+from tasks.gpu.estimate_peak_memory import executed_flops
+from tasks.gpu.gpu_training_plan import GpuPlan, plan_for
+from tasks.gpu.recipe_memory import FILE, RecipeMemory, digest_settings, shipped_plans
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"
 #: The table's place in the document.
 TABLE = re.compile(r"(?<=<!-- python -m bench.recipe_memory -->\n)(\|.*\n)*")
+#: Sizes of memory of common GPUs, in GB as on data sheets (2**30 bytes).
+CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
 #: GPUs of the columns with hours.
 GPUS = tuple(spec for name in ("RTX 4090", "H100") if (spec := parse_gpu(name).spec))
 
@@ -41,7 +45,25 @@ def plan(recipe: Recipe, configs: dict[str, Path], store: Path) -> RecipeMemory:
     model = configs.get(base, Path(base))
     vae = None if recipe.model.vae is None else vae_path(model, configs[recipe.model.vae])
     place = recipe.model_copy(update={"store": str(store)})
-    return RecipeMemory.of(plan_for(place, parse_gpu("H100"), model, vae))
+    return record(plan_for(place, parse_gpu("H100"), model, vae))
+
+
+def record(plan: GpuPlan) -> RecipeMemory:
+    """The record of a plan; it does not depend on the GPU."""
+    recipe, peaks, steps = plan.recipe, plan.peaks, plan.steps
+    return RecipeMemory(
+        recipe=recipe.name,
+        settings=digest_settings(recipe),
+        training=sum(peaks.training.values()),
+        samples=peaks.samples,
+        sampling=peaks.sampling,
+        checkpoint=peaks.checkpoint,
+        parameters=plan.step.parameters,
+        checkpoint_bytes=plan.checkpoint_bytes,
+        flops_per_image=executed_flops(plan.step),
+        images=None if steps is None else steps * recipe.train.global_batch_size,
+        compute_dtype=recipe.train.compute_dtype,
+    )
 
 
 def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:
@@ -53,6 +75,46 @@ def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMem
             yield plan(load_recipe(name), configs, store or folder / "store")
 
 
+def planned_recipes() -> list[str]:
+    """Names of the shipped recipes of runtime torch."""
+    return [name for name in recipe_names() if load_recipe(name).runtime == "torch"]
+
+
+def recipe_memory_table() -> Iterator[str]:
+    """Lines of the table in docs/recipes.md."""
+    heads = ["recipe", "fits a GPU of", "training", "samples", "evaluation", "a checkpoint"]
+    yield _row(heads + [f"hours on {gpu.name}" for gpu in GPUS])
+    yield _row(["---"] * (len(heads) + len(GPUS)))
+    for plan in shipped_plans():
+        sizes = [plan.training, plan.samples, plan.sampling]
+        memory = [_gib(size) for size in sizes]
+        hours = [_hours(plan, gpu) for gpu in GPUS]
+        stored = in_words(plan.checkpoint_bytes)
+        yield _row([f"`{plan.recipe}`", f"{card(plan)} GB", *memory, stored, *hours])
+
+
+def _gib(size: int) -> str:
+    if not size:
+        return "none"
+    return "below 0.1 GiB" if size < 0.1 * GIB else f"{size / GIB:.1f} GiB"
+
+
+def _hours(plan: RecipeMemory, gpu: GpuSpec) -> str:
+    if not plan.fits(gpu.memory):
+        return "too small"
+    hours = plan.hours(gpu)
+    return "unknown" if hours is None else "below 0.1" if hours < 0.1 else f"{hours:,.1f}"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def card(plan: RecipeMemory) -> int | None:
+    """The smallest of CARDS that a plan fits."""
+    return next((size for size in CARDS if plan.fits(size * GIB)), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="renew the file and the document")
@@ -61,7 +123,7 @@ def main() -> None:
     rows = [asdict(row) for row in plan_recipes(planned_recipes(), options.store)]
     if options.write:
         FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        table = "".join(f"{line}\n" for line in recipe_memory_table(GPUS))
+        table = "".join(f"{line}\n" for line in recipe_memory_table())
         text = DOCUMENT.read_text(encoding="utf-8")
         DOCUMENT.write_text(TABLE.sub(lambda _: table, text, count=1), encoding="utf-8")
         print(table)

@@ -7,7 +7,7 @@ reads this file instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,13 +15,11 @@ from typing import Any
 
 from artifacts.hashing import digest_json
 from configs.checkout import CHECKOUT
-from configs.load_and_extend_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
-from runtimes.torch_models.gpu_specs import GIB, GpuSpec
-from tasks.estimate_disk import in_words
+from runtimes.torch_models.gpu_specs import GpuSpec
 from tasks.evaluate.prompts import sample_prompts
-from tasks.gpu.estimate_peak_memory import STEP_SETTINGS, executed_flops
-from tasks.gpu.gpu_training_plan import TYPICAL_MFU, USABLE, GpuPlan
+from tasks.gpu.estimate_peak_memory import STEP_SETTINGS
+from tasks.gpu.gpu_training_plan import TYPICAL_MFU, USABLE
 
 FILE = Path(__file__).with_name("recipe_memory.json")
 #: Settings beside STEP_SETTINGS that a plan reads.
@@ -29,8 +27,6 @@ TRAIN_SETTINGS = STEP_SETTINGS | {
     *("micro_batch_size", "global_batch_size", "processes", "fsdp", "steps", "epochs"),
     *("ema_decay", "sample_every_n_steps"),
 }
-#: Sizes of memory of common GPUs, in GB as on data sheets (2**30 bytes).
-CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
 
 
 @dataclass(frozen=True)
@@ -49,24 +45,6 @@ class RecipeMemory:
     images: int | None  # of all steps; None: known only with the number of pictures
     compute_dtype: str
 
-    @classmethod
-    def of(cls, plan: GpuPlan) -> RecipeMemory:
-        """The record of a plan; it does not depend on the GPU."""
-        recipe, peaks, steps = plan.recipe, plan.peaks, plan.steps
-        return cls(
-            recipe=recipe.name,
-            settings=digest_settings(recipe),
-            training=sum(peaks.training.values()),
-            samples=peaks.samples,
-            sampling=peaks.sampling,
-            checkpoint=peaks.checkpoint,
-            parameters=plan.step.parameters,
-            checkpoint_bytes=plan.checkpoint_bytes,
-            flops_per_image=executed_flops(plan.step),
-            images=None if steps is None else steps * recipe.train.global_batch_size,
-            compute_dtype=recipe.train.compute_dtype,
-        )
-
     @property
     def largest(self) -> int:
         """Bytes of the largest peak."""
@@ -75,11 +53,6 @@ class RecipeMemory:
     def fits(self, memory: int) -> bool:
         """Whether it fits a GPU with `memory` bytes."""
         return self.largest <= USABLE * memory
-
-    @property
-    def card(self) -> int | None:
-        """The smallest of CARDS that it fits."""
-        return next((size for size in CARDS if self.fits(size * GIB)), None)
 
     def hours(self, gpu: GpuSpec) -> float | None:
         """Hours of training at TYPICAL_MFU; None if unknown."""
@@ -113,11 +86,6 @@ def _without_checkout(path: str) -> str:
     return Path(path).relative_to(CHECKOUT).as_posix() if inside else path
 
 
-def planned_recipes() -> list[str]:
-    """Names of the shipped recipes of runtime torch."""
-    return [name for name in recipe_names() if load_recipe(name).runtime == "torch"]
-
-
 @cache
 def read_table() -> Mapping[str, RecipeMemory]:
     """Digest of the settings -> plan."""
@@ -133,37 +101,3 @@ def memory_of(recipe: Recipe) -> RecipeMemory | None:
 def shipped_plans() -> list[RecipeMemory]:
     """The plans of the shipped recipes, the smallest first."""
     return sorted(read_table().values(), key=lambda found: found.largest)
-
-
-def recipe_memory_table(gpus: tuple[GpuSpec, ...]) -> Iterator[str]:
-    """Lines of the table in docs/recipes.md.
-
-    Args:
-        gpus: those that the hours are for, in columns.
-    """
-    heads = ["recipe", "fits a GPU of", "training", "samples", "evaluation", "a checkpoint"]
-    yield _row(heads + [f"hours on {gpu.name}" for gpu in gpus])
-    yield _row(["---"] * (len(heads) + len(gpus)))
-    for plan in shipped_plans():
-        sizes = [plan.training, plan.samples, plan.sampling]
-        memory = [_gib(size) for size in sizes]
-        hours = [_hours(plan, gpu) for gpu in gpus]
-        stored = in_words(plan.checkpoint_bytes)
-        yield _row([f"`{plan.recipe}`", f"{plan.card} GB", *memory, stored, *hours])
-
-
-def _gib(size: int) -> str:
-    if not size:
-        return "none"
-    return "below 0.1 GiB" if size < 0.1 * GIB else f"{size / GIB:.1f} GiB"
-
-
-def _hours(plan: RecipeMemory, gpu: GpuSpec) -> str:
-    if not plan.fits(gpu.memory):
-        return "too small"
-    hours = plan.hours(gpu)
-    return "unknown" if hours is None else "below 0.1" if hours < 0.1 else f"{hours:,.1f}"
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"

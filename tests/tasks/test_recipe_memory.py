@@ -4,15 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from bench.recipe_memory import DOCUMENT, GPUS, TABLE, plan_recipes
+from bench.recipe_memory import (
+    DOCUMENT,
+    TABLE,
+    card,
+    plan_recipes,
+    planned_recipes,
+    recipe_memory_table,
+)
 from configs.load_and_extend_recipe import load_recipe
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.gpu.recipe_memory import (
     digest_settings,
     memory_of,
-    planned_recipes,
     read_table,
-    recipe_memory_table,
     shipped_plans,
 )
 
@@ -42,14 +47,14 @@ def test_a_setting_that_changes_the_memory_has_no_stored_plan() -> None:
 
 def test_the_table_of_the_documents_is_that_of_the_plans() -> None:
     found = TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
-    assert found and found[0].splitlines() == list(recipe_memory_table(GPUS))
+    assert found and found[0].splitlines() == list(recipe_memory_table())
 
 
 def test_the_readmes_example_fits_a_card_of_24_gb() -> None:
     (plan,) = [plan for plan in shipped_plans() if plan.recipe == "sdxl-lora"]
-    assert plan.fits(24 * GIB) and plan.card == 16
+    assert plan.fits(24 * GIB) and card(plan) == 16
     (large,) = [plan for plan in shipped_plans() if plan.recipe == "sdxl"]
-    assert not large.fits(24 * GIB) and large.card == 80
+    assert not large.fits(24 * GIB) and card(large) == 80
 
 
 @pytest.mark.soak
