@@ -20,9 +20,11 @@ from fuzz.reader import Reader
 
 from artifacts.hashing import digest_bytes
 from configs.settings.source import DatasetSource, FolderSource, TarsSource, UrlSource
+from tasks.download.parquet_dataset import Dataset
+from tasks.download.picture_folder import Folder
 from tasks.download.read_lists_by_duckdb import MalformedList
 from tasks.download.source_protocol import PictureLocation, Source
-from tasks.download.sources import Dataset, Folder, UrlList
+from tasks.download.sources import UrlList
 from tasks.download.stage_errors import SourceError
 from tasks.download.tars import Tars
 

@@ -31,6 +31,7 @@ from store_servers import REMOTE, UrlOf
 from artifacts.cache_errors import CacheUnusable
 from tasks import download
 from tasks.download import (
+    parquet_dataset,
     plan_parquet,
     plan_shards,
     read_lists_by_duckdb,
@@ -416,8 +417,8 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
     first = download.plan(recipe)
     reads: list[str] = []
-    read = sources._parquet_rows
-    monkeypatch.setattr(sources, "_parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
+    read = parquet_dataset._parquet_rows
+    monkeypatch.setattr(parquet_dataset, "_parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
     assert download.plan(recipe) == first
     assert reads == []
     for damaged in (tmp_path / "store/plan/shards").iterdir():  # is not used
