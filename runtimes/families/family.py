@@ -32,7 +32,7 @@ class TextEncoder:
     call_tokens: int | None = None  # that of the pipeline's call, where it is shorter
     optional: bool = False  # whether a pipeline may lack it
     layers: tuple[int, ...] = (-1,)  # LLM: indices of its hidden states, concatenated along D
-    prefix: int = 0  # LLM: first tokens of the pipeline's template, which prompt_embeds lacks
+    prefix: int = 0  # LLM, lengths vary: the template's first tokens, which prompt_embeds lacks
     padded: bool = True  # whether prompt_embeds has states of padding; else lengths vary
 
     @property

@@ -28,7 +28,7 @@ def attend(
         key: [B, H, S, D].
         value: [B, H, S, D].
         mask: broadcastable to the logits [B, H, T, S]; added to them or, if boolean, False
-            excludes a key.
+            excludes a key. A query without a key gets zeros, as in PyTorch.
         causal: whether a query attends only to keys up to its own position.
         scale: factor of the logits.
         dropping: PRNG key and dropout probability of the attention weights.
@@ -46,6 +46,9 @@ def attend(
     if mask is not None:
         logits = jnp.where(mask, logits, -jnp.inf) if mask.dtype == bool else logits + mask
     weights = jax.nn.softmax(logits, axis=-1)
+    if mask is not None and mask.dtype == bool:
+        # Padding before a caption, of a causal language model, sees no key: softmax gives NaN.
+        weights = jnp.where(mask.any(axis=-1, keepdims=True), weights, 0)
     if dropping is not None:
         random, share = dropping
         weights = weights * jax.random.bernoulli(random, 1 - share, weights.shape) / (1 - share)

@@ -90,6 +90,7 @@ def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
         "empty_prompt": "zeros" if family.zero_empty_prompt(index) else "encoded",
         **({"distilled": True} if family.is_distilled(index) else {}),
         **_describe_clip(model_folder, family),
+        **unusual_texts(model_folder),
         **({} if family.frozen_text is None else _describe_frozen(model_folder, family, factor)),
     }
 
@@ -180,6 +181,31 @@ def unusual_text_length(model_folder: Path) -> int | None:
         return None
     found = text_length(model_folder)
     return None if found == (encoder.call_tokens or encoder.tokens) else found
+
+
+def unusual_texts(model_folder: Path) -> dict[str, str]:
+    """What a pipeline's text encoders do otherwise than the family's published ones.
+
+    Keys have it. It is empty for nearly all pipelines, whose keys are those of releases without it.
+    """
+    encoder = detect_family(model_folder).frozen_text
+    if encoder is None or encoder.padded or not _pads_left(model_folder / encoder.tokenizer):
+        return {}
+    return {"padding_side": "left"}
+
+
+def _pads_left(tokenizer: Path) -> bool:
+    """Whether a tokenizer pads before a caption, by its config or else by tokenizer.json."""
+    config = read_config(tokenizer / "tokenizer_config.json")
+    if "padding_side" in config:
+        return bool(config["padding_side"] == "left")
+    try:
+        with (tokenizer / "tokenizer.json").open(encoding="utf-8") as file:
+            head = file.read(2000)  # padding comes before the vocabulary, which is large
+    except OSError:
+        return False
+    padding = head.partition('"padding"')[2].partition('"added_tokens"')[0]
+    return '"Left"' in padding
 
 
 def text_class(model_folder: Path, part: str) -> str:

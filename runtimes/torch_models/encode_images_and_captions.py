@@ -159,8 +159,10 @@ class Encoder:
         with torch.no_grad():
             return None if self._frozen is None else self._host(self._frozen_states(captions)[0])
 
-    def _frozen_states(self, captions: Sequence[str]) -> tuple[torch.Tensor, list[int] | None]:
-        """Hidden states [K, T, D], and the number of rows to keep of each caption."""
+    def _frozen_states(
+        self, captions: Sequence[str]
+    ) -> tuple[torch.Tensor, list[NDArray[Any]] | None]:
+        """Hidden states [K, T, D], and the rows to keep of each caption."""
         assert self._frozen is not None
         ids, mask = self._frozen.ids(captions)
         given = self._send(ids), self._send(mask)
@@ -227,11 +229,11 @@ class PaddedEncoder(Encoder):
         return states[: len(captions)], None if pooled is None else pooled[: len(captions)]
 
 
-def unpadded(states: Float32, kept: list[int] | None) -> Embeds:
-    """States [K, T, D], or the first `kept[i]` rows of each caption."""
+def unpadded(states: Float32, kept: list[NDArray[Any]] | None) -> Embeds:
+    """States [K, T, D], or the rows `kept[i]` of each caption."""
     if kept is None:
         return states
-    return [rows[:count] for rows, count in zip(states, kept, strict=True)]
+    return [rows[places] for rows, places in zip(states, kept, strict=True)]
 
 
 def vae_dtype(family: Family, folder: Path, dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -57,17 +58,18 @@ class FrozenText:
         found = self._tokens.counts(self._tokenizer, texts)
         return [count - self.encoder.prefix for count in found]
 
-    def kept(self, mask: NDArray[Any]) -> list[int] | None:
-        """Number of rows to store of each caption; None: all, with those of padding."""
+    def kept(self, mask: NDArray[Any]) -> list[NDArray[Any]] | None:
+        """Places of the tokens to store of each caption; None: all, with those of padding."""
         if self.encoder.padded:
             return None
-        return (mask.sum(axis=1) - self.encoder.prefix).tolist()
+        # Padding is before the tokens where the tokenizer's `padding_side` is left.
+        return [np.flatnonzero(row)[self.encoder.prefix :] for row in mask]
 
 
 def frozen_states(
     encoder: TextEncoder, model: Any, ids: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Hidden states [K, T - prefix, D] of token ids and their mask [K, T].
+    """Hidden states [K, T, D] of token ids and their mask [K, T].
 
     As in the pipelines, T5 gets no mask: its states of padding depend on the caption.
     """
@@ -79,4 +81,4 @@ def frozen_states(
         input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
     )
     layers = [output.hidden_states[index] for index in encoder.layers]
-    return torch.cat(layers, dim=-1)[:, encoder.prefix :]
+    return torch.cat(layers, dim=-1)

@@ -27,6 +27,7 @@ from configs.settings.sampling import Sampling
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras
+from runtimes.pipeline_folder.describe_encoders import unusual_texts
 from runtimes.process.job import GenerateJob, Job
 from tasks.child_process import Event
 from tasks.progress import Progress
@@ -198,7 +199,8 @@ def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
 
 def digest_pipeline(folder: Path) -> str:
     """sha256 of the parts of a pipeline folder that affect its pictures."""
-    return digest_model(folder, DRAWING_PARTS)
+    digest, unusual = digest_model(folder, DRAWING_PARTS), unusual_texts(folder)
+    return digest_json({"pipeline": digest, "texts": unusual}) if unusual else digest
 
 
 def digest_eval_model(base: Path, vae: Path | None, weights: Any) -> str:

@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 from runtimes.jax import attention
 
@@ -28,6 +30,17 @@ def test_fused_attention_equals_attend(causal: bool) -> None:
     expected = attention.attend(*given, causal=causal, scale=0.3)
     found = attention.fused(*given, causal=causal, scale=0.3, implementation="xla")
     assert jnp.allclose(found, expected, atol=1e-5)
+
+
+def test_a_query_without_a_key_gets_zeros_as_in_pytorch() -> None:
+    given = arrays(jnp.float32)
+    mask = jnp.tri(6, 5, -1, dtype=bool)  # the first query sees no key
+    found = attention.attend(*given, mask, scale=0.3)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(torch.from_numpy(np.array(array)) for array in (*given, mask)), scale=0.3
+    )
+    assert not found[:, :, 0].any()
+    assert np.allclose(found, theirs.numpy(), atol=1e-6)
 
 
 @pytest.mark.parametrize(
