@@ -205,6 +205,12 @@ def tiny_flux2_distilled(tiny_model: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sdxl_projecting(tiny_model: Callable[[str], Path]) -> Path:
+    """An SDXL whose first text encoder has a projection, as only few published ones have."""
+    return tiny_model("least-sdxl-projecting")
+
+
+@pytest.fixture(scope="session")
 def tiny_z_image(tiny_model: Callable[[str], Path]) -> Path:
     """A ZImagePipeline folder: 32 x 32 pictures, VAE with factor 4."""
     return tiny_model("tiny-z-image")

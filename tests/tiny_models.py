@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -210,12 +211,21 @@ def make_sd3(t5: bool) -> StableDiffusion3Pipeline:
     )
 
 
-def save_sdxl(folder: Path, transformer_layers: tuple[int, ...] = (1, 1), **more: object) -> None:
-    """Write a StableDiffusionXLPipeline: 32 x 32 pictures, VAE with factor 4."""
+def save_sdxl(
+    folder: Path,
+    transformer_layers: tuple[int, ...] = (1, 1),
+    first: Any = CLIPTextModel,
+    **more: object,
+) -> None:
+    """Write a StableDiffusionXLPipeline: 32 x 32 pictures, VAE with factor 4.
+
+    Args:
+        first: class of the first text encoder.
+    """
     torch.manual_seed(0)
     pipeline = StableDiffusionXLPipeline(
         vae=make_vae(),
-        text_encoder=CLIPTextModel(make_text_config()),
+        text_encoder=first(make_text_config()),
         text_encoder_2=CLIPTextModelWithProjection(make_text_config()),
         tokenizer=make_tokenizer(),
         tokenizer_2=make_tokenizer("!"),
@@ -447,6 +457,9 @@ MODELS = {
     "tiny-sdxl": save_sdxl,
     "tiny-sd": save_sd,
     "least-sdxl": partial(save_sdxl, transformer_layers=(1,), **MINIMAL_UNET),
+    "least-sdxl-projecting": partial(
+        save_sdxl, transformer_layers=(1,), first=CLIPTextModelWithProjection, **MINIMAL_UNET
+    ),
     "least-sd": partial(save_sd, **MINIMAL_UNET),
     "tiny-sd3": save_sd3,
     "tiny-sd3-without-t5": save_sd3_without_t5,

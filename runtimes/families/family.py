@@ -27,7 +27,7 @@ class TextEncoder:
     #: CLIP encoders are trainable, so their token ids are stored; a T5 or LLM is not trainable.
     kind: Literal["clip", "t5", "llm"] = "clip"
     states: bool = True  # whether prompt_embeds contains its hidden states
-    pooled: str | None = None  # its output that pooled_prompt_embeds contains
+    pooled: str | None = None  # its output that pooled_prompt_embeds contains: pooled_outputs
     tokens: int | None = None  # T5, LLM: maximum caption length, the default of encode_prompt
     call_tokens: int | None = None  # that of the pipeline's call, where it is shorter
     optional: bool = False  # whether a pipeline may lack it
@@ -130,6 +130,14 @@ class Family:
     def varying_lengths(self) -> bool:
         """Whether a caption's embeddings are as long as the caption, and the denoiser masks."""
         return self.frozen_text is not None and not self.frozen_text.padded
+
+    def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:
+        """Each CLIP encoder's output that pooled_prompt_embeds contains, or None.
+
+        Args:
+            projecting: whether each encoder is a CLIPTextModelWithProjection.
+        """
+        return tuple(encoder.pooled for encoder in self.clip)
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         """The text that the LLM reads: the caption in the pipeline's chat template."""
@@ -315,15 +323,14 @@ class Family:
         """Initial noise [B, C, h, w] in the layout of the pipeline's `latents` argument."""
         return noise
 
-    def unused_text_weights(self, component: str, layers: int) -> tuple[str, ...]:
+    def unused_text_weights(self, pooled: str | None, layers: int) -> tuple[str, ...]:
         """Name prefixes of a CLIP encoder's weights without gradient.
 
         Args:
-            component: the encoder.
+            pooled: the encoder's entry of `pooled_outputs`.
             layers: number of its layers.
         """
-        encoder = next(e for e in self.clip if e.component == component)
-        if encoder.pooled is not None or self.clip_states == "last":
+        if pooled is not None or self.clip_states == "last":
             return ()
         last = f"text_model.encoder.layers.{layers - 1}."
         return (last, "text_model.final_layer_norm.", "text_projection.")

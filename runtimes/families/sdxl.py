@@ -81,7 +81,7 @@ def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
 class SDXL(SD):
     """prompt_embeds concatenates both encoders' penultimate states along D (section 2.1).
 
-    The second encoder's pooled output is pooled_prompt_embeds.
+    The second encoder's pooled output is pooled_prompt_embeds, unless the first one projects too.
     """
 
     name = "sdxl"
@@ -97,6 +97,11 @@ class SDXL(SD):
         {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
         lambda layer, unet: KohyaLayer(stability_name(layer, unet)),
     )
+
+    def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:
+        """Of the first encoder that projects its pooled output, as the pipeline takes it."""
+        first = projecting.index(True)
+        return tuple("text_embeds" if row == first else None for row in range(len(projecting)))
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
         return bool(index.get("force_zeros_for_empty_prompt", True))

@@ -16,7 +16,7 @@ from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
-from runtimes.mindspore.encode_token_ids import encode_ids
+from runtimes.mindspore.encode_token_ids import encode_ids, pooled_outputs
 from runtimes.mindspore.load_diffusers_weights import load_text_encoder, load_vae, text_config
 from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH, describe_encoders, vae_path
 from runtimes.process.job import EncodeJob
@@ -87,7 +87,9 @@ class Encoder:
         """
         ids = Tensor(pad_rows(self.input_ids(captions), self._caption_rows))
         models = list(self.text_encoders.values())
-        states, pooled = encode_ids(self._family.clip_states == "penultimate", models, ids)
+        penultimate = self._family.clip_states == "penultimate"
+        pooling = pooled_outputs(self._family, models)
+        states, pooled = encode_ids(penultimate, models, pooling, ids)
         count = len(captions)
         embeds = states.astype(ms.float32).asnumpy()[:count]
         return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()[:count]

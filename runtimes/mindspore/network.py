@@ -14,7 +14,7 @@ from runtimes.adapters.weight_names import state_name
 from runtimes.check_support import check_family
 from runtimes.families import Family, detect_family, repeated_blocks
 from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.mindspore.encode_token_ids import as_stored, encode_ids
+from runtimes.mindspore.encode_token_ids import as_stored, encode_ids, pooled_outputs
 from runtimes.mindspore.load_diffusers_weights import (
     load_denoiser,
     load_text_encoder,
@@ -59,6 +59,7 @@ class Network(nn.Cell):
         self.encodes_text = bool(encoders)
         self.trains_text = bool(names)
         self.text_encoders = nn.CellList(encoders, auto_prefix=False)
+        self.pooling = pooled_outputs(family, encoders)
         for part, cell in {**parts, **self.frozen_clip}.items():
             for name, parameter in named_weights(cell).items():
                 parameter.name = f"{part}.{name}"
@@ -143,7 +144,8 @@ class Network(nn.Cell):
         if not part.startswith("text_encoder"):
             return True
         layers = self.parts[part].config.num_hidden_layers
-        return not rest.startswith(self.family.unused_text_weights(part, layers))
+        pooled = self.pooling[self.family.clip_encoders.index(part)]
+        return not rest.startswith(self.family.unused_text_weights(pooled, layers))
 
     def construct(self, noisy_latents: Tensor, timesteps: Tensor, *conditioning: Tensor) -> Tensor:
         """The UNet's prediction [B, C, h, w].
@@ -184,7 +186,7 @@ class Network(nn.Cell):
             dropped: [B]; 1 replaces the embeddings by zeros.
             dtype: of the embeddings of frozen encoders.
         """
-        states, pooled = encode_ids(self.penultimate, self.text_encoders, ids)
+        states, pooled = encode_ids(self.penultimate, self.text_encoders, self.pooling, ids)
         if not self.trains_text:
             states = as_stored(states, dtype)
             pooled = None if pooled is None else as_stored(pooled, dtype)

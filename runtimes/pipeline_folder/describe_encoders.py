@@ -102,9 +102,9 @@ def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
     configs = [(e, read_part_config(folder, e.component)) for e in family.clip]
     tokens = configs[0][1]["max_position_embeddings"]
     pooled = (
-        config["projection_dim" if encoder.pooled == "text_embeds" else "hidden_size"]
-        for encoder, config in configs
-        if encoder.pooled
+        config["projection_dim" if name == "text_embeds" else "hidden_size"]
+        for name, (_, config) in zip(pooled_outputs(folder), configs, strict=True)
+        if name is not None
     )
     return {
         "tokens": tokens,
@@ -188,10 +188,21 @@ def unusual_texts(model_folder: Path) -> dict[str, str]:
 
     Keys have it. It is empty for nearly all pipelines, whose keys are those of releases without it.
     """
-    encoder = detect_family(model_folder).frozen_text
-    if encoder is None or encoder.padded or not _pads_left(model_folder / encoder.tokenizer):
-        return {}
-    return {"padding_side": "left"}
+    family, found = detect_family(model_folder), dict[str, str]()
+    frozen = family.frozen_text
+    if frozen is not None and not frozen.padded and _pads_left(model_folder / frozen.tokenizer):
+        found["padding_side"] = "left"
+    for encoder, name in zip(family.clip, pooled_outputs(model_folder), strict=True):
+        if name is not None and encoder.pooled is None:
+            found["pooled"] = encoder.component
+    return found
+
+
+def pooled_outputs(model_folder: Path) -> tuple[str | None, ...]:
+    """Family.pooled_outputs of a pipeline's CLIP encoders. Raises WrongInput."""
+    family = detect_family(model_folder)
+    kinds = [text_class(model_folder, name) for name in family.clip_encoders]
+    return family.pooled_outputs([kind == "CLIPTextModelWithProjection" for kind in kinds])
 
 
 def _pads_left(tokenizer: Path) -> bool:

@@ -28,12 +28,13 @@ def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Enco
     """
     states, pooled = [], []
     penultimate = family.clip_states == "penultimate"
-    for row, (encoder, model) in enumerate(zip(family.clip, models, strict=True)):
+    names = family.pooled_outputs([hasattr(model, "text_projection") for model in models])
+    for row, (encoder, model, name) in enumerate(zip(family.clip, models, names, strict=True)):
         output = model(ids[:, row].long(), output_hidden_states=penultimate)
         if encoder.states:
             states.append(output.hidden_states[-2] if penultimate else output.last_hidden_state)
-        if encoder.pooled is not None:
-            pooled.append(getattr(output, encoder.pooled))
+        if name is not None:
+            pooled.append(getattr(output, name))
     return _concatenate(states), _concatenate(pooled)
 
 

@@ -15,11 +15,13 @@ from diffusers import (
 )
 from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
+from artifacts.download_or_find_model import digest_model
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.torch_models.encode_images_and_captions import Encoder
+from tasks.evaluate.draw_pictures import DRAWING_PARTS, digest_pipeline
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,31 @@ def test_sdxl_texts_equal_encode_prompt(tiny_sdxl: Path) -> None:
     np.testing.assert_allclose(pooled, their_pooled.numpy(), atol=1e-6)
     assert embeds.shape == (4, 77, 64) and pooled.shape == (4, 24)
     assert np.abs(embeds[0] - embeds[2]).max() > 0.1
+
+
+def test_sdxl_texts_equal_encode_prompt_where_the_first_encoder_projects(
+    sdxl_projecting: Path, tmp_path: Path
+) -> None:
+    """The pipeline takes the pooled output of the first encoder that projects it."""
+    folder = Path(shutil.copytree(sdxl_projecting, tmp_path / "model"))
+    config = CLIPTextConfig.from_pretrained(folder / "text_encoder", projection_dim=16)
+    CLIPTextModelWithProjection(config).save_pretrained(folder / "text_encoder")
+    embeds, pooled = Encoder(folder, device="cpu").texts(CAPTIONS)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
+    with torch.no_grad():
+        theirs, _, their_pooled, _ = pipeline.encode_prompt(
+            CAPTIONS, do_classifier_free_guidance=False
+        )
+    np.testing.assert_allclose(embeds, theirs.numpy(), atol=1e-6)
+    np.testing.assert_allclose(pooled, their_pooled.numpy(), atol=1e-6)
+    assert pooled.shape == (4, 16) and describe_encoders(folder)["pooled_dim"] == 16
+
+
+def test_keys_tell_an_unusual_encoder_that_pools(sdxl_projecting: Path, tiny_sdxl: Path) -> None:
+    assert describe_encoders(sdxl_projecting)["pooled"] == "text_encoder"
+    assert digest_pipeline(sdxl_projecting) != digest_model(sdxl_projecting, DRAWING_PARTS)
+    assert "pooled" not in describe_encoders(tiny_sdxl)
+    assert digest_pipeline(tiny_sdxl) == digest_model(tiny_sdxl, DRAWING_PARTS)
 
 
 def test_sd_texts_equal_encode_prompt(tiny_sd: Path) -> None:

@@ -17,20 +17,21 @@ CAPTIONS = ["a red cat", "", "a blue dog on a hill"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family",
+    "model",
     [
-        pytest.param("sd", marks=pytest.mark.soak),
+        pytest.param("tiny_sd", marks=pytest.mark.soak),
         pytest.param(
-            "sdxl", marks=pytest.mark.soak
+            "tiny_sdxl", marks=pytest.mark.soak
         ),  # also by tests/tasks/test_encode_processes.py
-        "sd3",
+        "sdxl_projecting",
+        "tiny_sd3",
     ],
 )
 def test_pictures_and_captions_are_encoded_as_by_torch(
-    family: str, request: pytest.FixtureRequest
+    model: str, request: pytest.FixtureRequest
 ) -> None:
     """In batches of other sizes as well: filled up and cut again, or larger than was said."""
-    folder: Path = request.getfixturevalue(f"tiny_{family}")
+    folder: Path = request.getfixturevalue(model)
     job = EncodeJob(runtime="jax", model=str(folder), device="cpu", dtype="float32", batch_size=2)
     ours, theirs = encoder.open_encoder(job), open_encoder(job)
     pixels = np.random.default_rng(0).uniform(-1, 1, (3, 3, 32, 32)).astype(np.float32)

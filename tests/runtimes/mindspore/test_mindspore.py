@@ -134,11 +134,19 @@ def test_an_overflow_is_skipped_and_half_precision_resumes_to_the_bit(
     assert weights(job) == whole
 
 
+@pytest.mark.parametrize(
+    "model", ["least-sdxl", pytest.param("least-sdxl-projecting", marks=pytest.mark.extended)]
+)
 def test_text_encoders_follow_torch(
-    driver: DriverProcess, make_job: MakeJob, tmp_path: Path
+    driver: DriverProcess,
+    make_job: MakeJob,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    model: str,
 ) -> None:
     """Their adapters do so in the conformance suite."""
     job = make_job(steps=4, train_text_encoder=True, text_encoder_lr=5e-4)
+    job = replace(job, model=str(tiny_model(model)))
     expected = elsewhere(replace(job, runtime="torch"), tmp_path / "torch")
     train(expected)
     driver.call("train", asdict(job))
