@@ -13,10 +13,12 @@ from artifacts.latent_shards import Latents
 from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
-from configs.settings.lora import Lora
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import STAGES, Recipe, StageName
-from configs.settings.train import Train
+from configs.settings.without_effect import (
+    settings_without_effect,
+    with_defaults_without_effect,
+)
 from flows.run import Run
 from flows.send_stage import check_deployments
 from runtimes import check_support
@@ -81,6 +83,7 @@ def prepare(
     """
     if force is not None and not force.strip():
         raise RecipeError("force: give a reason: the model card and the history name it")
+    recipe = _used(recipe)
     check_gate_and_prompts(recipe)
     store = writable_store(recipe)
     built = STAGES[: 1 + STAGES.index(until)] if only is None else (only,)
@@ -90,7 +93,6 @@ def prepare(
         if recipe.tpu is not None:
             launch.check(recipe.tpu, recipe.store, recipe.train)
         _check_monitoring(recipe)
-        _warn_of_lora(recipe.train)
         warn_of_warmup(recipe.train)
     if "download" in built:  # a sent stage may be on a pool that does not reach the source
         download.check(recipe)
@@ -225,9 +227,11 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_workers(recipe, stages)
 
 
-def _warn_of_lora(settings: Train) -> None:
-    if settings.method == "full" and settings.lora != Lora():
-        log.warning("train.lora has no effect: train.method full trains all weights")
+def _used(recipe: Recipe) -> Recipe:
+    """The recipe without the values that have no effect, of which the log tells."""
+    for setting, choice in settings_without_effect(recipe):
+        log.warning("%s has no effect with %s", setting, choice)
+    return with_defaults_without_effect(recipe)
 
 
 def _check_monitoring(recipe: Recipe) -> None:

@@ -201,13 +201,15 @@ def test_sides_beyond_the_position_embeddings_are_refused(
         prepare(load_recipe("digits", {**given, "encode.resolution": 4096}))
 
 
-def test_lora_settings_of_a_full_training_are_told(
+def test_a_setting_without_effect_is_told_and_is_not_in_the_run(
     small: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     prepare(load_recipe("digits", small))
-    assert "train.lora" not in caplog.text
-    prepare(load_recipe("digits", {**small, "train.lora.rank": 64}))
-    assert "train.lora has no effect: train.method full trains all weights" in caplog.text
+    assert "has no effect" not in caplog.text
+    given = {**small, "train.lora.rank": 64, "encode.seed": 1}
+    assert prepare(load_recipe("digits", given)).recipe == load_recipe("digits", small)
+    assert "train.lora has no effect with train.method: full" in caplog.text
+    assert "encode.seed has no effect with encode.crop: center and encode.masks: 0" in caplog.text
 
 
 def test_a_warmup_that_exceeds_the_steps_is_told(
