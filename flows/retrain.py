@@ -34,7 +34,7 @@ from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, select_new_and_replayed
-from tasks.retrain.champion import Champion, find_champion
+from tasks.retrain.champion import Champion, check_held_out, find_champion
 from tasks.retrain.retraining_summary import show_retraining, verdict_of
 from tasks.retrain.source_changes import Changes, plan_changes
 from tasks.retrain.watch_source import forget, lock_path
@@ -66,10 +66,12 @@ def compare(run: Run) -> Compared:
         why = decision.why_unchanged(run.recipe, run.store, changes, champion, models)
         if why is not None:
             log.info("retrain: unchanged: %s", why)
-        elif champion is not None and run.recipe.retrain.start == "champion":
-            start = champion.load(run.store, "train", champion.trained)
-            latents = champion.load(run.store, "encode", champion.latents)
-            continue_training.check_start(run.recipe, run.base, start, latents)
+        elif champion is not None:
+            continues = run.recipe.retrain.start == "champion"
+            check_held_out(run.recipe, run.store, champion, continues=continues)
+            if continues:
+                start = champion.load(run.store, "train", champion.trained)
+                continue_training.check_start(run.recipe, run.base, start)
     return Compared(champion, changes, why)
 
 

@@ -9,6 +9,7 @@ from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed
 from tasks.encode.latent_keys import settings_for_key
+from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.stage import registry_of
 
 
@@ -81,6 +82,29 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
         compared_images=compared["images"]["key"],
         compared_latents=compared["latents"]["key"],
     )
+
+
+def check_held_out(
+    recipe: Recipe, store: Store, champion: Champion, *, continues: bool = False
+) -> None:
+    """Raise WrongInput if the recipe holds out pictures that the champion was trained on.
+
+    On them, its weights look better than they are, and so do weights that continue from them.
+
+    Args:
+        continues: whether training starts from its weights; else only a rule of the gate counts.
+    """
+    if not continues and not needs_champion(recipe.publish.gate):
+        return
+    latents = champion.load(store, "encode", champion.latents)
+    held_out = latents.manifest["settings"]["holdout"]
+    if recipe.encode.holdout > held_out:  # a lower share is a part of a higher one
+        base = "set retrain.start: base and " if continues else ""
+        raise WrongInput(
+            f"encode.holdout: {recipe.encode.holdout:g} holds out pictures that the champion was "
+            f"trained on: set {held_out:g}, as it had, or {base}remove the rules on the champion "
+            "from publish.gate"
+        )
 
 
 def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> None:

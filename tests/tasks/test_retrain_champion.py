@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,39 @@ def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) 
     encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
     other = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}), champion=champion)
     assert other.eval_inputs(images, latents).images == images  # the champion is measured again
+
+
+@pytest.mark.parametrize(
+    ("start", "gate", "is_refused"),
+    [
+        ("champion", [], True),
+        ("champion", ["cmmd < champion"], True),
+        ("base", ["cmmd < champion"], True),
+        ("base", ["cmmd < base"], False),
+    ],
+)
+def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, start: str, gate: list[str], is_refused: bool
+) -> None:
+    publish_model(run, "first")
+    monkeypatch.setattr(flow, "plan_changes", lambda *_: (None, CHANGES))
+    monkeypatch.setattr(flow.download_stage, "plan", lambda *_: None)
+    monkeypatch.setattr(flow.decision, "key_parts", lambda *_: KeyParts("retrain", 1, {}, {}))
+    monkeypatch.setattr(flow.continue_training, "check_start", lambda *_: None)
+    had = run.recipe.encode.holdout
+
+    def compare(holdout: float) -> None:
+        given = {"store": run.recipe.store, "retrain.start": start, "publish.gate": gate}
+        recipe = load_recipe("digits", {**given, "encode.holdout": holdout})
+        flow.compare.fn(replace(run, recipe=recipe))
+
+    compare(had / 2)  # a part of the pictures that the champion did not see
+    compare(had)
+    refused = pytest.raises(
+        StageFailed, match=f"holdout: 0.3 holds out .* champion was trained on: set {had:g}, as it"
+    )
+    with refused if is_refused else nullcontext():
+        compare(had * 2)
 
 
 def test_a_champion_of_another_store_is_refused(run: Run) -> None:
