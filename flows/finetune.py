@@ -44,6 +44,7 @@ from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish_stage
 from tasks.publish.register import register, show_version
+from tasks.retrain.champion import check_rivals_held_out
 from tasks.show_in_prefect import artifact_key, show_in_prefect
 from tasks.worker_reports import REPORTS
 
@@ -104,6 +105,8 @@ def train(run: Run, latents: StageResult) -> StageResult:
     encoded = latents.load(run.store)
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(encoded.uri))
+        if run.champion is None and publish_stage.STAGE in run.stages:
+            check_rivals_held_out(run.recipe, run.store, encoded)
     prompts = sample_prompts(run.recipe)
     score = SampleScorer(run.recipe.evaluate.judges, run.measuring.clip, prompts)
     parts = train_stage.key_parts(run.recipe, encoded, run.base, run.measuring.clip)

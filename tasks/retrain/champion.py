@@ -107,6 +107,33 @@ def check_held_out(
         )
 
 
+def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> None:
+    """Raise WrongInput as check_held_out does, for a model that is trained without a retraining.
+
+    Of a champion of another source or store, no picture is known to be held out here.
+
+    Args:
+        latents: those of the model.
+    """
+    if not needs_champion(recipe.publish.gate):
+        return
+    try:
+        champion = find_champion(recipe, store)
+        if champion is None:
+            return
+        before = _shards(champion.load(store, "download", champion.images))
+        made_of = latents.manifest["run"]["parents"]["images"]["key"]
+        is_of_same_source = before & _shards(champion.load(store, "download", made_of))
+    except WrongInput:  # it was published from another store
+        return
+    if is_of_same_source:
+        check_held_out(recipe, store, champion)
+
+
+def _shards(images: Artifact) -> set[str]:
+    return {one.path for one in images.files if one.path.startswith("../")}
+
+
 def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> None:
     """Raise StageFailed if another version is the champion now, for example after a rollback.
 

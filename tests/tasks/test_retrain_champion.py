@@ -1,7 +1,9 @@
 """The champion of a retraining: its artifacts, its comparison set, and the decisions about it."""
 
+import hashlib
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,6 +17,8 @@ from prefect.states import Failed
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
+from configs.settings.recipe import STAGES, StageName
+from flows import finetune
 from flows import retrain as flow
 from flows.retrain import one_at_a_time
 from flows.run import Run
@@ -50,9 +54,18 @@ def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:
 
     def build(draft: Any) -> dict[str, Any]:
         draft.write("content", name.encode())
+        if stage == "download":
+            tar = Path(run.store.root).with_name(f"{name}.tar")
+            tar.write_bytes(name.encode())
+            key = hashlib.sha256(name.encode()).hexdigest()
+            draft.add_shard(run.store.commit_shard(stage, key, {".tar": str(tar)}, {}))
         return {"forced": None} if stage == "publish" else {}
 
     return build_or_reuse(run.store, parts, build, parents=parents).load(run.store)
+
+
+def result_of(artifact: Artifact) -> StageResult:
+    return StageResult(artifact.stage, artifact.key, artifact.uri, artifact.digest, "reused", 0.0)
 
 
 def publish_model(
@@ -128,6 +141,42 @@ def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
         compare(had * 2)
 
 
+@pytest.mark.parametrize(
+    ("gate", "stages", "source", "is_refused"),
+    [
+        (["cmmd < champion"], STAGES, "first", True),
+        (["cmmd < champion"], STAGES, "another", False),
+        (["cmmd < champion"], STAGES[:4], "first", False),
+        (["cmmd < base"], STAGES, "first", False),
+    ],
+)
+def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: list[str],
+    stages: Sequence[StageName],
+    source: str,
+    is_refused: bool,
+) -> None:
+    class Trained(Exception):
+        pass
+
+    def trains(*_: Any) -> None:
+        raise Trained
+
+    publish_model(run, "first")
+    monkeypatch.setattr(finetune, "check_gate_rules", lambda *_: None)
+    monkeypatch.setattr(finetune, "open_latents", lambda _: None)
+    monkeypatch.setattr(finetune.train_stage, "key_parts", trains)
+    had = run.recipe.encode.holdout
+    for holdout, error in ((had, Trained), (had * 2, StageFailed if is_refused else Trained)):
+        given = {"store": run.recipe.store, "publish.gate": gate, "encode.holdout": holdout}
+        other = replace(run, recipe=load_recipe("digits", given), stages=stages)
+        latents = commit(other, "encode", "more held out", images=commit(run, "download", source))
+        with pytest.raises(error):
+            finetune.train.fn(other, result_of(latents))
+
+
 def test_a_champion_of_another_store_is_refused(run: Run) -> None:
     trained = publish_model(run, "first")["train"]
     run.store.fs.rm(trained.path, recursive=True)
@@ -144,10 +193,7 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     publish_model(run, "second", start=first)
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
         started.check_start_is_champion("a model")
-    results = [
-        StageResult(one.stage, one.key, one.uri, one.digest, "reused", 0.0)
-        for one in (*first.values(), commit(run, "publish", "third"))
-    ]
+    results = [result_of(one) for one in (*first.values(), commit(run, "publish", "third"))]
     with pytest.raises(TransientError, match="v2 became the champion meanwhile"):
         register(run.recipe, run.base, run.store, results, {}, "v1")
     registered = register(run.recipe, run.base, run.store, results, {}, "v2")
