@@ -15,6 +15,7 @@ from configs.load_and_extend_recipe import RecipeError
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import STAGES, Recipe, StageName
+from configs.settings.source import Source
 from configs.settings.without_effect import (
     settings_without_effect,
     with_defaults_without_effect,
@@ -40,7 +41,14 @@ from runtimes.pipeline_folder.read_configs import read_denoiser_config, read_par
 from runtimes.pipeline_folder.weight_files import stored_weight_files
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
-from tasks.beam_workers import BEAM_STAGES, Workers, beam_options, check_workers, workers_of
+from tasks.beam_workers import (
+    BEAM_STAGES,
+    Workers,
+    beam_options,
+    check_workers,
+    is_hub_id,
+    workers_of,
+)
 from tasks.build_or_reuse import storage_error
 from tasks.check_places import check_places
 from tasks.encode.buckets import bucket_sizes
@@ -99,6 +107,7 @@ def prepare(
     _check_workers(recipe, stages)
     model, vae = _check_models(recipe)
     if "train" in stages:
+        check_training_targets.warn_of_kohya(recipe, model)
         _check_memory(recipe, model, vae)
     _check_license(recipe, model)
     run_id = run_id or str(uuid.uuid4())
@@ -160,19 +169,37 @@ def check_gate_and_prompts(recipe: Recipe) -> None:
         check_key(recipe.publish.signing_key)
 
 
-def check_locations(recipe: Recipe) -> None:
-    """Check the store, the registry, and the local folders of the base and of CLIP.
+def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
+    """What `prepare` checks of a recipe, without the checks that take seconds or a network.
 
     Raises:
-        RecipeError, ModelNotFound: one of them is missing, or cannot be written.
+        RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
     """
+    stages = stages_without_pool(recipe, STAGES[: 1 + STAGES.index(until)])
+    check_gate_and_prompts(recipe)
     writable_store(recipe)
-    for setting, path in (
-        ("model.path", recipe.model.path),
-        ("evaluate.clip", recipe.evaluate.clip),
-    ):
-        with _naming(setting):
-            local_model(path)
+    check_support.check_installed(recipe.runtime)
+    if "train" in stages:
+        _check_monitoring(recipe)
+    if "download" in stages and not _is_remote(recipe.source):
+        download.check(recipe)
+    base = _local("model.path", recipe.model.path)
+    vae = recipe.model.vae
+    if base is not None and (vae is None or _local("model.vae", vae) is not None):
+        _check_models(recipe)
+    if (clip := _local("evaluate.clip", recipe.evaluate.clip)) is not None:
+        check_clip(clip)
+
+
+def _local(setting: str, path: str) -> Path | None:
+    """The folder of a local model; None for a remote one. Raises ModelNotFound, with the name."""
+    with _naming(setting):
+        return local_model(path)
+
+
+def _is_remote(source: Source) -> bool:
+    path = getattr(source, "path", "")
+    return "://" in path or (source.kind == "dataset" and is_hub_id(path))
 
 
 def writable_store(recipe: Recipe) -> Store:

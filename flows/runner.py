@@ -24,6 +24,7 @@ from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
+from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
 from flows.error_as_json import error_as_json
 from flows.own_prefect_server import start_server
@@ -54,14 +55,14 @@ def run(
 
 def _check_before_server(recipe: Recipe, until: StageName) -> None:
     """Report wrong input before a server starts for this run, which takes longer."""
-    from flows.preflight import check_locations
+    from flows.preflight import check_before_server
 
     if _sends_a_stage(recipe, until):
         raise ServerAway(
             "place: work pools need a lasting Prefect server: start it (`make ui`) and set "
             "PREFECT_API_URL, or leave `place` out: all stages then run here"
         )
-    check_locations(recipe)
+    check_before_server(recipe, until)
 
 
 def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
@@ -88,10 +89,22 @@ def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None
 
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
+    _prepare_prefect()
+    with error_as_json(as_json):
+        if configured_server() is None:
+            _check_generate(read_settings(arguments["model"], arguments["prompts"], settings))
     report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
     from flows.generate import print_report
 
     print_report(report, as_json=as_json)
+
+
+def _check_generate(settings: Generate) -> None:
+    """Report a missing model or prompt file before a server starts for this run."""
+    from tasks.generate import locate, with_prompts
+
+    with_prompts(settings)
+    locate(settings)
 
 
 def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:

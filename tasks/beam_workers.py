@@ -148,7 +148,8 @@ def _runner(options: Mapping[str, Any]) -> str:
 
 def is_hub_id(path: str) -> bool:
     """Whether a path is `owner/name` of the Hugging Face hub, not an existing local one."""
-    return "://" not in path and path.count("/") == 1 and not Path(path).exists()
+    named = "://" not in path and path.count("/") == 1 and path[:1] not in "./~"
+    return named and not Path(path).exists()
 
 
 def _is_loopback(address: Any) -> bool:

@@ -27,21 +27,13 @@ log = logging.getLogger("kiln")
 def check(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput if the base lacks a target layer or cannot become the asked denoiser.
 
-    Adapters without a place in kohya's layout are a warning: diffusers' layout has all of them.
-
     Args:
         model: pipeline folder of the base.
     """
     settings, family = recipe.train, detect_family(model)
-    denoiser = family.denoiser
-    config = read_part_config(model, denoiser)
+    config = read_part_config(model, family.denoiser)
     if settings.method == "lora":
-        shapes = weight_shapes(model / denoiser)
-        layers = layers_of(shapes)
-        chosen = choose_layers(denoiser, layers, settings.lora, family.attention_layers)
-        outputs = {name: shapes[f"{name}.weight"][0] for name in chosen}
-        if why := without_kohya(family, config, outputs, dora=settings.lora.dora):
-            log.warning("train.lora: no file in kohya's layout will be published: %s", why)
+        _adapted_layers(recipe, model)
     if settings.guidance_scale != 1 and not family.takes_guidance(config):
         raise WrongInput("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
@@ -59,6 +51,25 @@ def check(recipe: Recipe, model: Path) -> None:
     trained_config(config, settings, replacement)
     if replacement is not None:
         _check_makes_denoiser(replacement)
+
+
+def warn_of_kohya(recipe: Recipe, model: Path) -> None:
+    """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
+    if recipe.train.method != "lora":
+        return
+    family, outputs = detect_family(model), _adapted_layers(recipe, model)
+    config = read_config(model / family.denoiser / "config.json")
+    if why := without_kohya(family, config, outputs, dora=recipe.train.lora.dora):
+        log.warning("train.lora: no file in kohya's layout will be published: %s", why)
+
+
+def _adapted_layers(recipe: Recipe, model: Path) -> dict[str, int]:
+    """Layer of the denoiser with an adapter -> number of its outputs. Raises WrongInput."""
+    family = detect_family(model)
+    shapes = weight_shapes(model / family.denoiser)
+    layers, lora = layers_of(shapes), recipe.train.lora
+    chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
+    return {name: shapes[f"{name}.weight"][0] for name in chosen}
 
 
 def _check_makes_denoiser(config: Mapping[str, Any]) -> None:

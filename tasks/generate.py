@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import ModelNotFound, resolve_model
+from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
@@ -50,15 +50,14 @@ SCORES = ("aesthetic_score", "negative_aesthetic_score")
 SHOWN = 20  # pictures in the report
 
 
-def find_model(settings: Generate) -> EvalModel:
-    """A local copy of the model: a folder, a hub id, a URL, a registry name or `name@version`.
+def locate(settings: Generate) -> str:
+    """The model's folder, hub id or URL; of a name or `name@version`, that in the registry.
 
     Raises:
-        ModelNotFound, RegistryError: the model or the version does not exist.
-        WrongInput: the folder has neither a pipeline nor adapters.
+        ModelNotFound, RegistryError: the folder, the name or the version does not exist.
     """
     name, _, version = settings.model.partition("@")
-    found = None
+    place = settings.model
     if re.fullmatch(NAME, name):
         models = Registry(registry_url(settings.store, settings.registry), name)
         found = models.find(version) if version else models.champion()
@@ -67,7 +66,14 @@ def find_model(settings: Generate) -> EvalModel:
                 f"model {name}: it is neither a folder nor a champion in {models.store.url} "
                 "(`kiln ls` lists the published models)"
             )
-    return load_published_model(resolve_model(settings.model if found is None else found.uri))
+        place = place if found is None else found.uri
+    local_model(place)
+    return place
+
+
+def find_model(settings: Generate) -> EvalModel:
+    """A local copy of the model. Raises as `locate`, and WrongInput for a folder without one."""
+    return load_published_model(resolve_model(locate(settings)))
 
 
 def check(settings: Generate, model: EvalModel) -> None:

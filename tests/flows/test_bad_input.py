@@ -124,27 +124,53 @@ def test_errors_found_before_any_stage(
 
 
 @pytest.mark.parametrize(
-    ("setting", "line"),
+    ("overrides", "line"),
     [
-        ("store", "store: no folder can be made at"),
-        ("publish.registry", "publish.registry: no folder can be made at"),
-        ("model.path", "model.path: model"),
-        ("evaluate.clip", "evaluate.clip: model"),
+        ({"store": "FILE"}, "store: no folder can be made at"),
+        ({"publish.registry": "FILE"}, "publish.registry: no folder can be made at"),
+        ({"model.path": "FILE"}, "model.path: model"),
+        ({"model.vae": "/nowhere"}, "model.vae: model"),
+        ({"evaluate.clip": "FILE"}, "evaluate.clip: model"),
+        ({"evaluate.clip": "demo/base"}, "evaluate.clip: "),
+        ({"source": {"kind": "urls", "path": "/no.parquet"}}, "/no.parquet"),
+        ({"source": {"kind": "folder", "path": "/nowhere"}}, "/nowhere: no such folder"),
+        ({"source": {"kind": "dataset", "path": "/nowhere"}}, "/nowhere: no such file"),
+        ({"publish.gate": ["cmd < base"]}, "cmd is not measured (did you mean cmmd?)"),
+        ({"evaluate.height": 33}, "evaluate.height: 33 is not a multiple of 8"),
+        ({"encode.resolution": 33}, "encode.resolution: 33 is no multiple of the model's 4"),
+        ({"evaluate.prompts.new": {"prompts": [], "file": "/no.txt"}}, "/no.txt"),
+        ({"train.holdout_loss.every_n_steps": 2, "encode.holdout": 0}, "raise encode.holdout"),
+        ({"train.method": "lora", "train.lora.target_modules": ["to_x"]}, "ends in to_x"),
     ],
 )
-def test_a_wrong_location_starts_no_server(
+def test_wrong_input_starts_no_server(
     here: Here,
     small: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    setting: str,
+    overrides: dict[str, Any],
     line: str,
 ) -> None:
     monkeypatch.setattr(runner, "configured_server", lambda: None)
     monkeypatch.setattr(runner, "start_server", pytest.fail)
-    (tmp_path / "file").touch()
-    overrides = {**small, setting: str(tmp_path / "file")}
-    assert line in only_line(here("run", "digits", overrides=overrides, code=2))
+    file = tmp_path / "file"
+    file.touch()
+    given = {name: str(file) if value == "FILE" else value for name, value in overrides.items()}
+    own = {name: value for name, value in small.items() if name.partition(".")[0] not in given}
+    assert line in only_line(here("run", "digits", overrides={**own, **given}, code=2))
+
+
+def test_wrong_input_of_generate_starts_no_server(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    monkeypatch.setattr(runner, "start_server", pytest.fail)
+    stored = ["-o", f"store={tmp_path}"]
+    said = only_line(here("generate", "nosuch", "a cat", *stored, code=2))
+    assert "model nosuch: it is neither a folder nor a champion in" in said
+    assert "no such folder" in only_line(here("generate", "/no/model", "a cat", code=2))
+    said = only_line(here("generate", "demo/base", "--from-file", "/no.txt", code=2))
+    assert "/no.txt cannot be read" in said
 
 
 def test_an_error_before_the_server_is_json_too(

@@ -10,7 +10,7 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from tasks import train
-from tasks.check_training_targets import check
+from tasks.check_training_targets import check, warn_of_kohya
 
 
 def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None:
@@ -28,7 +28,7 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
     def warned(**lora: object) -> str:
         given = {f"train.lora.{name}": value for name, value in lora.items()}
         caplog.clear()
-        check(load_recipe("flux-lora", given), tiny_flux)
+        warn_of_kohya(load_recipe("flux-lora", given), tiny_flux)
         return caplog.text
 
     assert warned() == warned(target_modules=["attn.to_q", "proj_out", "context_embedder"]) == ""
