@@ -259,15 +259,20 @@ def generate(
 def plan(
     recipe: RecipeArgument,
     topology: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--topology",
             help="TPU slice, such as v5p-8, v4-32, v5e-8 or v6e-16; default: that of recipe.tpu.",
+            metavar="NAME",
         ),
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", help="GPU instead: its memory, such as 24GB, or name, such as H100."),
+        list[str] | None,
+        typer.Option(
+            "--gpu",
+            help="GPU instead: its memory, such as 24GB, or name, such as H100.",
+            metavar="GPU",
+        ),
     ] = None,
     override: Overrides = None,
     search: Annotated[
@@ -280,9 +285,17 @@ def plan(
     Exit code 2 if the recipe does not fit; the message has the largest batch, or settings, that do.
     """
     loaded = load_recipe(recipe, _parsed(override))
+    places = _once("--topology", topology), _once("--gpu", gpu)
     from flows.show_plan import show_plan
 
-    show_plan(loaded, topology, gpu, search=search, as_json=as_json)
+    show_plan(loaded, *places, search=search, as_json=as_json)
+
+
+def _once(option: str, given: list[str] | None) -> str | None:
+    """The value of an option; Typer would take the last of several without a word."""
+    if given and len(given) > 1:
+        raise typer.BadParameter(f"{option} is given {len(given)} times: plan one after another")
+    return given[0] if given else None
 
 
 @app.command()

@@ -155,6 +155,12 @@ def test_the_gcloud_commands_are_printed(here: Here, place: Path) -> None:
     assert "no section `tpu`" in here("tpu", "digits", code=2)
 
 
+@pytest.mark.parametrize("option", ["--gpu", "--topology"])
+def test_a_plan_is_for_one_accelerator(here: Here, option: str) -> None:
+    said = here("plan", "digits", option, "24GB", option, "v5p-8", code=2)
+    assert f"{option} is given 2 times: plan one after another" in said
+
+
 @pytest.mark.slow
 def test_a_plan_for_many_chips_needs_libtpu(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
