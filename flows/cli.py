@@ -382,14 +382,27 @@ def list_artifacts(
 
 @app.command()
 def show(
-    what: Annotated[str, typer.Argument(help="Beginning of an artifact's key, or stage/key.")],
+    what: Annotated[
+        str,
+        typer.Argument(help="Beginning of an artifact's key, stage/key, or model (digits@v2)."),
+    ],
     store: Store = DEFAULT_STORE,
+    registry: RegistryUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show an artifact: settings, lineage back to the source, and the reason of its build."""
+    """Show an artifact: settings, lineage back to the source, and the reason of its build.
+
+    Of a published model: its metrics beside those of the champion.
+    """
+    from flows.model_commands import is_published
+    from flows.show_model import show_model
     from flows.store_commands import show_artifact
 
-    show_artifact(store, what, as_json=as_json)
+    url = _registry_of(store, registry)
+    if is_published(url, what):
+        show_model(url, what, as_json=as_json)
+    else:
+        show_artifact(store, what, as_json=as_json)
 
 
 @app.command()

@@ -27,10 +27,14 @@ def find_version(url: str, model: str) -> tuple[Registry, Version]:
     return registry, registry.find(which)
 
 
+def is_published(url: str, what: str) -> bool:
+    """Whether a word names a model of the registry, and not an artifact's key."""
+    return "@" in what or what in _names(url)
+
+
 def is_model(url: str, what: str) -> bool:
     """Whether a word names a model of the registry, or a folder, and not an artifact's key."""
-    name = what.partition("@")[0]
-    return "@" in what or Path(what).is_dir() or name in _names(url)
+    return is_published(url, what) or Path(what).is_dir()
 
 
 def _names(url: str) -> list[str]:

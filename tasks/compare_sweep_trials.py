@@ -19,7 +19,7 @@ from runtimes.objective.scheduler_config import read_schedule
 from tasks.build_or_reuse import StageFailed
 from tasks.evaluate.metric_names import lower_is_better, metric_names
 from tasks.evaluate.metric_table import with_interval
-from tasks.panels import Chart, Facts, Panel, Table, human
+from tasks.panels import Chart, Facts, Panel, Table, aligned
 from tasks.panels_charts import running_mean, trials_chart
 
 STAGE = "sweep"
@@ -150,10 +150,7 @@ def terminal_lines(trials: Sequence[Outcome], sweep: Mapping[str, Any]) -> Itera
     for row in table:
         curve = trials[row["trial"] - 1]["curve"]
         row |= {"loss": _sparkline(curve, trials), "outcome": row.pop("outcome")}
-    cells = [list(table[0]), *([human(value) for value in row.values()] for row in table)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+    return aligned(table)
 
 
 def _sparkline(curve: Sequence[tuple[int, float]], trials: Sequence[Outcome]) -> str:

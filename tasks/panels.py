@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -174,6 +174,15 @@ def human(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)
+
+
+def aligned(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of a table for a terminal, its titles first; none without rows."""
+    cells = [[human(value) for value in row.values()] for row in rows]
+    cells = [list(rows[0]), *cells] if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
 
 
 def markdown_fact(name: str, value: Any) -> str:

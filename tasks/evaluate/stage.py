@@ -236,7 +236,7 @@ def metrics_of_published(
         uri: folder or URL of the published model.
         send: returns a call that lets another machine build an artifact, or None to build it here.
     """
-    found = _published_estimates(uri, evaluated.summary["fingerprint"])
+    found = published_estimates(uri, evaluated.summary["fingerprint"])
     if found is not None:
         return PublishedMetrics(found)
     log.info("evaluate: the champion has no comparable metrics: measuring it again")
@@ -348,7 +348,7 @@ def _pictures(store: Store, shard: Shard, wanted: set[int]) -> dict[int, NDArray
     return {number: picture for number, picture in pictures if number in wanted}
 
 
-def _published_estimates(uri: str, fingerprint: str) -> Estimates | None:
+def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable."""
     try:
         fs, root = url_to_fs(uri)
