@@ -418,6 +418,7 @@ def verify(
     ] = None,
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Re-hash artifacts and published models.
 
@@ -428,11 +429,11 @@ def verify(
 
     url = _registry_of(store, registry)
     if what is not None and (key is not None or is_model(url, what)):
-        whole = verify_model(url, what, key)
+        whole = verify_model(url, what, key, as_json=as_json)
     elif key is not None:
         raise typer.BadParameter("--key needs a model or a folder")
     else:
-        whole = verify_store(store, what, registry)
+        whole = verify_store(store, what, registry, as_json=as_json)
     if not whole:
         raise typer.Exit(FAILED)
 
@@ -468,11 +469,13 @@ def push(
 
 
 @app.command()
-def history(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None) -> None:
+def history(
+    name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False
+) -> None:
     """List every change of a model's champion."""
     from flows.model_commands import show_history
 
-    show_history(_registry_of(store, registry), name)
+    show_history(_registry_of(store, registry), name, as_json=as_json)
 
 
 @app.command()
@@ -482,11 +485,12 @@ def gc(
     days: Annotated[float, typer.Option(help="Keep artifacts of younger runs.")] = 30,
     hours: Annotated[float, typer.Option(help="Keep younger files.")] = 24,
     delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List, or delete with --delete, what no published model and no recent run needs."""
     from flows.store_commands import collect_garbage
 
-    collect_garbage(store, registry, days=days, hours=hours, delete=delete)
+    collect_garbage(store, registry, days=days, hours=hours, delete=delete, as_json=as_json)
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from artifacts.checksummed_files import first_fault
 from artifacts.download_or_find_model import resolve_model
@@ -10,7 +12,7 @@ from artifacts.list_folder import subfolders
 from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError
 from configs.redact_errors_and_logs import one_line
-from tasks.publish.champion_history import RegistryError
+from tasks.publish.champion_history import RegistryError, last
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import push
 from tasks.publish.sign_model import SIGNATURE, SignatureError, sign_version, verify_folder
@@ -62,7 +64,7 @@ def sign_model(url: str, model: str, key: str) -> None:
     print(f"{registry.name} {version.name}: signed ({version.uri}/{SIGNATURE})")
 
 
-def verify_model(url: str, model: str, key: Path | None) -> bool:
+def verify_model(url: str, model: str, key: Path | None, *, as_json: bool = False) -> bool:
     """Check the manifest of a version and, with a key, the signature; print the result.
 
     Args:
@@ -72,7 +74,7 @@ def verify_model(url: str, model: str, key: Path | None) -> bool:
     Raises:
         SignatureError: the signature is missing or wrong.
     """
-    folder = Path(model)
+    folder, checked = Path(model), list[dict[str, Any]]()
     is_folder = folder.is_dir() and model.partition("@")[0] not in _names(url)
     if is_folder and key is None:
         raise SignatureError(f"{folder}: a folder is verified against a public key: add --key")
@@ -80,21 +82,31 @@ def verify_model(url: str, model: str, key: Path | None) -> bool:
         registry, version = find_version(url, model)
         root = f"{registry.root}/{version.name}"
         fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)
-        print(f"model     {registry.name} {version.name}  {fault or 'whole'}")
-        if fault is not None or key is None:
-            return fault is None
-        folder = resolve_model(version.uri)
-    if key is not None:
+        name = f"{registry.name} {version.name}"
+        checked.append({"kind": "model", "name": name, "fault": fault})
+        if not as_json:
+            print(f"model     {name}  {fault or 'whole'}")
+        folder = folder if fault or key is None else resolve_model(version.uri)
+    whole = all(one["fault"] is None for one in checked)
+    if whole and key is not None:
         verify_folder(folder, key)
-        print(f"signed by the owner of {key}")
-    return True
+    signed_by = str(key) if whole and key is not None else None
+    if as_json:
+        print(json.dumps({"whole": whole, "checked": checked, "signed_by": signed_by}))
+    elif signed_by is not None:
+        print(f"signed by the owner of {signed_by}")
+    return whole
 
 
-def show_history(url: str, name: str) -> None:
+def show_history(url: str, name: str, *, as_json: bool = False) -> None:
     """Print every change of the champion, oldest first. Raises RegistryError without one."""
     moves = Registry(url, name).history()
     if not moves:
         known = ", ".join(_names(url)) or "none"
         raise RegistryError(f"{name}: there is no champion (the registry's models are: {known})")
+    if as_json:
+        shown = [{part: move[part] for part in ("version", "why", "at")} for move in moves]
+        print(json.dumps({"name": name, "champion": last(moves), "history": shown}))
+        return
     for move in moves:
         print(f"{move['at']}  {move['version']:5} {move['why']}")

@@ -27,6 +27,8 @@ from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
 from tasks.tpu import launch
 
 log = logging.getLogger("kiln")
+MODEL = "model"  # beside the stages of artifacts
+Checked = tuple[str, str, str | None]  # stage and key, or MODEL and its name and version; fault
 
 
 class NotInStore(ValueError):
@@ -111,43 +113,47 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
             print(f"    {name}: {json.dumps(value, ensure_ascii=False)[:200]}")
 
 
-def verify_store(url: str, what: str | None, registry: str | None = None) -> bool:
+def verify_store(
+    url: str, what: str | None, registry: str | None = None, *, as_json: bool = False
+) -> bool:
     """Re-hash artifacts and models, and print a line for each; returns whether all are intact.
 
     Raises:
         NotInStore: there is nothing to verify, as in a folder without a store.
     """
-    faults = []
-    for name, fault in _verify(Store(url), what, registry):
-        print(f"{name}  {fault or 'whole'}")
-        faults.append(fault)
-    if not faults:
+    checked = []
+    for kind, name, fault in _verify(Store(url), what, registry):
+        checked.append({"kind": kind, "name": name, "fault": fault})
+        if not as_json:
+            print(f"{kind:9} {name if kind == MODEL else name[:12]}  {fault or 'whole'}")
+    if not checked:
         raise NotInStore(f"nothing in {without_secrets(url)}: name the store by --store")
-    return not any(faults)
+    whole = all(one["fault"] is None for one in checked)
+    if as_json:
+        print(json.dumps({"whole": whole, "checked": checked}))
+    return whole
 
 
-def _verify(store: Store, what: str | None, url: str | None) -> Iterator[tuple[str, str | None]]:
-    """(name, fault or None) of artifacts and, without `what`, of published models."""
+def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked]:
+    """Artifacts and, without `what`, published models."""
     damaged = list(_damaged(store, what or ""))
-    for stage, key, error in damaged:
-        yield f"{stage:9} {key[:12]}", error
+    yield from damaged
     if what and damaged:
         return
     for artifact in [_one(store, what)] if what else store.artifacts():
-        check = partial(store.fault, artifact, deep=True)
-        yield f"{artifact.stage:9} {artifact.key[:12]}", _fault(check)
+        yield artifact.stage, artifact.key, _fault(partial(store.fault, artifact, deep=True))
     if what:
         return
     for name, error in _damage(store, url):
-        yield f"model     {name}", error
+        yield MODEL, name, error
     for registry in _registries(store, url):
         for name in registry.damaged_histories():
             remedy = "it is damaged: `kiln promote` the champion again to mend it"
-            yield f"model     {registry.name} {name}", remedy
+            yield MODEL, f"{registry.name} {name}", remedy
     for found, version, _ in _models(store, url):
         root = f"{found.root}/{version.name}"
         check = partial(first_fault, found.fs, root, version.manifest["files"], deep=True)
-        yield f"model     {found.name} {version.name}", _fault(check)
+        yield MODEL, f"{found.name} {version.name}", _fault(check)
 
 
 def _fault(check: Callable[[], str | None]) -> str | None:
@@ -159,7 +165,13 @@ def _fault(check: Callable[[], str | None]) -> str | None:
 
 
 def collect_garbage(
-    url: str, registry: str | None = None, *, days: float, hours: float, delete: bool
+    url: str,
+    registry: str | None = None,
+    *,
+    days: float,
+    hours: float,
+    delete: bool,
+    as_json: bool = False,
 ) -> None:
     """List unneeded files that have not changed for `hours`, and delete them with `delete`.
 
@@ -185,21 +197,27 @@ def collect_garbage(
 
     collector = Collector(store, marked, days=days, min_age=hours * 3600)
     items: Iterable[Garbage] = list(collector.garbage())
-    count = size = 0
+    found: list[dict[str, Any]] = []
+    size = 0
     try:
         for item in collector.delete(items) if delete else items:
-            print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
-            count, size = count + 1, size + item.size
+            facts = {"kind": item.kind, "stage": item.stage, "key": item.key, "bytes": item.size}
+            found.append(facts)
+            size += item.size
+            if not as_json:
+                print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
     except OSError as error:
         if not is_full(error):
             raise
         raise StorageAway(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
         ) from error
-    if delete:
-        print(f"deleted {count} things, {_size(size)}")
+    if as_json:
+        print(json.dumps({"deleted": delete, "bytes": size, "garbage": found}))
+    elif delete:
+        print(f"deleted {len(found)} things, {_size(size)}")
     else:
-        print(f"{count} things, {_size(size)}, would be deleted (--delete does it)")
+        print(f"{len(found)} things, {_size(size)}, would be deleted (--delete does it)")
 
 
 def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:

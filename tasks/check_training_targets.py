@@ -58,7 +58,7 @@ def warn_of_kohya(recipe: Recipe, model: Path) -> None:
     if recipe.train.method != "lora":
         return
     family, outputs = detect_family(model), _adapted_layers(recipe, model)
-    config = read_config(model / family.denoiser / "config.json")
+    config = read_part_config(model, family.denoiser)
     if why := without_kohya(family, config, outputs, dora=recipe.train.lora.dora):
         log.warning("train.lora: no file in kohya's layout will be published: %s", why)
 

@@ -198,3 +198,33 @@ def test_the_exit_code_reports_a_damaged_store(here: Here, place: Path) -> None:
     assert [line.split()[0] for line in said.splitlines() if not line.endswith("whole")] == [
         "encode"
     ]
+
+
+def test_commands_on_a_store_speak_json(here: Here, place: Path) -> None:
+    stored = ["--json", "--store", f"{place}/store"]
+    (found,) = (place / "store/encode").glob("*")
+
+    told = json.loads(here("history", "tiny", *stored))
+    assert (told["name"], told["champion"]) == ("tiny", "v1")
+    assert [move["version"] for move in told["history"]] == ["v1"]
+
+    told = json.loads(here("verify", *stored))
+    names = [(one["kind"], one["name"]) for one in told["checked"]]
+    assert ("encode", found.name) in names and ("model", "tiny v1") in names and told["whole"]
+    told = json.loads(here("verify", "tiny", *stored))
+    only = {"kind": "model", "name": "tiny v1", "fault": None}
+    assert told == {"whole": True, "checked": [only], "signed_by": None}
+
+    told = json.loads(here("gc", "--hours", "0", *stored))
+    (garbage,) = told["garbage"]
+    assert (garbage["stage"], garbage["key"]) == ("encode", found.name)
+    assert told["bytes"] == garbage["bytes"] > 0 and not told["deleted"]
+    assert (found / "manifest.json").exists()
+    assert json.loads(here("gc", "--hours", "0", "--delete", *stored))["deleted"]
+    assert not (found / "manifest.json").exists()
+
+    (place / "store/registry/tiny/v1/model_index.json").write_bytes(b"[]")
+    for words in (["verify"], ["verify", "tiny"]):
+        told = json.loads(here(*words, *stored, code=1))
+        (fault,) = [one["fault"] for one in told["checked"] if one["fault"] is not None]
+        assert "model_index.json" in fault and not told["whole"]
