@@ -74,6 +74,13 @@ def _check_failures(check: Check, summary: Mapping[str, Any]) -> None:
     allowed = f"download.max_failed allows {check.limit:.0%}"
     if any(map(is_transient, summary["outcomes"])):
         allowed += "; --retry-failed fetches those with transient failures again"
+    examples = summary["data"].get("examples", {})  # older downloads have none
+    named = [
+        f"{r}: {examples[r][0]}"
+        for r, _ in Counter(summary["outcomes"]).most_common(4)
+        if r in examples
+    ]
+    allowed += f"; for example {', '.join(named)}" if named else ""
     raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
 
 

@@ -192,9 +192,15 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
             row["file"] and _copied(next(pictures, None), row["sha256"], scratch, number),
             row["hash"].hex(),
             read_additional(row["additional"]),
+            _place(row["file"], row["row"]),
         )
         for number, row in enumerate(planned)
     ]
+
+
+def _place(file: str | None, row: int | None) -> str:
+    """Where a source has an embedded picture, for people."""
+    return (file or "") if row is None else f"{file} at {row}"
 
 
 def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> str:

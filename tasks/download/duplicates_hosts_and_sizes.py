@@ -1,4 +1,4 @@
-"""Facts of a shard that its record has: bytes, hosts, captions and hashes, each of bounded size."""
+"""Facts of a shard that its record has, each of bounded size, such as hosts and failed rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.redact_urls import without_secrets
 from configs.settings.download import Download
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.skip_dead_web_hosts import host_of
@@ -18,6 +19,8 @@ HOSTS = 8
 SHOWN = 10
 #: Pictures of a whole download whose hashes are compared; of more, a sample by hash.
 HASHES = 1_000_000
+#: Failed rows of each reason that are named, and the length of a name in characters.
+EXAMPLES, LONGEST_NAME = 3, 200
 #: Caption lengths above it count as it, in characters.
 LONGEST = 64
 #: Hosts of a whole download in memory.
@@ -61,12 +64,25 @@ def shard_statistics(
     return {
         "bytes": before["bytes"] + fetched,
         "fetched": fetched,  # by this download alone
+        "examples": _examples(rows, outcomes),
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
         "caption_lengths": _lengths(row.captions[0] for row, _ in found),
         "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in found),
         "hashes": [value for value in values if _is_sampled(value, share)],
         "hashed_share": share,
     }
+
+
+def _examples(rows: Sequence[Row], outcomes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Reason -> the first rows that failed for it, by place, URL or caption, without secrets."""
+    found: dict[str, list[str]] = {}
+    for row, outcome in zip(rows, outcomes, strict=True):
+        if outcome["status"] != "success":
+            named = found.setdefault(outcome.get("error_message", outcome["status"]), [])
+            if len(named) < EXAMPLES:
+                name = row.place or row.url or f"the row of caption {row.captions[0]!r}"
+                named.append(without_secrets(name)[:LONGEST_NAME])
+    return found
 
 
 def _lengths(captions: Iterable[str]) -> dict[str, int]:
@@ -102,6 +118,7 @@ class DownloadStatistics:
         self.undersized = 0
         self.caption_lengths: Counter[int] = Counter()
         self.hosts: dict[str, Host] = {}
+        self.examples: dict[str, list[str]] = {}
         self._hashes: list[np.ndarray[Any, np.dtype[np.uint64]]] = []
         self._share = 1.0
 
@@ -110,6 +127,8 @@ class DownloadStatistics:
         self.bytes += facts["bytes"]
         self.undersized += facts["undersized"]
         self.caption_lengths.update({int(k): n for k, n in facts["caption_lengths"].items()})
+        for reason, names in facts.get("examples", {}).items():  # older records have none
+            self.examples[reason] = [*self.examples.get(reason, ()), *names][:EXAMPLES]
         for name, host in facts["hosts"].items():
             _add(self.hosts, name, host)
         if len(self.hosts) > MOST_HOSTS:
@@ -125,6 +144,7 @@ class DownloadStatistics:
             "undersized": self.undersized,
             "duplicates": self.duplicates(),
             "caption_lengths": {str(k): n for k, n in sorted(self.caption_lengths.items())},
+            "examples": self.examples,
             "failing_hosts": list(_described(failing, 1)),
             "slowest_hosts": list(_described(self.hosts, 2)),
         }

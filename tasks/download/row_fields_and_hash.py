@@ -43,6 +43,7 @@ class Row:
     file: str | None = None  # local copy of an embedded picture
     hash: str = field(default="", compare=False)  # of row_hash, hex
     additional: Mapping[str, Any] = field(default_factory=dict)  # JSON values of further columns
+    place: str = field(default="", compare=False)  # of an embedded picture in the source
 
 
 def row_hash(base_url: str | None) -> str:

@@ -201,6 +201,7 @@ def show(artifact: Artifact) -> list[Panel]:
     panels: list[Panel] = [
         Facts("Download", facts),
         Table("Outcomes", rows, bars="rows"),
+        *_examples(summary),
         *_data_panels(summary),
     ]
     tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
@@ -208,6 +209,14 @@ def show(artifact: Artifact) -> list[Panel]:
         grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
         panels.append(PicturePanel("Some of the pictures", to_png(grid)))
     return panels
+
+
+def _examples(summary: dict[str, Any]) -> list[Panel]:
+    """A few failed rows of each reason; nothing without failures, or of an older download."""
+    found = summary["data"].get("examples", {})
+    reasons = sorted(found, key=lambda reason: -summary["outcomes"].get(reason, 0))
+    rows = [{"outcome": reason, "row": name} for reason in reasons for name in found[reason]]
+    return [Table("Examples of failed rows", rows)] if rows else []
 
 
 def _data_panels(summary: dict[str, Any]) -> list[Panel]:

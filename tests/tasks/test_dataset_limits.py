@@ -68,6 +68,30 @@ def test_failing_and_slow_hosts_are_named() -> None:
     assert [host["host"] for host in found["slowest_hosts"]] == ["slow", "down"]
 
 
+def test_a_few_failed_rows_are_named_by_reason_and_without_secrets() -> None:
+    reasons = ["http 404"] * 5 + ["not an image", "http 403"]
+    outcomes = [{"status": "failed_to_download", "error_message": reason} for reason in reasons]
+    rows = [Row(f"http://user:word@a/{n}?Signature=sesame&w=1", ("",)) for n in range(5)]
+    rows += [Row("sha256:00", ("",), place="/pictures/fox.png"), Row("", ("a fox",))]
+    shard = shard_statistics(rows, outcomes, [(1.0, 0)] * 7, Download(), 7)
+    found = statistics(shard, shard).summary()["examples"]
+    assert found == {
+        "http 404": [f"http://a/{n}?Signature=...&w=1" for n in range(3)],
+        "not an image": ["/pictures/fox.png", "/pictures/fox.png"],
+        "http 403": ["the row of caption 'a fox'"] * 2,
+    }
+    long = shard_statistics(
+        [Row(f"http://a/{'x' * 9000}", ("",))], outcomes[:1], [(1.0, 0)], Download(), 1
+    )
+    assert len(long["examples"]["http 404"][0]) == 200
+
+
+def test_records_of_before_have_no_examples() -> None:
+    shard = facts([1, None])
+    del shard["examples"]
+    assert statistics(shard).summary()["examples"] == {}
+
+
 def test_facts_of_a_shard_are_small_however_many_hosts_it_has() -> None:
     rows = [Row(f"http://host{n}/", ("",)) for n in range(1000)]
     outcomes = [{"status": "failed_to_download"}] * 1000

@@ -39,6 +39,7 @@ def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
     rows = rows_of(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}), tmp_path)
     assert [row.captions for row in rows] == [("a cat",), ("",), ("ein Bär",)]
     assert [Path(row.file or "").read_bytes() for row in rows] == [png(0), png(2), png(1)]
+    assert [Path(row.place).name for row in rows] == ["a.png", "c.png", "b.PNG"]
     assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
 
 

@@ -43,7 +43,7 @@ from tasks.download.plan_shards import ShardSpec
 from tasks.download.stage_errors import Outage
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings, transform
-from tasks.panels import PicturePanel
+from tasks.panels import PicturePanel, Table
 
 pytestmark = pytest.mark.slow
 
@@ -272,6 +272,7 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     assert [panel.title for panel in panels] == [
         "Download",
         "Outcomes",
+        "Examples of failed rows",
         "Data",
         "Caption lengths",
         "Hosts with the most failures",
@@ -392,8 +393,15 @@ def test_a_pictures_identity_is_its_download_whatever_the_url_and_the_stored_siz
 
 def test_secrets_of_urls_are_not_stored(tmp_path: Path, web: Web) -> None:
     signed = f"http://user:pass-word@{web.host}/good/1?X-Amz-Signature=sesame&width=40"
-    artifact = build(make_recipe(tmp_path, web, [{"url": signed, "caption": ""}]))
+    listed = [{"url": url, "caption": ""} for url in (signed, signed.replace("good", "gone"))]
+    artifact = build(make_recipe(tmp_path, web, listed))
     assert artifact.summary["images"] == 1
+    (shown,) = (p for p in download.show(artifact) if p.title == "Examples of failed rows")
+    named = f"http://{web.host}/gone/1?X-Amz-Signature=...&width=40"
+    assert isinstance(shown, Table) and shown.rows == [{"outcome": "http 404", "row": named}]
+    with pytest.raises(download.TooManyFailed) as error:
+        build(make_recipe(tmp_path, web, listed, max_failed=0.1))
+    assert str(error.value).endswith(f"; for example http 404: {named}")
     assert samples_of(artifact)[0].meta["url"].endswith("/good/1?X-Amz-Signature=...&width=40")
     stored = [path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()]
     (listed,) = (e.path for e in artifact.files if e.path.endswith(".parquet"))
