@@ -100,6 +100,8 @@ class SDXL(SD):
 
     def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:
         """Of the first encoder that projects its pooled output, as the pipeline takes it."""
+        if not any(projecting):
+            return super().pooled_outputs(projecting)
         first = projecting.index(True)
         return tuple("text_embeds" if row == first else None for row in range(len(projecting)))
 
