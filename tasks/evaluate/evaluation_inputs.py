@@ -10,6 +10,7 @@ from artifacts.download_or_find_model import digest_model, digest_model_file
 from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
+from tasks.evaluate.feature_encoders import digest_image_encoder
 from tasks.trained_weights import BASE, TrainedWeights, weights_content
 
 
@@ -25,10 +26,10 @@ class MeasuringModels:
     def digests(self) -> dict[str, str]:
         """Name -> sha256 of the models."""
         folders = {"clip": self.clip}
-        if self.image_encoder is not None:
-            folders["image_encoder"] = self.image_encoder
         folders |= {f"judge {name}": path for name, path in self.preference_models.items()}
         found = {name: digest_model(path) for name, path in folders.items()}
+        if self.image_encoder is not None:
+            found["image_encoder"] = digest_image_encoder(self.image_encoder)
         if self.inception is not None:
             found["inception"] = digest_model_file(self.inception)
         return found

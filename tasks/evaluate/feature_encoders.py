@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from artifacts.download_or_find_model import digest_model
+from artifacts.hashing import digest_json
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.read_configs import read_config
@@ -42,6 +44,18 @@ class ImageEncoder(Protocol):
 
 def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
     """Raise WrongInput unless a folder has a CLIPModel's files; no weights are loaded."""
+    _check_clip_parts(folder, setting)
+    config = _processor_config(folder)
+    size = config.get("size")
+    resizes_to_one = isinstance(size, dict) and "height" in size
+    if not config.get("do_center_crop", True) and not resizes_to_one:
+        raise WrongInput(
+            f"{setting}: {folder}: its image processor keeps the shape of a picture, its model "
+            "takes squares: set do_center_crop to true in its preprocessor_config.json"
+        )
+
+
+def _check_clip_parts(folder: Path, setting: str) -> None:
     kind = _model_type(folder, setting, "CLIPModel")
     if kind != "clip":
         raise WrongInput(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
@@ -50,13 +64,47 @@ def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
 
 
 def check_image_encoder(folder: Path) -> None:
-    """Raise WrongInput unless a folder has a model of pictures; no weights are loaded."""
+    """Raise WrongInput unless a folder has a model of whole pictures; no weights are loaded."""
     setting = "evaluate.image_encoder"
-    if _model_type(folder, setting, "vision model") == "clip":
-        check_clip(folder, setting)
-        return
-    _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
-    _check_call(folder, setting)
+    is_clip = _model_type(folder, setting, "vision model") == "clip"
+    if is_clip:
+        _check_clip_parts(folder, setting)
+    else:
+        _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
+    _check_whole(folder, setting)
+    if not is_clip:
+        _check_call(folder, setting)
+
+
+def digest_image_encoder(folder: Path) -> str:
+    """sha256 of an image encoder, for keys.
+
+    It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
+    Others have the digest of their files, as in releases without it.
+    """
+    digest, config = digest_model(folder), _processor_config(folder)
+    size = config.get("size")
+    keeps = isinstance(size, dict) and "shortest_edge" in size and not config.get("do_center_crop")
+    if keeps or config.get("crop_pct") is not None:
+        return digest_json({"model": digest, "pictures": "whole"})
+    return digest
+
+
+def _check_whole(folder: Path, setting: str) -> None:
+    """Raise WrongInput unless an image processor gives whole pictures of one size."""
+    from transformers import AutoImageProcessor
+
+    blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        _whole_pictures(processor, blanks)
+    except Exception as error:  # each processor has its own
+        raise WrongInput(
+            f"{setting}: {folder}: its image processor does not resize whole pictures to one size:"
+            f" {one_line(error)}"
+        ) from None
 
 
 def _check_call(folder: Path, setting: str) -> None:
@@ -249,13 +297,34 @@ class Pixels:
 
 
 def _whole_pictures(processor: Any, pictures: Sequence[Picture]) -> Any:
-    """Pixels [B, 3, H, W] of whole pictures, resized to what an image processor would crop."""
-    options: dict[str, Any] = {}
+    """Pixels [B, 3, H, W] of whole pictures, resized to the size that a square picture gets.
+
+    Raises:
+        ValueError: the image processor resizes to no such size.
+    """
+    height, width = _input_size(processor)
+    options: dict[str, Any] = {"size": {"height": height, "width": width}}
+    if getattr(processor, "crop_pct", None) is not None:
+        # The resize of ConvNeXt and PoolFormer crops too, so it gets nothing to do.
+        whole = (Image.fromarray(picture) for picture in pictures)
+        pictures = [np.asarray(one.resize((width, height), processor.resample)) for one in whole]
+        options = {"do_resize": False}
     if getattr(processor, "do_center_crop", False):
-        side = processor.crop_size
-        size = {"height": side["height"], "width": side["width"]}
-        options = {"size": size, "do_center_crop": False}
+        options["do_center_crop"] = False
     return processor(images=list(pictures), return_tensors="pt", **options).pixel_values
+
+
+def _input_size(processor: Any) -> tuple[int, int]:
+    """(height, width) to which an image processor brings a square picture. Raises ValueError."""
+    if not processor.do_resize:
+        raise ValueError("do_resize is false")
+    cropped = getattr(processor, "do_center_crop", False)
+    size = dict(processor.crop_size if cropped else processor.size)
+    if size.keys() == {"shortest_edge"}:
+        return size["shortest_edge"], size["shortest_edge"]
+    if not {"height", "width"} <= size.keys():
+        raise ValueError(f"its size is {size}")
+    return size["height"], size["width"]
 
 
 def _pooled(model: Any, pixels: Any) -> Any:
@@ -291,6 +360,14 @@ def _model_type(folder: Path, setting: str, kind: str) -> Any:
     if not (folder / "config.json").is_file():
         raise WrongInput(f"{setting}: {folder} has no config.json: it is no {kind} folder")
     return read_config(folder / "config.json").get("model_type")
+
+
+def _processor_config(folder: Path) -> dict[str, Any]:
+    """An image processor's config: a file of its own, or a part of that of all processors."""
+    path = next(path for name in PROCESSOR if (path := folder / name).is_file())
+    config = read_config(path)
+    part = config.get("image_processor", config)
+    return part if isinstance(part, dict) else {}
 
 
 def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:

@@ -1,6 +1,7 @@
 """CLIP features and judges equal those of the models."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,24 @@ import torch
 from PIL import Image
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import (
+    AutoImageProcessor,
+    AutoModel,
     BertConfig,
     BitImageProcessor,
     CLIPImageProcessor,
     CLIPModel,
     CLIPProcessor,
     CLIPTokenizer,
+    ConvNextConfig,
+    ConvNextImageProcessor,
+    ConvNextModel,
     Dinov2Config,
     Dinov2Model,
     HieraConfig,
     HieraModel,
+    PoolFormerConfig,
+    PoolFormerImageProcessor,
+    PoolFormerModel,
     SiglipConfig,
     SiglipImageProcessor,
     SiglipModel,
@@ -31,6 +40,7 @@ from transformers import (
     ViTMAEModel,
 )
 
+from artifacts.download_or_find_model import digest_model
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, digits
 from demo.ink_and_paper import NEW_STYLE, style_index
@@ -42,6 +52,7 @@ from tasks.evaluate.feature_encoders import (
     VisionModel,
     check_clip,
     check_image_encoder,
+    digest_image_encoder,
     open_image_encoder,
 )
 from tasks.evaluate.judges import check_prompts, judge_names, judge_pictures, open_judges
@@ -158,7 +169,99 @@ def test_a_clip_folder_is_an_image_encoder_by_its_projected_features(
     assert np.abs(found[1:3] - clip.images(pictures[1:3])).max() > 0.01, "whole"
 
 
-@pytest.mark.parametrize("kind", ["tiny_clip", "tiny_dino"])
+@pytest.fixture
+def tiny_vit(tiny_dino: Path) -> Path:
+    """The Dinov2Model with an image processor that keeps the shape of a picture."""
+    ViTImageProcessor(size={"shortest_edge": 28}, resample=3).save_pretrained(tiny_dino)
+    return tiny_dino
+
+
+@pytest.fixture
+def tiny_convnext(tmp_path: Path) -> Path:
+    """A ConvNextModel folder with image processor: 32 x 32 pictures, 16 features."""
+    config = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, image_size=32)
+    torch.manual_seed(0)
+    ConvNextModel(config).save_pretrained(tmp_path / "convnext")
+    ConvNextImageProcessor(size={"shortest_edge": 32}).save_pretrained(tmp_path / "convnext")
+    return tmp_path / "convnext"
+
+
+@pytest.fixture
+def tiny_poolformer(tmp_path: Path) -> Path:
+    """A PoolFormerModel folder with image processor: 32 x 32 pictures, 16 features."""
+    sizes = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_encoder_blocks": 2}
+    more = {"patch_sizes": [7, 3], "strides": [4, 2], "padding": [2, 1]}
+    torch.manual_seed(0)
+    PoolFormerModel(PoolFormerConfig(**sizes, **more)).save_pretrained(tmp_path / "poolformer")
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    PoolFormerImageProcessor(**sizes).save_pretrained(tmp_path / "poolformer")
+    return tmp_path / "poolformer"
+
+
+@pytest.mark.parametrize("kind", ["tiny_vit", "tiny_convnext", "tiny_poolformer"])
+def test_pictures_are_resized_to_one_size_where_the_processor_keeps_shapes_or_crops_otherwise(
+    kind: str, request: pytest.FixtureRequest, pictures: list[np.ndarray]
+) -> None:
+    """ConvNeXt's and PoolFormer's processors enlarge a picture by `crop_pct`, and crop it."""
+    folder: Path = request.getfixturevalue(kind)
+    check_image_encoder(folder)
+    found = open_image_encoder(folder, "cpu").images(pictures)
+    side = 28 if kind == "tiny_vit" else 32
+    small = [Image.fromarray(p).resize((side, side), Image.Resampling.BICUBIC) for p in pictures]
+    processor = AutoImageProcessor.from_pretrained(folder)
+    pixels = processor(small, do_resize=False, do_center_crop=False, return_tensors="pt")
+    with torch.no_grad():
+        states = AutoModel.from_pretrained(folder).eval()(**pixels)
+    expected = getattr(states, "pooler_output", None)
+    if expected is None:
+        expected = states.last_hidden_state.mean(dim=1).flatten(1)
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+    assert digest_image_encoder(folder) != digest_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["tiny_clip", "tiny_dino", "tiny_siglip"])
+def test_the_digest_of_other_image_encoders_is_that_of_their_files(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Their stored features are found again."""
+    folder: Path = request.getfixturevalue(kind)
+    assert digest_image_encoder(folder) == digest_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"size": {"longest_edge": 28}, "do_center_crop": False}, "its size is .*longest_edge"),
+        ({"do_resize": False}, "do_resize is false"),
+    ],
+)
+def test_an_image_processor_without_a_size_for_all_pictures_is_refused(
+    tiny_dino: Path, config: dict[str, Any], words: str
+) -> None:
+    _change(tiny_dino / "preprocessor_config.json", config)
+    with pytest.raises(WrongInput, match=f"does not resize whole pictures to one size: {words}"):
+        check_image_encoder(tiny_dino)
+
+
+def test_a_clip_whose_processor_keeps_the_shape_of_a_picture_sees_it_whole_alone(
+    tiny_clip: Path, tmp_path: Path, pictures: list[np.ndarray]
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    _change(folder / "preprocessor_config.json", {"do_center_crop": False})
+    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* set do_center_crop to true"):
+        check_clip(folder)
+    check_image_encoder(folder)
+    found, theirs = (
+        open_image_encoder(path, "cpu").images(pictures) for path in (folder, tiny_clip)
+    )
+    np.testing.assert_array_equal(found, theirs)
+
+
+def _change(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize("kind", ["tiny_clip", "tiny_dino", "tiny_convnext"])
 def test_an_image_encoder_sees_the_borders_of_a_picture(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
