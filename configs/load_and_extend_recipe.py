@@ -44,7 +44,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     settings = _read(path, seen=())
     overrides = overrides or {}
     if "source.kind" in overrides:  # a source of another kind takes nothing from the recipe's
-        settings = _merge(settings, {"source": {"kind": overrides["source.kind"]}})
+        settings = _merge(settings, {"source": {"kind": overrides["source.kind"]}}, "override ")
     for dotted, value in overrides.items():
         _set(settings, dotted, anchored(value, Path.cwd()))
     try:
@@ -120,7 +120,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     parent = settings.pop("extends", None)
     if parent is None:
         return settings
-    return _merge(_read(find_recipe(str(parent)), (*seen, path)), settings)
+    return _merge(_read(find_recipe(str(parent)), (*seen, path)), settings, f"{path.name}: ")
 
 
 def anchored(value: Any, folder: Path) -> Any:
@@ -134,12 +134,22 @@ def anchored(value: Any, folder: Path) -> Any:
     return value
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], over: dict[str, Any], where: str) -> dict[str, Any]:
+    """`base` with the values of `over`, section by section.
+
+    Args:
+        where: the start of an error: the file or override, and the section.
+    """
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict) and not _replaces(key, old, value):
-            value = _merge(old, value)
+            if old and not value:
+                raise RecipeError(
+                    f"{where}{key}: {{}} changes nothing of {', '.join(map(str, old))}: remove it, "
+                    "or set what it shall change"
+                )
+            value = _merge(old, value, f"{where}{key}.")
         merged[key] = value
     return merged
 
@@ -158,4 +168,5 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(settings, dict):
             where = ".".join(parents[: depth + 1])
             raise RecipeError(f"override {dotted}: {where} is a value, not a section")
-    settings.update(_merge({last: settings.get(last)}, {last: value}))
+    section = "".join(f"{name}." for name in parents)
+    settings.update(_merge({last: settings.get(last)}, {last: value}, f"override {section}"))

@@ -250,6 +250,20 @@ def test_override_of_a_section_keeps_other_settings() -> None:
     assert recipe.train == plain.train.model_copy(update={"steps": 7})
 
 
+def test_an_empty_section_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    line = r"evaluate\.prompts: {} changes nothing of new, .*: remove it, or set what"
+    for overrides in ({"evaluate.prompts": {}}, {"evaluate": {"prompts": {}}}):
+        with pytest.raises(RecipeError, match=f"^override {line}"):
+            load_recipe("digits", overrides)
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: digits\nevaluate: {prompts: {}}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=rf"^mine\.yaml: {line}"):
+        load_recipe(str(path))
+    empty = {"beam": {}, "train.best_checkpoint": {"metric": "clip_score"}, "train.hpu": {}}
+    overrides = {**empty, "train.sample_every_n_steps": 100, "train.checkpointing_steps": 100}
+    assert load_recipe("digits", overrides).beam == {}
+
+
 def test_dumped_recipe_has_no_secrets() -> None:
     url = "https://me:secret@example.org/list?token=hidden"
     given = {"source": {"kind": "urls", "path": url}, "beam.s3_secret_access_key": "concealed"}
