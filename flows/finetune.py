@@ -94,7 +94,9 @@ def encode(run: Run, images: StageResult) -> StageResult:
         versions=partial(versions, run.recipe.runtime),
         send=run.send(parts, progress, [images]),
     )
-    encode_stage.check(result.load(run.store).summary, run.recipe.encode.max_bad)
+    summary, settings = result.load(run.store).summary, run.recipe.encode
+    encode_stage.check(summary, settings.max_bad)
+    encode_stage.warn_of_few_held_out(summary, settings.holdout)
     return ended(run.store, run.model_name, result, encode_stage.show)
 
 

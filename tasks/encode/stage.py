@@ -29,6 +29,8 @@ from tasks.panels import Facts, Panel, Table
 from tasks.worker_reports import REPORTS
 
 log = logging.getLogger("kiln")
+#: A rule of thumb: metrics against fewer held-out pictures have wide intervals.
+FEW_HELD_OUT = 20
 
 
 class EncodeFailed(RuntimeError):
@@ -186,6 +188,20 @@ def check(summary: dict[str, Any], max_bad: float) -> None:
         raise EncodeFailed(
             f"encode: all {summary['holdout']} samples are in the held-out split; add pictures or "
             "lower encode.holdout"
+        )
+
+
+def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
+    """Warn if a gate on held-out pictures can say little.
+
+    Args:
+        share: `encode.holdout`.
+    """
+    if 0 < summary["holdout"] < FEW_HELD_OUT:
+        log.warning(
+            "encode: only %d held-out pictures: below %d, a gate on them can hardly tell models "
+            "apart: raise encode.holdout (%g) or add pictures",
+            *(summary["holdout"], FEW_HELD_OUT, share),
         )
 
 

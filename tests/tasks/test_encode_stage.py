@@ -498,6 +498,16 @@ def test_a_warning_counts_pictures_without_a_caption(
     assert told(("a",), ("", "c")) == []
 
 
+@pytest.mark.parametrize(("count", "warns"), [(0, False), (19, True), (20, False)])
+def test_few_held_out_pictures_are_told(
+    caplog: pytest.LogCaptureFixture, count: int, warns: bool
+) -> None:
+    encode.warn_of_few_held_out({"holdout": count}, 0.05)
+    expected = ["encode: only 19 held-out pictures: below 20, a gate on them can hardly tell "]
+    found = [record.message[: len(expected[0])] for record in caplog.records]
+    assert found == (expected if warns else [])
+
+
 def test_a_remote_store_has_the_same_artifact(make: Callable[..., Artifact]) -> None:
     assert make(_pictures(), "memory://encode-store").digest == make(_pictures()).digest
 
