@@ -288,13 +288,18 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
     _check_objective(recipe, model)
+    _check_schedulers(recipe, model)
+    check_training_targets.check(recipe, model)
+    return model, None if vae is None else vae_path(model, vae)
+
+
+def _check_schedulers(recipe: Recipe, model: Path) -> None:
+    """Raise WrongInput for a scheduler that cannot draw the base or the tuned model."""
     own, drawn = read_scheduler_config(model / "scheduler"), recipe.evaluate
-    for config in (own, scheduler_config(own, recipe.train)):  # both models are drawn
+    for config in (own, scheduler_config(own, recipe.train)):
         check_support.check_scheduler(
             recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
         )
-    check_training_targets.check(recipe, model)
-    return model, None if vae is None else vae_path(model, vae)
 
 
 def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor: int) -> None:

@@ -69,20 +69,9 @@ def register(
                     sign_version(registry, version, recipe.publish.signing_key)
             promoted = not registry.was_champion(version.name)
             if promoted:
-                champion = registry.champion()
-                expected = champion.name if champion else None
-                if start not in (None, expected):
-                    raise TransientError(f"{expected} became the champion meanwhile: run again")
-                inputs = published.manifest["inputs"]
-                check_champion(recipe, trained, evaluated, base, inputs)
-                try:
-                    forced = published.summary["forced"]
-                    why = "published" if forced is None else f"forced: {forced}"
-                    registry.promote(version.name, why, expected=expected)
-                except AliasNotWritten as error:  # it holds: a retry would not announce it
-                    log.warning("publish: %s", error)
-                except ChampionChanged as error:
-                    raise TransientError(f"{error}: run again") from None
+                given = (recipe, trained, evaluated, base, published.manifest["inputs"])
+                check = partial(check_champion, *given)
+                _promote(registry, version, published.summary["forced"], start, check)
         if not promoted:
             with _warning("the alias is not mended"):
                 registry.mend_alias()
@@ -96,6 +85,34 @@ def register(
     if recipe.publish.hub is not None:
         registered["hub"] = _pushed(recipe.publish.hub, registry, version)
     return registered
+
+
+def _promote(
+    registry: Registry,
+    version: Version,
+    forced: str | None,
+    start: str | None,
+    check: Callable[[], None],
+) -> None:
+    """Make a version the champion. Raises TransientError if another became it meanwhile.
+
+    Args:
+        forced: the reason to publish despite the gate.
+        start: as of `register`.
+        check: raises TransientError unless the gate compared with the present champion.
+    """
+    champion = registry.champion()
+    expected = champion.name if champion else None
+    if start not in (None, expected):
+        raise TransientError(f"{expected} became the champion meanwhile: run again")
+    check()
+    try:
+        why = "published" if forced is None else f"forced: {forced}"
+        registry.promote(version.name, why, expected=expected)
+    except AliasNotWritten as error:  # it holds: a retry would not announce it
+        log.warning("publish: %s", error)
+    except ChampionChanged as error:
+        raise TransientError(f"{error}: run again") from None
 
 
 def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
