@@ -56,6 +56,10 @@ WORKLOADS = {
     "slow, 256 threads": Workload(
         "rate_slow_vs_256_threads", "small", "slow", 6000, 256, connections=512
     ),
+    # As many connections as take less memory than those of img2dataset.
+    "slow, equal memory": Workload(
+        "rate_slow_equal_memory", "small", "slow", 6000, 64, connections=512
+    ),
 }
 
 

@@ -21,9 +21,12 @@ def test_both_sides_download_all_pictures(capsys: pytest.CaptureFixture[str]) ->
 
 def test_both_sides_have_equal_connections_to_a_slow_server() -> None:
     """The number of connections bounds the rate there."""
-    slow = [workload for workload in download.WORKLOADS.values() if workload.pace == "slow"]
+    slow = [download.WORKLOADS[name] for name in ("slow", "slow, 256 threads")]
     assert [workload.connections for workload in slow] == [128, 512]
     assert all(w.connections == w.threads * w.processes for w in slow)
+    assert download.WORKLOADS["slow, equal memory"] == replace(
+        slow[0], ratio="rate_slow_equal_memory", connections=512
+    )
 
 
 def test_a_later_round_that_lacks_pictures_is_named(
