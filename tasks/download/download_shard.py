@@ -119,9 +119,9 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
         ResizedPictures(Path(folder, "pictures")) as pictures,
     ):
         shard = _download(spec, context, store, present, Path(folder), pictures)
-    # Rows leave cycles of tasks, errors and frames, which Python finds late. A search of all
-    # objects would stop the decoders of other shards for a tenth of a second.
-    gc.collect(1)
+    # Rows leave cycles of tasks, errors and frames, which Python finds late. A search of young
+    # objects only would keep what was in flight at the search before: 360 MiB in 100,000 rows.
+    gc.collect()
     return shard
 
 
