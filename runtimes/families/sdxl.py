@@ -100,9 +100,7 @@ class SDXL(SD):
 
     def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:
         """Of the first encoder that projects its pooled output, as the pipeline takes it."""
-        if not any(projecting):
-            return super().pooled_outputs(projecting)
-        first = projecting.index(True)
+        first = next((row for row, projects in enumerate(projecting) if projects), None)
         return tuple("text_embeds" if row == first else None for row in range(len(projecting)))
 
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:

@@ -199,7 +199,7 @@ def unusual_texts(model_folder: Path) -> dict[str, str]:
 
 
 def pooled_outputs(model_folder: Path) -> tuple[str | None, ...]:
-    """Family.pooled_outputs of a pipeline's CLIP encoders."""
+    """Family.pooled_outputs of a pipeline's CLIP encoders, whose classes are not checked."""
     family, index = detect_family(model_folder), read_index(model_folder)
     kinds = [_class_of(index, name) for name in family.clip_encoders]
     return family.pooled_outputs([kind == "CLIPTextModelWithProjection" for kind in kinds])
