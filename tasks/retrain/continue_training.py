@@ -16,6 +16,7 @@ from runtimes.contract import WrongInput
 from tasks import train
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights
+from tasks.training_events import Score
 
 #: Settings that the weights of a start fix.
 FIXED = (
@@ -68,7 +69,7 @@ def build(
     base: Path,
     vae: Path | None,
     prompts: tuple[str, ...],
-    score: train.Score,
+    score: Score,
     start: Artifact,
     latents: Artifact,
     draft: Draft,

@@ -26,7 +26,8 @@ from tasks import train
 from tasks.build_or_reuse import StageFailed
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.train import _summary, _Watch, key_parts, settings_for, settings_for_key, show
+from tasks.train import _summary, key_parts, settings_for, settings_for_key, show
+from tasks.training_events import Watch
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 
@@ -38,7 +39,7 @@ def _brightness(strip: bytes) -> dict[str, float]:
 def test_a_rollback_discards_later_progress(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    watch = _Watch(Progress("train"), fsspec.filesystem("memory"), _brightness)
+    watch = Watch(Progress("train"), fsspec.filesystem("memory"), _brightness)
     figures = {"images_per_second": 1.0, "data_wait": 0.0, "memory_bytes": 1, "eta_seconds": 1.0}
     with caplog.at_level(logging.INFO, "kiln"):
         for line in LINES:
@@ -58,7 +59,7 @@ def test_new_samples_are_scored_at_once_and_earlier_ones_at_the_end(
     (tmp_path := tmp_path / "run[1]").mkdir()
     for step, value in ((2, 10), (4, 20), (6, 30)):
         Image.new("RGB", (4, 4), (value,) * 3).save(tmp_path / f"step-{step:08d}.png")
-    watch = _Watch(Progress("train"), fs, _brightness)
+    watch = Watch(Progress("train"), fs, _brightness)
     with caplog.at_level(logging.INFO, "kiln"):
         for step in (4, 6):
             path = str(tmp_path / f"step-{step:08d}.png")
@@ -81,7 +82,7 @@ def test_the_chosen_step_is_in_the_manifest_and_the_panels(tmp_path: Path) -> No
     store = Store(str(tmp_path / "run[1]"))
     history = [{**line, "validation_loss": 0.5} for line in LINES]
     history[3]["validation_loss"] = 0.125
-    watch = _Watch(Progress("train"), store.fs, _brightness)
+    watch = Watch(Progress("train"), store.fs, _brightness)
     chosen = {"chosen_step": 4, "chosen_because": "the lowest", "stopped_early": True}
     watch({"event": "result", "files": [], "images_per_second": 1.0, **chosen})
     summary = _summary(load_recipe("digits"), history, watch.chosen)
