@@ -11,6 +11,7 @@ from tasks.show_in_prefect import artifact_key
 
 log = logging.getLogger("kiln")
 
+Report = Callable[[int, int, str], None]  # done, total, text
 #: Callbacks (stage, done, total, text); `kiln run` adds its progress bar.
 listeners: list[Callable[[str, int, int, str], None]] = []
 

@@ -53,7 +53,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
     events.emit("drawn", done=done, total=total)
     already, seconds, compiling = done, list[float](), 0.0
-    for drawing, batches in zip(job.drawings, missing, strict=True):
+    for model, (drawing, batches) in enumerate(zip(job.drawings, missing, strict=True), 1):
         out = Path(drawing.out)
         out.mkdir(parents=True, exist_ok=True)
         losses = out / "losses.json"
@@ -73,6 +73,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             done += len(numbers)
             events.emit("drawn", done=done, total=total)
         if wanted:
+            events.emit("losses", model=model, models=len(job.drawings))
             with _holdout(job, drawing, pipeline) as holdout:
                 found = draw_losses(holdout, pipeline.errors)
             _write(losses, json.dumps({"losses": found}).encode())

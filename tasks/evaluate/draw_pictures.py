@@ -155,6 +155,9 @@ def progress_callback(progress: Progress) -> Callable[[Event], None]:
         if event["event"] == "drawn":
             done, total = event["done"], event["total"]
             progress(done, total, f"{done:,} of {total:,} pictures")
+        elif event["event"] == "losses":
+            number, count = event["model"], event["models"]
+            log.info("%s: held-out losses of model %d of %d", progress.stage, number, count)
         elif event["event"] == "result" and event.get("drawn"):
             compiled = event["compile_seconds"]
             suffix = f", after {compiled:.1f} s of compiling" if compiled else ""

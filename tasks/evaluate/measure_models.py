@@ -48,6 +48,7 @@ from tasks.evaluate.reference_features import (
     reference_features,
 )
 from tasks.evaluate.reference_pictures import LIMIT, reference_pictures
+from tasks.progress import Report
 
 BATCH = 256  # pictures in memory
 #: Names of the encoders of pictures. IMAGE may be the same model as CLIP, of whole pictures.
@@ -79,7 +80,7 @@ class MetricSuite:
     memorization: Memorization
 
     @classmethod
-    def of(cls, given: EvalInputs, store: Store) -> MetricSuite:
+    def of(cls, given: EvalInputs, store: Store, progress: Report) -> MetricSuite:
         """The metrics of a recipe. Raises WrongInput if a model fails to load."""
         recipe, settings, sets = given.recipe, given.recipe.evaluate, prompt_sets(given.recipe)
         clip = Clip(given.measuring.clip, settings.device)
@@ -98,8 +99,10 @@ class MetricSuite:
             seed=settings.seed,
             encoders=encoders,
             text_features=clip.texts(all_prompts(sets)),
-            held_out=_references(given, store, encoders, "holdout", LIMIT),
-            training=_references(given, store, searching, "train", settings.memorization.pictures),
+            held_out=_references(given, store, encoders, "holdout", LIMIT, progress),
+            training=_references(
+                *(given, store, searching, "train", settings.memorization.pictures, progress)
+            ),
             memorization=settings.memorization,
         )
 
@@ -114,9 +117,11 @@ class MetricSuite:
         """The number of every picture's prompt."""
         return prompt_numbers(self.sets)
 
-    def measure(self, store: Store, drawn: Shard) -> Measured:
+    def measure(
+        self, store: Store, drawn: Shard, progress: Report = lambda done, total, text: None
+    ) -> Measured:
         """The metrics of the pictures in a shard of `draw`."""
-        features, scores = self._look(store, drawn)
+        features, scores = self._look(store, drawn, progress)
         found = self._clip_scores(features[CLIP]) | self._distances(features)
         found |= holdout_losses(read_losses(store, drawn), self.resamples, self.seed)
         closest = self._nearest(features)
@@ -124,7 +129,9 @@ class MetricSuite:
             found |= closest.metrics(self.memorization, self.resamples, self.seed, self.prompts)
         return Measured(with_ranges(found | self._judged(scores)), closest)
 
-    def _look(self, store: Store, drawn: Shard) -> tuple[dict[str, Float32], dict[str, Scores]]:
+    def _look(
+        self, store: Store, drawn: Shard, progress: Report
+    ) -> tuple[dict[str, Float32], dict[str, Scores]]:
         """Features by each encoder and scores by each judge, one row per picture."""
         distinct = {id(one): one for one in self.encoders.values()}
         features: dict[int, list[Float32]] = {key: [] for key in distinct}
@@ -139,6 +146,8 @@ class MetricSuite:
                 for name, batch in judged.items():
                     scores[name].append(batch)
             start += len(pictures)
+            told = f"{start:,} of {len(prompts):,} drawn pictures measured"
+            progress(start, len(prompts), told)
         by_encoder = {n: np.concatenate(features[id(one)]) for n, one in self.encoders.items()}
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
 
@@ -225,9 +234,11 @@ def _references(
     models: Mapping[str, ImageEncoder],
     split: Split,
     limit: int,
+    progress: Report,
 ) -> References:
     settings = TransformSettings.of(given.recipe)
-    factor = open_latents(given.latents.uri).info["size_step"]
+    latents = open_latents(given.latents.uri)
+    factor = latents.info["size_step"]
     digests = given.measuring.digests()
     identities = {
         CLIP: digests["clip"],
@@ -245,5 +256,13 @@ def _references(
         "limit": limit,
     }
     pictures = reference_pictures(images, settings, factor, split, limit)
-    encoders = {name: FeatureExtractor(identities[name], model) for name, model in models.items()}
-    return reference_features(store, encoders, facts, pictures)
+    name, count = "held-out", latents.held_out
+    if split == "train":
+        name, count = "training", latents.training
+
+    def tell(done: int) -> None:
+        total = max(done, min(limit, count))
+        progress(done, total, f"{done:,} of {total:,} {name} pictures measured")
+
+    encoders = {key: FeatureExtractor(identities[key], model) for key, model in models.items()}
+    return reference_features(store, encoders, facts, pictures, tell)

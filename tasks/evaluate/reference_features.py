@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +46,7 @@ def reference_features(
     encoders: Mapping[str, FeatureExtractor],
     facts: Mapping[str, Any],
     pictures: Iterable[tuple[str, Sample, Picture]],
+    tell: Callable[[int], None] = lambda done: None,
 ) -> dict[str, ReferenceFeatures]:
     """Features by each encoder, in the order of the pictures.
 
@@ -54,6 +55,7 @@ def reference_features(
     Args:
         facts: all that selects and transforms the pictures, for the key.
         pictures: (path of the tar, sample, transformed picture), read only if features are missing.
+        tell: called after each batch, with the number of pictures so far.
     """
     keys = {
         name: digest_json({"features": VERSION, "encoder": one.digest, **facts})
@@ -70,6 +72,7 @@ def reference_features(
             names += [(path, sample.key) for path, sample, _ in batch]
             for key, model in missing.items():
                 rows[key].append(model.images([picture for *_, picture in batch]))
+            tell(len(names))
         for key in missing:
             features = np.concatenate(rows[key]) if names else np.zeros((0, 0), np.float32)
             shards[key] = _commit(store, key, features, names)

@@ -120,8 +120,8 @@ def build(
             models, spec, store, folder, run, draw_pictures.progress_callback(progress)
         )
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
-    suite = MetricSuite.of(given, store)
-    base, tuned = (suite.measure(store, shard) for shard in shards)
+    suite = MetricSuite.of(given, store, progress)
+    base, tuned = (suite.measure(store, shard, progress) for shard in shards)
     found: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
     _check_finite(found)
     if not _same_loss(given, models[0]):
@@ -267,8 +267,8 @@ def _build_published(
     with draw_pictures.scratch(draft) as folder:
         on_event = draw_pictures.progress_callback(progress)
         (shard,) = draw_pictures.draw([model], spec, store, folder, run, on_event)
-    suite = MetricSuite.of(given, store)
-    models = {"tuned": _finite(suite.measure(store, shard).metrics)}
+    suite = MetricSuite.of(given, store, progress)
+    models = {"tuned": _finite(suite.measure(store, shard, progress).metrics)}
     for one in [shard, *suite.shards]:
         draft.add_shard(one)
     draft.write(BOOTSTRAP, to_npz(models))

@@ -291,6 +291,7 @@ def _smoke_test(
     try:
         smoke_test.check_files(out, recipe.publish.max_bytes)
         if recipe.publish.smoke_test:
+            log.info("publish: smoke test: diffusers loads the folder and draws a picture")
             smoke_test.check(out, base, vae, recipe)
     except smoke_test.SmokeTestFailed as failure:
         return promotion_gate.Verdict("smoke test", False, None, None, str(failure))

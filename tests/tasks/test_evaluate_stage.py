@@ -187,6 +187,37 @@ def _metrics(artifact: Artifact) -> dict[str, Any]:
     return json.loads(artifact.read("metrics.json"))["metrics"]
 
 
+class Heard(Events):
+    """Events that a function hears at once."""
+
+    def __init__(self, hear: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.hear = hear
+
+    def emit(self, event: str, **fields: Any) -> None:
+        self.hear({"event": event, **fields})
+
+
+def test_measuring_is_not_silent(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Features of thousands of pictures, and the losses of held-out ones, take minutes."""
+    caplog.set_level("INFO", "kiln")
+    told: list[str] = []
+    monkeypatch.setattr("tasks.progress.listeners", [lambda *given: told.append(given[3])])
+    artifact = world.evaluate(world.trained(0.5), run=lambda job, hear: generate(job, Heard(hear)))
+    counts = artifact.summary["memorization"]
+    held_out, training = counts["held_out_pictures"], counts["training_pictures"]
+    assert told[-4:] == [
+        f"{held_out} of {held_out} held-out pictures measured",
+        f"{training} of {training} training pictures measured",
+        *["5 of 5 drawn pictures measured"] * 2,
+    ]
+    assert [r.message for r in caplog.records if "held-out losses" in r.message] == [
+        f"evaluate: held-out losses of model {number} of 2" for number in (1, 2)
+    ]
+
+
 def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
     artifact = world.evaluate(world.trained(0.5))
     found = _metrics(artifact)

@@ -258,10 +258,12 @@ def test_adapters_of_a_base_that_was_moved_are_published_again(tmp_path: Path) -
 
 
 def test_the_smoke_test_draws_by_plain_diffusers(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "kiln")
     artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, smoke_test=True))
     assert artifact.summary["forced"] is None
+    assert "publish: smoke test: diffusers loads the folder" in caplog.text
 
 
 def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
