@@ -20,8 +20,8 @@ from flows.task_states import begin
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, storing
 from tasks.check_places import settings_to_send
-from tasks.evaluate import stage as evaluate
 from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels, model_digests
+from tasks.evaluate.measure_published_model import PublishedMetrics, metrics_of_published
 from tasks.progress import Progress
 from tasks.publish import stage as publish
 from tasks.publish.model_registry import Version
@@ -111,14 +111,14 @@ class Run:
 
     def champion_metrics(
         self, given: EvalInputs, evaluated: Artifact, before: Sequence[StageResult]
-    ) -> Callable[[str], evaluate.PublishedMetrics]:
+    ) -> Callable[[str], PublishedMetrics]:
         """A call that returns the metrics of a published version, comparable with `evaluated`.
 
         Args:
             before: the results that the evaluation was built from.
         """
         send = partial(self.send, before=before)
-        return partial(evaluate.metrics_of_published, given, evaluated, self.begin, send=send)
+        return partial(metrics_of_published, given, evaluated, self.begin, send=send)
 
     def check_start_is_champion(self, model: str) -> None:
         """Raise StageFailed unless the champion is the start of a retraining, or its own model.

@@ -9,8 +9,8 @@ from typing import Any
 from artifacts.checksummed_files import read_checked
 from flows.model_commands import find_version
 from tasks.evaluate.bootstrap import Metric, differences
+from tasks.evaluate.measure_published_model import published_estimates
 from tasks.evaluate.metric_table import metric_rows
-from tasks.evaluate.stage import published_estimates
 from tasks.panels import aligned
 from tasks.publish.model_registry import Registry, Version
 from tasks.result_files import METRICS

@@ -13,7 +13,7 @@ from runtimes.objective.noise_schedule import Schedule, schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from tasks.encode.decode_and_crop import TransformSettings
-from tasks.evaluate.draw_pictures import SamplingSpec, sampler_settings
+from tasks.evaluate.draw_pictures import EvalModel, SamplingSpec, sampler_settings
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.holdout_loss import LEVELS
 from tasks.evaluate.judges import judge_names
@@ -77,4 +77,13 @@ def fingerprint(given: EvalInputs) -> str:
             "bootstrap": recipe.evaluate.bootstrap,
             "loss": loss_facts(schedule, given.base, given.vae, extras),
         }
+    )
+
+
+def same_loss(given: EvalInputs, model: EvalModel) -> bool:
+    """Whether a model has the prediction and the inputs of the model in training."""
+    theirs = read_schedule(model.part("scheduler"))
+    ours = read_schedule(given.base / "scheduler", given.recipe.train)
+    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
+        ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
     )

@@ -5,38 +5,30 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 
 from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import read_checked, read_record
-from artifacts.download_or_find_model import resolve_model
 from artifacts.latent_shards import open_latents
-from artifacts.store import MANIFEST, Artifact, Draft, Shard, Store
+from artifacts.store import Artifact, Draft, Shard, Store
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.scheduler_config import read_schedule
 from runtimes.sample import initial_noise
-from tasks.build_or_reuse import build_or_reuse, runtime_facts
+from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
-from tasks.evaluate.comparable_metrics import VERSION, fingerprint, loss_facts, sampling_spec
+from tasks.evaluate.comparable_metrics import VERSION, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.compare_pictures import compare_pictures
-from tasks.evaluate.draw_pictures import STAGE, EvalModel, RunJob
+from tasks.evaluate.draw_pictures import STAGE, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.judges import check_prompts, judge_names
-from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.measure_models import Measured, MetricSuite, memorization_facts
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metric_names import (
@@ -124,7 +116,7 @@ def build(
     base, tuned = (suite.measure(store, shard, progress) for shard in shards)
     found: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
     _check_finite(found)
-    if not _same_loss(given, models[0]):
+    if not same_loss(given, models[0]):
         found["base"] = _without_loss(base.metrics)
     for shard in [*shards, *suite.shards]:
         draft.add_shard(shard)
@@ -155,14 +147,6 @@ def _check_finite(models: Mapping[str, Estimates]) -> None:
                 )
 
 
-def _finite(estimates: Estimates) -> Estimates:
-    """The metrics of a champion that have a value; a warning names the others."""
-    found = {name: one for name, one in estimates.items() if np.isfinite(one.value)}
-    if lost := sorted(estimates.keys() - found.keys()):
-        log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
-    return found
-
-
 def _without_loss(estimates: Estimates) -> Estimates:
     """The metrics of a base whose loss is of another quantity than the trained model's."""
     log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
@@ -180,10 +164,11 @@ def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metr
 
 def read_estimates(evaluated: Artifact) -> dict[str, Estimates]:
     """Model ("base", "tuned") -> its metrics, from an evaluation."""
-    return _read_estimates(evaluated, MODELS)
+    return estimates_of(evaluated, MODELS)
 
 
-def _read_estimates(evaluated: Artifact, models: Sequence[str]) -> dict[str, Estimates]:
+def estimates_of(evaluated: Artifact, models: Sequence[str]) -> dict[str, Estimates]:
+    """The metrics of some models of an evaluation."""
     metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
     return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}
 
@@ -206,85 +191,6 @@ def _memorization(
     prompts = all_prompts(suite.sets)
     found = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
     return {**facts, "closest_pairs": found}
-
-
-class PublishedMetrics(NamedTuple):
-    """A published model's metrics, and the artifact with them if it was measured again."""
-
-    estimates: Estimates
-    evaluation: Artifact | None = None
-
-
-def metrics_of_published(
-    given: EvalInputs,
-    evaluated: Artifact,
-    begin: Callable[[KeyParts], Progress],
-    uri: str,
-    *,
-    send: Callable[[KeyParts, Progress], Callable[[], str] | None] | None = None,
-    run: RunJob = run_job,
-) -> PublishedMetrics:
-    """A published model's metrics, comparable with the `tuned` ones of an evaluation.
-
-    The metrics of its own publication are reused if their fingerprint is equal; its weights are
-    then not read. Otherwise the model samples again, as an artifact of its own. The held-out loss
-    is then omitted if the model predicts another quantity or has other inputs.
-
-    Args:
-        evaluated: artifact of the evaluation.
-        begin: records that the run needs an artifact; returns the progress of building it.
-        uri: folder or URL of the published model.
-        send: returns a call that lets another machine build an artifact, or None to build it here.
-    """
-    found = published_estimates(uri, evaluated.summary["fingerprint"])
-    if found is not None:
-        return PublishedMetrics(found)
-    log.info("evaluate: the champion has no comparable metrics: measuring it again")
-    model = load_published_model(resolve_model(uri))
-    # The fingerprint has what ours must share with it, such as the prediction type of the loss.
-    shared = {"published": model.digest, "comparable": fingerprint(given)}
-    inputs = given.digests() | shared
-    parts = KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
-    progress = begin(parts)
-    build = partial(_build_published, given, model, progress=progress, run=run)
-    parents = {"images": given.images, "latents": given.latents}
-    sent = None if send is None else send(parts, progress)
-    result = build_or_reuse(evaluated.store, parts, build, parents=parents, send=sent)
-    artifact = result.load(evaluated.store)
-    return PublishedMetrics(_read_estimates(artifact, ("tuned",))["tuned"], artifact)
-
-
-def _build_published(
-    given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: RunJob
-) -> dict[str, Any]:
-    """Sample with a published model, and write its finite metrics, as `tuned`, into the draft.
-
-    A rule that names another metric then has no comparable value, and fails unless it is forced.
-    """
-    spec, store = sampling_spec(given), draft.store
-    if not _same_loss(given, model):
-        spec = replace(spec, latents=None)  # the model may not even accept our latents
-    with draw_pictures.scratch(draft) as folder:
-        on_event = draw_pictures.progress_callback(progress)
-        (shard,) = draw_pictures.draw([model], spec, store, folder, run, on_event)
-    suite = MetricSuite.of(given, store, progress)
-    models = {"tuned": _finite(suite.measure(store, shard, progress).metrics)}
-    for one in [shard, *suite.shards]:
-        draft.add_shard(one)
-    draft.write(BOOTSTRAP, to_npz(models))
-    facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(given)}
-    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-    run_facts = runtime_facts(given.recipe.runtime)
-    return {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}, **facts, "run": run_facts}
-
-
-def _same_loss(given: EvalInputs, model: EvalModel) -> bool:
-    """Whether a model has the prediction and the inputs of the model in training."""
-    theirs = read_schedule(model.part("scheduler"))
-    ours = read_schedule(given.base / "scheduler", given.recipe.train)
-    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
-        ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
-    )
 
 
 def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
@@ -346,18 +252,3 @@ def _pictures(store: Store, shard: Shard, wanted: set[int]) -> dict[int, NDArray
     """Pictures u8 [H, W, 3] by number."""
     pictures = enumerate(draw_pictures.read_pictures(store, shard))
     return {number: picture for number, picture in pictures if number in wanted}
-
-
-def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
-    """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable."""
-    try:
-        fs, root = url_to_fs(uri)
-        manifest = read_record(fs, f"{root}/{MANIFEST}")
-        sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
-        found = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
-        if found["fingerprint"] != fingerprint:
-            return None
-        resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
-        return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
-    except (OSError, ValueError, KeyError):
-        return None

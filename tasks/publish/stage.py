@@ -24,7 +24,8 @@ from runtimes.pipeline_folder.read_configs import read_index
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
 from tasks.evaluate.draw_pictures import DRAWING_PARTS
-from tasks.evaluate.stage import PublishedMetrics, metrics_by_name, read_estimates
+from tasks.evaluate.measure_published_model import PublishedMetrics
+from tasks.evaluate.stage import metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import lineage_chart
 from tasks.progress import Progress

@@ -28,7 +28,8 @@ from configs.settings.recipe import Recipe
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
-from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
+from tasks.evaluate.measure_published_model import PublishedMetrics
+from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import stage as publish_stage
 from tasks.publish.model_registry import Registry
 from tasks.publish.register import register

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from prefect import runtime
 
-from tasks.evaluate import stage as evaluate_stage
+from tasks.evaluate import measure_published_model
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -229,13 +229,13 @@ def test_a_champion_with_other_metrics_is_measured_by_the_evaluation(
     first: Report, small: Overrides, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There it has the accelerator, which `publish` on another machine may lack."""
-    build, tasks = evaluate_stage._build_published, list[str]()
+    build, tasks = measure_published_model._build_published, list[str]()
 
     def measure(*given: Any, **more: Any) -> Any:
         tasks.append(runtime.task_run.name)
         return build(*given, **more)
 
-    monkeypatch.setattr(evaluate_stage, "_build_published", measure)
+    monkeypatch.setattr(measure_published_model, "_build_published", measure)
     rule = "holdout_loss < champion * 1.01"  # its weights were rounded
     other = {**small, "evaluate.num_inference_steps": 3, "publish.gate": [rule]}
     report = run_here("digits", other)

@@ -44,9 +44,9 @@ from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
 from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels
 from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.measure_published_model import PublishedMetrics, metrics_of_published
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.stage import PublishedMetrics
 from tasks.panels import Table
 from tasks.progress import Progress
 
@@ -152,9 +152,7 @@ class World:
 
     def measured(self, champion: Path, evaluated: Artifact) -> PublishedMetrics:
         given = self.inputs(self.recipe)
-        return evaluate.metrics_of_published(
-            given, evaluated, self.begin, str(champion), run=self.run
-        )
+        return metrics_of_published(given, evaluated, self.begin, str(champion), run=self.run)
 
     def begin(self, parts: KeyParts) -> Progress:
         self.begun.append((parts.stage, parts.key))
@@ -537,7 +535,7 @@ def test_another_prediction_measures_the_champion_again(
         train = world.recipe.train.model_copy(update={"prediction_type": kind})
         given = world.inputs(world.recipe.model_copy(update={"train": train}))
         with pytest.raises(InterruptedError):
-            evaluate.metrics_of_published(given, artifact, begin, str(champion), run=world.run)
+            metrics_of_published(given, artifact, begin, str(champion), run=world.run)
     assert len(set(begun)) == 2
 
 

@@ -26,7 +26,8 @@ from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
-from tasks.evaluate.stage import PublishedMetrics, metrics_by_name
+from tasks.evaluate.measure_published_model import PublishedMetrics
+from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble, cast
 from tasks.publish.model_card import (
