@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kiln_command import ROOT
+from loopback_server import free_port
 
 BIN = Path(sys.executable).parent
 START_SECONDS = 120  # for a busy machine
@@ -93,13 +94,6 @@ def running(
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-
-
-def free_port() -> int:
-    """A port of loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(address: str) -> None:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email import message_from_bytes, message_from_string
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import count
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from gcs_objects import Blob, Name, Objects, Query, Refused
+from loopback_server import LoopbackServer
 
 
 @dataclass
@@ -32,41 +29,22 @@ class Upload:
     data: bytearray = field(default_factory=bytearray)
 
 
-class GcsServer(ThreadingHTTPServer):
+class GcsServer(LoopbackServer):
     """The server.
 
     Attributes:
-        requests: (method, path) of each request so far, in the order that they came in.
         forbidden: a regular expression of requests (method and path, as `GET /...`) that are
             refused, as to somebody without permission.
         absent: name of a bucket that does not exist.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler)
         self.objects = Objects()
         self.uploads: dict[str, Upload] = {}
         self.upload_ids = count(1)
-        self.requests: list[tuple[str, str]] = []
         self.forbidden = "nothing"
         self.absent = ""
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that have gone: a killed one cannot close its connections."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
-
-
-@contextmanager
-def serving() -> Iterator[GcsServer]:
-    """A server that answers."""
-    with GcsServer() as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 _BUCKET = "/storage/v1/b/(?P<bucket>[^/]+)"

@@ -10,14 +10,12 @@ import base64
 import hashlib
 import json
 import re
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from loopback_server import LoopbackServer
 
 #: Suffixes of large files (LFS), which are served behind a redirect.
 LARGE = (".safetensors", ".parquet")
@@ -39,42 +37,23 @@ class Repository:
         return hashlib.sha1(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-class HubServer(ThreadingHTTPServer):
+class HubServer(LoopbackServer):
     """The server.
 
     Attributes:
         repositories: repositories by name; data sets as `datasets/<name>`.
-        requests: (method, path) of each request so far, in order.
         writers: tokens that may create repositories and commit.
         stop_after: number of further large files that are accepted; None: all.
         fault: fault of every response: an HTTP status; `page`, an HTML page of another site;
             `cut`, only the first half of a file.
     """
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler)
         self.repositories: dict[str, Repository] = {}
-        self.requests: list[tuple[str, str]] = []
         self.writers: set[str] = set()
         self.stop_after: int | None = None
         self.fault: int | str | None = None
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore connection errors, such as those of killed clients."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
-
-
-@contextmanager
-def serving() -> Iterator[HubServer]:
-    """A running server."""
-    with HubServer() as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 class Refused(Exception):

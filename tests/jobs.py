@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from configs.settings.train import Train
-from runtimes.contract import StepBatch
+from runtimes.contract import State, StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
@@ -82,3 +83,10 @@ def outputs(job: TrainJob) -> dict[str, bytes]:
     """Contents of a job's output files, by relative path."""
     out = Path(job.out)
     return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+def assert_equal(one: State, other: State) -> None:
+    """The arrays of two states are equal to the bit."""
+    assert one.keys() == other.keys()
+    for group in one:
+        np.testing.assert_equal(one[group], other[group])

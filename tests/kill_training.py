@@ -20,17 +20,24 @@ def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None
     pid_file.unlink(missing_ok=True)
     halt = {"record": r"/train/\w+/checkpoints/", "number": checkpoint, "told": str(pid_file)}
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT / 'tests/halting'}:{ROOT}")
+        patch.setenv("KILN_TEST_HALT", json.dumps(halt))
+        killing = kill_when_told(pid_file, TIMEOUT)
+        output = run()
+    assert "the runtime's process was killed by SIGKILL" in output
+    killing.join()
+
+
+def kill_when_told(pid_file: Path, seconds: float) -> threading.Thread:
+    """Kill the process that writes its pid to a file within `seconds`, in a thread."""
+
     def kill() -> None:
-        until = time.monotonic() + TIMEOUT
+        until = time.monotonic() + seconds
         while not pid_file.exists() and time.monotonic() < until:
             time.sleep(0.05)
         os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT / 'tests/halting'}:{ROOT}")
-        patch.setenv("KILN_TEST_HALT", json.dumps(halt))
-        killing = threading.Thread(target=kill, daemon=True)
-        killing.start()
-        output = run()
-    assert "the runtime's process was killed by SIGKILL" in output
-    killing.join()
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread

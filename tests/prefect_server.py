@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kiln_command import ROOT, environment
+from loopback_server import free_port
 
 PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
 TIMEOUT = 600  # timeout in seconds, for a busy machine
@@ -35,7 +35,7 @@ class Server:
     """
 
     def __init__(self, folder: Path, api: str | None = None) -> None:
-        self.api = api or f"http://127.0.0.1:{_free_port()}/api"
+        self.api = api or f"http://127.0.0.1:{free_port()}/api"
         self.env = {
             **environment(folder),
             "PREFECT_API_URL": self.api,
@@ -236,12 +236,6 @@ def _keep(folder: Path) -> None:
             (folder / API).unlink()  # later processes start another server
         finally:
             server.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

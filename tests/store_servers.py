@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-import gcs_server
-import hub_server
 import pytest
 from gcs_server import GcsServer
 from hub_server import HubServer
@@ -39,7 +37,7 @@ os.environ |= {
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[GcsServer]:
     """Google Cloud Storage: any `gs://<bucket>`, here and in processes that inherit from us."""
-    with gcs_server.serving() as server, pytest.MonkeyPatch.context() as patch:
+    with GcsServer() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", server.url)
         yield server
 
@@ -111,7 +109,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The hub, here and in processes that inherit from us: nothing in it, nobody logged in."""
     from huggingface_hub import HfFileSystem, constants
 
-    with hub_server.serving() as server:
+    with HubServer() as server:
         where = {
             "ENDPOINT": server.url,
             "HF_HUB_CACHE": str(tmp_path / "hub"),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kiln_command import processes_below
-from prefect_server import TIMEOUT, Server, _free_port
+from loopback_server import free_port
+from prefect_server import TIMEOUT, Server
 
 REDIS_PASSWORD = "of-tests"
 INSTALL = "apt-get install postgresql redis-server"
@@ -140,7 +141,7 @@ class PostgreSQL:
         if not os.getuid():
             shutil.chown(self.home, "postgres", "postgres")
             self._user = {"user": "postgres", "group": "postgres", "extra_groups": []}
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"postgresql+asyncpg://prefect@127.0.0.1:{self._port}/postgres"
         self._run("initdb", "-A", "trust", "-U", "prefect", "-D", str(self.home / "data"))
 
@@ -172,7 +173,7 @@ class Redis:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._folder, self._port = folder, _free_port()
+        self._folder, self._port = folder, free_port()
 
     def url(self, number: int) -> str:
         return f"redis://:{REDIS_PASSWORD}@127.0.0.1:{self._port}/{number}"

@@ -13,11 +13,11 @@ from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
 
-import gcs_server
 from chaos.faults import STORES
 from chaos.round import Outcome, Reference, Round, StoreLocation, Undisturbed, processes
 from chaos.worker import Given
 from fsspec import get_filesystem_class
+from gcs_server import GcsServer
 from store_servers import BUCKET, serving_s3
 
 SLOTS, FAULTS_PER_ROUND = 3, 85
@@ -95,7 +95,7 @@ def _place(kind: str, folder: Path) -> Iterator[StoreLocation]:
 
 def _serve(kind: str, pipe: Any) -> None:
     logging.getLogger("werkzeug").addHandler(logging.NullHandler())  # otherwise it prints
-    with (serving_s3 if kind == "s3" else gcs_server.serving)() as server:
+    with (serving_s3 if kind == "s3" else GcsServer)() as server:
         pipe.send(server.url)
         with suppress(EOFError):
             pipe.recv()  # until the driver has ended, however

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from peft import LoraConfig
 from PIL import Image
 from tolerances import LOSS, NORM, WEIGHTS
+from training import history
 
 from configs.settings.train import Train
 from runtimes.adapters.initialise_lora import initial_down
@@ -72,26 +72,11 @@ def subjects_and_families(extended: str = "") -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("runtime", "family"), params, indirect=["runtime"])
 
 
-def history(job: TrainJob) -> list[dict[str, Any]]:
-    """A run's lines, one a step."""
-    return [json.loads(line) for line in (Path(job.out) / "history.jsonl").read_text().splitlines()]
-
-
 def result(job: TrainJob) -> dict[str, Weights]:
     """What a run has left: file -> arrays."""
     out = Path(job.out)
     files = sorted([*out.glob("*.safetensors"), *out.glob("*/*.safetensors")])
     return {str(path.relative_to(job.out)): read_weights(path) for path in files}
-
-
-def roll_back(job: TrainJob, step: int) -> None:
-    """Leave a work folder as it was when the process was killed after the checkpoint of `step`."""
-    for path in sorted((Path(job.work) / "checkpoints").iterdir()):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    (Path(job.out) / "history.jsonl").unlink()
-    for name in result(job):
-        (Path(job.out) / name).unlink()
 
 
 def assert_follows(job: TrainJob, expected: list[Figures]) -> None:

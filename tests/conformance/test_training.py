@@ -20,18 +20,17 @@ from conformance.runs import (
     Once,
     assert_close,
     assert_follows,
-    history,
     plain_adapters,
     plain_denoiser,
     reference,
     result,
-    roll_back,
     run_of_torch,
     skip_unless_known,
     subjects,
     subjects_and_families,
     train_here,
 )
+from training import history, roll_back
 
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.train.write_and_prune_checkpoints import Checkpoints

@@ -1,16 +1,13 @@
 """Both Beam stages on a Dask cluster, and on Beam's job service with an external worker pool."""
 
 import json
-import os
-import signal
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import dask_cluster, job_service
+from kill_training import kill_when_told
 from kiln_command import ROOT
 from picture_sources import make_pictures, write_folder
 
@@ -124,20 +121,6 @@ def test_a_dask_cluster_of_the_run_prints_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def kill_the_halted(told: Path) -> threading.Thread:
-    """Kill the worker that writes its pid to `told`, in a thread."""
-
-    def kill() -> None:
-        until = time.monotonic() + KILL_SECONDS
-        while not told.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        os.kill(int(told.read_text()), signal.SIGKILL)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
-
-
 def halting(told: Path, stage: str) -> dict[str, str]:
     """Environment in which the first worker to commit a second shard of a stage halts."""
     halt = {"record": rf"/{stage}/shards/.*\.json$", "number": 2, "told": str(told)}
@@ -154,7 +137,7 @@ def test_a_killed_dask_worker_loses_and_doubles_nothing(
     with dask_cluster(tmp_path / "cluster", 3, halting(told, stage)) as address:
         beam = {"runner": "DaskRunner", "dask_client_address": address}
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
-        killing = kill_the_halted(told)
+        killing = kill_when_told(told, KILL_SECONDS)
         images = fetch(recipe)
         latents = encoded(recipe, images)
     killing.join(0)
@@ -174,7 +157,7 @@ def test_a_killed_external_worker_fails_the_job_and_a_retry_completes_it(
     told = tmp_path / "told"
     with job_service(tmp_path / "service", 2, halting(told, stage)) as beam:
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
-        kill_the_halted(told)
+        kill_when_told(told, KILL_SECONDS)
         images = fetch(recipe) if stage == "encode" else None
         with pytest.raises(TransientError, match="workers were lost"):
             fetch(recipe) if images is None else encoded(recipe, images)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from jobs import MakeJob, lora, predicted, start, trained
+from jobs import MakeJob, assert_equal, lora, predicted, start, trained
 
 from configs.settings.lora import Lora
 from runtimes.adapters.initialise_lora import initial_down
 from runtimes.adapters.lora_target_layers import choose_layers
-from runtimes.contract import State, WrongInput
+from runtimes.contract import WrongInput
 
 pytestmark = pytest.mark.slow
 
@@ -108,12 +108,6 @@ def test_in_half_precision_the_base_is_half_and_adapters_are_not(make_job: MakeJ
         for step in range(2):
             half = float(runtime.step(batch(step), 1e-2).loss)
             assert half == pytest.approx(float(full.step(batch(step), 1e-2).loss), rel=3e-2)
-
-
-def assert_equal(one: State, other: State) -> None:
-    assert one.keys() == other.keys()
-    for group in one:
-        np.testing.assert_equal(one[group], other[group])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -16,6 +16,7 @@ from diffusers import (
 )
 from jobs import HOLDOUT, SAMPLER
 from PIL import Image
+from training import history
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from runtimes.data.bucketed_sample_order import Order
@@ -69,8 +70,7 @@ def test_the_loop_trains_as_a_plain_one_does(job: TrainJob, tiny_sd3: Path) -> N
     for name, weight in plain.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], weight, atol=1e-5, rtol=1e-4)
         assert name == "pos_embed.pos_embed" or not torch.equal(weight, start[name]), name
-    lines = (Path(job.out) / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == pytest.approx(losses, rel=1e-4)
+    assert [line["loss"] for line in history(job)] == pytest.approx(losses, rel=1e-4)
 
 
 def plain_training(folder: Path, job: TrainJob) -> tuple[SD3Transformer2DModel, list[float]]:

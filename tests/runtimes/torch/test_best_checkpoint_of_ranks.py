@@ -1,6 +1,5 @@
 """The best checkpoint and the early stop of several processes: one choice, whoever is killed."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from jobs import MakeJob, outputs
 from kiln_command import jobs_of
 from safetensors.numpy import load_file
+from training import history
 
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
@@ -43,8 +43,8 @@ def run(start_job: StartJob, job: TrainJob) -> dict[str, Any]:
 
 def best(job: TrainJob) -> int:
     """The step with the lowest held-out loss of a run's history."""
-    lines = map(json.loads, (Path(job.out) / "history.jsonl").open())
-    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    lines = [line for line in history(job) if "validation_loss" in line]
+    losses = {line["step"]: line["validation_loss"] for line in lines}
     return min(losses, key=lambda step: losses[step])
 
 

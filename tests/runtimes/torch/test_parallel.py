@@ -1,6 +1,5 @@
 """Several processes at one run: the numbers of one process, and one checkpoint or none."""
 
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from jobs import MakeJob, curve, outputs
 from kiln_command import jobs_of
 from safetensors.numpy import load_file
+from training import history
 
 from configs.settings.train import Train
 from runtimes.__main__ import main
@@ -43,10 +43,6 @@ SETTINGS: dict[str, Any] = {
 }
 FULL: dict[str, Any] = {"train_text_encoder": True}
 LORA = {"method": "lora", "lora": {"target_modules": "all", "rank": 3}}
-
-
-def history(job: TrainJob) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(job.out) / "history.jsonl").open()]
 
 
 def assert_same_run(one: TrainJob, other: TrainJob) -> None:

@@ -14,14 +14,14 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
-from jobs import SAMPLER, MakeJob, start, trained
+from jobs import SAMPLER, MakeJob, assert_equal, start, trained
 from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch.nn.functional import mse_loss
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from configs.settings.train import Train
-from runtimes.contract import State, WeightsLost, WrongInput
+from runtimes.contract import WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.optimizer_step.training_state_copies import published
@@ -169,12 +169,6 @@ def test_the_average_warms_up(make_job: MakeJob) -> None:
             average[name] = decay * average[name] + (1 - decay) * weight
     for name, expected in average.items():
         np.testing.assert_allclose(runtime.state()["ema"][name], expected, atol=1e-6)
-
-
-def assert_equal(one: State, other: State) -> None:
-    assert one.keys() == other.keys()
-    for group in one:
-        np.testing.assert_equal(one[group], other[group])
 
 
 def test_a_restored_runtime_goes_on_to_the_bit(make_job: MakeJob) -> None:

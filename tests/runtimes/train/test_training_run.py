@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from gcsfs.retry import HttpError
 from jobs import MakeJob, curve, outputs
+from training import history
 
 from artifacts.safetensors import write_arrays
 from configs.settings.train import Train
@@ -69,10 +70,6 @@ def run(job: TrainJob, until: int = 10**9) -> RecordedEvents:
     heard = RecordedEvents(until)
     assert train(job, heard, heard.stop) == (until > job.train["steps"])
     return heard
-
-
-def history(job: TrainJob) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in outputs(job)["history.jsonl"].splitlines()]
 
 
 def test_the_loop_goes_on_while_a_checkpoint_is_written(
