@@ -107,11 +107,13 @@ def train(run: Run, latents: StageResult) -> StageResult:
     encoded = latents.load(run.store)
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(encoded.uri))
-        if run.champion is None and publish_stage.STAGE in run.stages:
-            check_rivals_held_out(run.recipe, run.store, encoded)
     prompts = sample_prompts(run.recipe)
     score = SampleScorer(run.recipe.evaluate.judges, run.measuring.clip, prompts)
     parts = train_stage.key_parts(run.recipe, encoded, run.base, run.measuring.clip)
+    is_judged = publish_stage.STAGE in run.stages and run.force is None and run.champion is None
+    if is_judged and run.store.find(train_stage.STAGE, parts.key) is None:
+        with failing("train"):  # weights in the store may have been published before
+            check_rivals_held_out(run.recipe, run.store, encoded)
     progress = run.begin(parts)
     build = partial(
         train_stage.build,

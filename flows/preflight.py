@@ -178,7 +178,8 @@ def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
     stages = stages_without_pool(recipe, STAGES[: 1 + STAGES.index(until)])
     check_gate_and_prompts(recipe)
     writable_store(recipe)
-    check_support.check_installed(recipe.runtime)
+    if _needs_runtime(stages):
+        check_support.check_installed(recipe.runtime)
     if "train" in stages:
         _check_monitoring(recipe)
     if "download" in stages and not _is_remote(recipe.source):
@@ -222,8 +223,12 @@ def writable_store(recipe: Recipe) -> Store:
     return store
 
 
+def _needs_runtime(stages: Sequence[StageName]) -> bool:
+    return bool({"encode", "train", "evaluate"} & set(stages))
+
+
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    if not {"encode", "train", "evaluate"} & set(stages):
+    if not _needs_runtime(stages):
         return
     check_support.check_installed(recipe.runtime)
     asked = devices_here(recipe, stages)

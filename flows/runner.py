@@ -20,6 +20,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from configs.expand_sweep_trials import load_trials
 from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line
@@ -44,13 +45,20 @@ def run(
     _prepare_prefect()
     with error_as_json(as_json):
         if configured_server() is None:
-            recipe = load_recipe(arguments["recipe"], overrides)
-            _check_before_server(recipe, arguments.get("until", STAGES[-1]))
+            for recipe in _recipes(flow, arguments["recipe"], overrides):
+                _check_before_server(recipe, arguments.get("until", STAGES[-1]))
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     _print_summary(report, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
     return report
+
+
+def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
+    """The recipes that a flow runs: of a sweep those of its trials."""
+    if flow == "sweep":
+        return [trial.recipe for trial in load_trials(name, overrides)]
+    return [load_recipe(name, overrides)]
 
 
 def _check_before_server(recipe: Recipe, until: StageName) -> None:

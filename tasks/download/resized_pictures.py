@@ -22,10 +22,16 @@ class ResizedPictures:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with self._lock:  # a write after the close of its file could hit another one's descriptor
+            self._file.close()
 
     def add(self, row: int, picture: bytes) -> None:
-        """Append the picture of a row, instead of an earlier one. Raises OSError."""
+        """Append the picture of a row, instead of an earlier one.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: the pictures are closed, as when a run is interrupted.
+        """
         with self._lock:
             place = (self._file.seek(0, 2), len(picture))
             rest = memoryview(picture)

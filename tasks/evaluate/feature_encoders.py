@@ -82,24 +82,28 @@ def digest_image_encoder(folder: Path) -> str:
     It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
     Others have the digest of their files, as in releases without it.
     """
-    digest, config = digest_model(folder), _processor_config(folder)
-    size = config.get("size")
-    keeps = isinstance(size, dict) and "shortest_edge" in size and not config.get("do_center_crop")
-    if keeps or config.get("crop_pct") is not None:
+    digest, processor = digest_model(folder), _processor(folder)  # its class has defaults, too
+    cropped = getattr(processor, "do_center_crop", False)
+    keeps = "shortest_edge" in dict(processor.size) and not cropped
+    if keeps or getattr(processor, "crop_pct", None) is not None:
         return digest_json({"model": digest, "pictures": "whole"})
     return digest
 
 
-def _check_whole(folder: Path, setting: str) -> None:
-    """Raise WrongInput unless an image processor gives whole pictures of one size."""
+def _processor(folder: Path) -> Any:
+    """The image processor of a folder. Raises as transformers does."""
     from transformers import AutoImageProcessor
 
+    return AutoImageProcessor.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+
+
+def _check_whole(folder: Path, setting: str) -> None:
+    """Raise WrongInput unless an image processor gives whole pictures of one size."""
     blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
     try:
-        processor = AutoImageProcessor.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        _whole_pictures(processor, blanks)
+        _whole_pictures(_processor(folder), blanks)
     except Exception as error:  # each processor has its own
         raise WrongInput(
             f"{setting}: {folder}: its image processor does not resize whole pictures to one size:"
@@ -109,12 +113,12 @@ def _check_whole(folder: Path, setting: str) -> None:
 
 def _check_call(folder: Path, setting: str) -> None:
     """Raise WrongInput if a model does not accept a picture alone, or lacks weights."""
-    from transformers import AutoImageProcessor, AutoModel
+    from transformers import AutoModel
 
     local = {"local_files_only": True, "trust_remote_code": False}
     missing, kind = list[str](), ""
     try:
-        processor = AutoImageProcessor.from_pretrained(folder, **local)
+        processor = _processor(folder)
         model, report = AutoModel.from_pretrained(  # shapes alone
             folder, use_safetensors=True, device_map="meta", output_loading_info=True, **local
         )
@@ -253,12 +257,12 @@ class VisionModel:
     """
 
     def __init__(self, folder: Path, device: str = "auto") -> None:
-        from transformers import AutoImageProcessor, AutoModel
+        from transformers import AutoModel
 
         self._device = _device(device)
         try:
             model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-            self._processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+            self._processor = _processor(folder)
         except (OSError, RuntimeError, ValueError) as error:
             raise WrongInput(
                 f"evaluate.image_encoder: {folder} does not load as a vision model:"

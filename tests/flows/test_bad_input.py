@@ -17,10 +17,11 @@ from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.recipe import STAGES
-from flows import runner
+from flows import preflight, runner
 from flows.cli import main
+from runtimes.contract import WrongInput
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -158,6 +159,44 @@ def test_wrong_input_starts_no_server(
     given = {name: str(file) if value == "FILE" else value for name, value in overrides.items()}
     own = {name: value for name, value in small.items() if name.partition(".")[0] not in given}
     assert line in only_line(here("run", "digits", overrides={**own, **given}, code=2))
+
+
+def test_a_download_alone_needs_no_training_runtime(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(runtime: str) -> None:
+        raise WrongInput(f"runtime {runtime} is not installed")
+
+    monkeypatch.setattr(preflight.check_support, "check_installed", missing)
+    recipe = load_recipe("digits", small)
+    preflight.check_before_server(recipe, "download")
+    with pytest.raises(WrongInput, match="is not installed"):
+        preflight.check_before_server(recipe, "encode")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/list.parquet", "https://a.org/list.parquet"])
+def test_a_remote_source_is_not_read_before_the_server(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(preflight.download, "check", pytest.fail)
+    source = {"source.kind": "urls", "source.path": path}
+    own = {name: value for name, value in small.items() if not name.startswith("source.")}
+    recipe = load_recipe("digits", {**own, **source})
+    preflight.check_before_server(recipe)
+
+
+def test_of_a_sweep_the_trials_are_checked_before_the_server(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    monkeypatch.setattr(runner, "_check_before_server", lambda r, _: checked.append(r.train.seed))
+    monkeypatch.setattr(runner, "_run_flow", lambda *_, **__: {})
+    monkeypatch.setattr(runner, "_print_summary", lambda *_, **__: None)
+    swept = {"sweep.values": {"train.seed": [1, 2]}}
+    overrides = {**small, "train.seed": 5, **swept}
+    runner.run("sweep", recipe="digits", overrides=overrides, as_json=False)
+    assert set(checked) == {1, 2}
 
 
 def test_wrong_input_of_generate_starts_no_server(

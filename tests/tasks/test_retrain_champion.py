@@ -3,7 +3,6 @@
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from prefect.states import Failed
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
-from configs.settings.recipe import STAGES, StageName
+from configs.settings.recipe import STAGES
 from flows import finetune
 from flows import retrain as flow
 from flows.retrain import one_at_a_time
@@ -142,22 +141,26 @@ def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
 
 
 @pytest.mark.parametrize(
-    ("gate", "stages", "source", "is_refused"),
+    ("changed", "is_refused"),
     [
-        (["cmmd < champion"], STAGES, "first", True),
-        (["cmmd < champion"], STAGES, "another", False),
-        (["cmmd < champion"], STAGES[:4], "first", False),
-        (["cmmd < base"], STAGES, "first", False),
+        ({}, True),
+        ({"source": "another"}, False),
+        ({"stages": STAGES[:4]}, False),
+        ({"gate": ["cmmd < base"]}, False),
+        ({"force": "they look better"}, False),
+        ({"stored": True}, False),  # perhaps the weights of an earlier version
     ],
 )
 def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
-    gate: list[str],
-    stages: Sequence[StageName],
-    source: str,
+    changed: dict[str, Any],
     is_refused: bool,
 ) -> None:
+    case = {"gate": ["cmmd < champion"], "source": "first", "stored": False, **changed}
+    chosen = {name: value for name, value in changed.items() if name in ("stages", "force")}
+    weights = KeyParts("train", 1, {}, {"name": "weights"})
+
     class Trained(Exception):
         pass
 
@@ -167,12 +170,16 @@ def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
     publish_model(run, "first")
     monkeypatch.setattr(finetune, "check_gate_rules", lambda *_: None)
     monkeypatch.setattr(finetune, "open_latents", lambda _: None)
-    monkeypatch.setattr(finetune.train_stage, "key_parts", trains)
+    monkeypatch.setattr(finetune.train_stage, "key_parts", lambda *_: weights)
+    monkeypatch.setattr(Run, "begin", trains)
+    if case["stored"]:
+        commit(run, "train", "weights")
     had = run.recipe.encode.holdout
     for holdout, error in ((had, Trained), (had * 2, StageFailed if is_refused else Trained)):
-        given = {"store": run.recipe.store, "publish.gate": gate, "encode.holdout": holdout}
-        other = replace(run, recipe=load_recipe("digits", given), stages=stages)
-        latents = commit(other, "encode", "more held out", images=commit(run, "download", source))
+        given = {"store": run.recipe.store, "publish.gate": case["gate"], "encode.holdout": holdout}
+        other = replace(run, recipe=load_recipe("digits", given), **chosen)
+        images = commit(run, "download", case["source"])
+        latents = commit(other, "encode", "more held out", images=images)
         with pytest.raises(error):
             finetune.train.fn(other, result_of(latents))
 
