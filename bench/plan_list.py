@@ -108,11 +108,11 @@ def _planned(folder: Path, format: str) -> dict[str, Any]:
             "publish": {"name": "unused"},
         }
     )
-    since, cpu_since = time.perf_counter(), time.process_time()
+    begun, since, cpu_since = time.time(), time.perf_counter(), time.process_time()
     plan = download.plan(recipe)
     seconds, cpu_seconds = time.perf_counter() - since, time.process_time() - cpu_since
     run = plan.artifact.manifest["run"]
-    is_new = time.time() - Path(plan.artifact.path, "manifest.json").stat().st_mtime < seconds + 1
+    is_new = Path(plan.artifact.path, "manifest.json").stat().st_mtime > begun
     return {
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
