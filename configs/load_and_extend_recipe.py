@@ -65,9 +65,12 @@ def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 def find_recipe(name: str) -> Path:
     """The file of a recipe, by name or path. Raises RecipeError if there is none."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    is_path = name.endswith((".yaml", ".yml"))
+    path = Path(name) if is_path else RECIPES / f"{name}.yaml"
     if os.path.isfile(path):  # Path.is_file raises for a name that is too long
         return path
+    if is_path:
+        raise RecipeError(f"recipe {name}: no such file")
     hint = hint_of(name, recipe_names())
     raise RecipeError(f"recipe {name}: not found ({hint}; or give a path ending in .yaml)")
 
@@ -120,7 +123,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     parent = settings.pop("extends", None)
     if parent is None:
         return settings
-    return _merge(_read(find_recipe(str(parent)), (*seen, path)), settings, f"{path.name}: ")
+    try:
+        extended = find_recipe(str(parent))
+    except RecipeError as error:
+        raise RecipeError(f"{path.name}: extends: {error}") from None
+    return _merge(_read(extended, (*seen, path)), settings, f"{path.name}: ")
 
 
 def anchored(value: Any, folder: Path) -> Any:

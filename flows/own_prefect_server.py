@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 
 def start_server() -> None:
-    """Start Prefect's own server with SIGINT blocked.
+    """Start Prefect's own server in a session of its own.
 
-    Ctrl-C would otherwise end the server before the run, and Prefect's client would retry its last
-    request for a minute.
+    Ctrl-C, or SIGTERM to the process group as of `timeout`, would otherwise end the server before
+    the run. Prefect's client would then retry its last request for a minute, and the run would stay
+    *Running* for good.
     """
-    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.server.api import server
 
-    class Server(SubprocessASGIServer):
+    class Server(server.SubprocessASGIServer):
         def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
-            process = super()._run_uvicorn_command()
+            with _in_new_sessions(server):
+                process = super()._run_uvicorn_command()
             _end_after_us(process.pid)
             return process
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the server inherits it
+    Server().start()
+
+
+@contextmanager
+def _in_new_sessions(module: Any) -> Iterator[None]:
+    """Let a module start its processes in sessions of their own: Prefect's has no option for it."""
+    plain = module.subprocess
+    module.subprocess = SimpleNamespace(**vars(plain))
+    module.subprocess.Popen = partial(plain.Popen, start_new_session=True)
     try:
-        Server().start()
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        module.subprocess = plain
 
 
 def _end_after_us(pid: int) -> None:
