@@ -9,7 +9,7 @@ from tasks.estimate_disk import AREAS, PIXEL_BYTES, SAMPLE_BYTES
 
 #: Measured, two cores of an AMD EPYC (docs/scale.md): rows per CPU second of planning a list, and
 #: CPU seconds per picture of 12 megapixels, stored with 256 pixels.
-PLANNED, FETCHED = 0.44e6, 0.047
+PLANNED, FETCHED = 0.65e6, 0.047
 #: Measured: bytes of a row of a plan, and of a sample of SDXL at 1024 pixels in a latent shard
 #: (`encode.flip: false`).
 PLAN_ROW, LATENTS = 62, 0.58e6
