@@ -34,8 +34,9 @@ from tasks.download.source_protocol import (
     named_columns,
 )
 from tasks.download.stage_errors import SourceError
+from tasks.download.tars import EXTENSIONS
 
-PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+PICTURES = tuple(f".{extension}" for extension in EXTENSIONS)
 PIECE = 1000  # files: the average of a piece
 
 
