@@ -33,7 +33,7 @@ from configs.checkout import CHECKOUT
 from runtimes.process.job import TrainJob, write_job
 
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
-WARM_UP = 5  # steps, compilation and capture included
+WARM_UP = 5  # steps, compilation and capture included; without CUDA graphs 2 suffice
 LIMIT = 300.0  # seconds of a variant; the slowest ones needed 180
 #: Environment variables of a variant's process: stacks at SIGABRT, and memory as jax needs it.
 CHILD = {"PYTHONFAULTHANDLER": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -93,10 +93,12 @@ PIECES: dict[str, dict[str, Variant]] = {
 }
 
 
-def measure(job: TrainJob, steps: int, lock: Path) -> dict[str, Any]:
+def measure(job: TrainJob, steps: int, warm_up: int, lock: Path) -> dict[str, Any]:
     """Speed, MFU and peak memory of bare steps of a job.
 
     Args:
+        steps: timed steps.
+        warm_up: steps before them.
         lock: file of `_shared` and `_alone`.
     """
     from bench.overhead import BareSteps
@@ -105,7 +107,7 @@ def measure(job: TrainJob, steps: int, lock: Path) -> dict[str, Any]:
         begin = time.perf_counter()
         bare = BareSteps(job)
         loaded = time.perf_counter()
-        bare.seconds(WARM_UP)
+        bare.seconds(warm_up)
         warm = time.perf_counter()
         flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
     with _alone(lock):
@@ -160,6 +162,7 @@ def run_piece(
     make_job: Callable[[Model, dict[str, Any]], TrainJob],
     folder: Path,
     steps: int,
+    warm_up: int = WARM_UP,
     limit: float | None = None,
     together: int = 1,
 ) -> list[Row]:
@@ -170,6 +173,7 @@ def run_piece(
         make_job: see job_maker.
         folder: for job files.
         steps: timed steps.
+        warm_up: steps before them.
         limit: maximum seconds of a variant, waiting for others included; its process is then
             killed.
         together: variants that load and compile side by side; the device's memory must hold them.
@@ -182,14 +186,18 @@ def run_piece(
         for name, job in zip(group, jobs, strict=True):
             write_job(make_job(*variants[name]), job)
         with ThreadPoolExecutor(len(group)) as pool:
-            found = list(pool.map(lambda n, j: _measure_alone(n, j, steps, limit), group, jobs))
+            measured = [
+                pool.submit(_measure_alone, name, job, steps, warm_up, limit)
+                for name, job in zip(group, jobs, strict=True)
+            ]
+            found = [row.result() for row in measured]
         report.log("\n".join(report.table(found)))
         rows += found
     return rows
 
 
-def _measure_alone(name: str, job: Path, steps: int, limit: float | None) -> Row:
-    command = [sys.executable, "-m", "bench.gpu", "--measure", str(job), str(steps)]
+def _measure_alone(name: str, job: Path, steps: int, warm_up: int, limit: float | None) -> Row:
+    command = [sys.executable, "-m", "bench.gpu", "--measure", str(job), str(steps), str(warm_up)]
     with job.with_suffix(".log").open("w+") as log:
         child = subprocess.Popen(
             command,
@@ -258,13 +266,21 @@ def job_maker(
 def main(arguments: list[str]) -> int:
     """Run the selected pieces. Returns 1 if a variant failed."""
     if arguments[:1] == ["--measure"]:
-        lock = Path(arguments[1]).with_name("device.lock")
-        print(json.dumps(measure(read_train_job(arguments[1]), int(arguments[2]), lock)))
+        job, steps, warm_up = arguments[1:]
+        lock = Path(tempfile.gettempdir(), "kiln-bench-gpu.lock")  # also of other benchmarks
+        print(json.dumps(measure(read_train_job(job), int(steps), int(warm_up), lock)))
         return 0
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("pieces", nargs="+", metavar="PIECE", choices=PIECES, help=" ".join(PIECES))
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="only these variants")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=WARM_UP,
+        metavar="STEPS",
+        help="steps before them, with compilation (default: %(default)s)",
+    )
     parser.add_argument(
         "--limit",
         type=float,
@@ -290,7 +306,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
         folder = Path(temporary)
         make = job_maker(folder)
-        rows = run_piece(variants, make, folder, options.steps, options.limit, options.together)
+        steps, warm_up, limit = options.steps, options.warm_up, options.limit
+        rows = run_piece(variants, make, folder, steps, warm_up, limit, options.together)
     report.publish("gpu", rows, facts, options.json)
     return int(any(row.failed for row in rows))
 
