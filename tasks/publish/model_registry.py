@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
@@ -47,6 +47,7 @@ from tasks.result_files import REPORT
 
 log = logging.getLogger("kiln")
 CHAMPION, CANDIDATE = "champion", "candidate"  # aliases
+SAME_MODEL = "key_without_champion"  # fact of a move of the champion
 
 
 class ChampionChanged(RegistryError):
@@ -67,10 +68,10 @@ def registry_url(store: str, registry: str | None) -> str:
     return registry or Store(store).url_of("registry")
 
 
-def _key_without_champion(manifest: dict[str, Any]) -> str:
+def _key_without_champion(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     """A version's key, whichever champion its gate compared it with."""
-    inputs = {name: value for name, value in manifest["inputs"].items() if name != "champion"}
-    return digest_json([manifest["settings"], inputs])
+    others = {name: value for name, value in inputs.items() if name != "champion"}
+    return digest_json([settings, others])
 
 
 class Registry:
@@ -153,9 +154,8 @@ class Registry:
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
             return version
 
-        facts = {"key": found.manifest["key"]}
-        facts["key_without_champion"] = _key_without_champion(found.manifest)
-        self._champions.move(chosen, why, **facts)
+        key = _key_without_champion(found.manifest["settings"], found.manifest["inputs"])
+        self._champions.move(chosen, why, **{SAME_MODEL: key})
         return found
 
     def version(self, name: str) -> Version:
@@ -263,10 +263,9 @@ class Registry:
             self._champions.follow()
 
     def was_champion(self, version: str) -> bool:
-        """Whether a version is or was the champion, or was it as a version that `keep` deleted.
+        """Whether a version is or was the champion, also as another version of the same model.
 
-        So was one that differs from a rolled-back version in the champion it was compared with
-        alone. A copy of the present champion was not: it replaces one with damaged files.
+        A copy of the present champion was not: it replaces one with damaged files.
         """
         moves = self.history()
         if any(move["version"] == version for move in moves):
@@ -274,12 +273,22 @@ class Registry:
         manifest = self._manifest(version)
         if not isinstance(manifest, dict):
             return False
-        champions = {move["version"] for move in moves if move.get("key") == manifest["key"]}
-        if champions:
-            return last(moves) not in champions
-        kept, mine = not_rolled_back(moves), _key_without_champion(manifest)
-        rolled_back = [move for move in moves if move["version"] not in kept]
-        return any(move.get("key_without_champion") == mine for move in rolled_back)
+        mine = _key_without_champion(manifest["settings"], manifest["inputs"])
+        same = {move["version"] for move in moves if move.get(SAME_MODEL) == mine}
+        return bool(same) and last(moves) not in same
+
+    def earlier_champion(
+        self, settings: Mapping[str, Any], inputs: Mapping[str, str]
+    ) -> Version | None:
+        """The last champion that was published with these settings and inputs, if it is kept.
+
+        Args:
+            settings: of a publish artifact's key.
+            inputs: of the same key; its champion does not count.
+        """
+        mine = _key_without_champion(settings, inputs)
+        same = [m["version"] for m in reversed(self.history()) if m.get(SAME_MODEL) == mine]
+        return next(filter(None, map(self._version, dict.fromkeys(same))), None)
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""

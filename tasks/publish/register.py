@@ -69,7 +69,7 @@ def register(
                     sign_version(registry, version, recipe.publish.signing_key)
             promoted = not registry.was_champion(version.name)
             if promoted:
-                given = (recipe, trained, evaluated, base, published.manifest["inputs"])
+                given = (recipe, trained, evaluated, base, published.manifest)
                 check = partial(check_champion, *given)
                 _promote(registry, version, published.summary["forced"], start, check)
         if not promoted:

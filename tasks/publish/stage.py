@@ -84,15 +84,21 @@ def key_parts(
     recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, force: str | None = None
 ) -> KeyParts:
     """The artifact's key, with the champion if a rule names it."""
-    inputs = _inputs(recipe, trained, evaluated, base)
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe, force), inputs)
+    settings = settings_for_key(recipe, force)
+    inputs = _inputs(recipe, trained, evaluated, base, settings)
+    return KeyParts(STAGE, VERSION, settings, inputs)
 
 
-def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) -> dict[str, str]:
+def _inputs(
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, settings: Mapping[str, Any]
+) -> dict[str, str]:
     """Digests of the inputs.
 
-    If the model itself is the champion, its input stays the champion it was compared with, so that
-    another run of its recipe reuses it.
+    If the model itself is or was the champion, its input stays the champion it was compared with,
+    so that another run of its recipe reuses it.
+
+    Args:
+        settings: of the key. The champion may have others, an earlier one may not.
     """
     inputs = {
         "model": trained.digest,
@@ -101,12 +107,15 @@ def _inputs(recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path) 
         **_license_digests(base),
         **_copied_digests(recipe, base),
     }
-    champion = registry_of(recipe).champion()
+    registry = registry_of(recipe)
+    champion = registry.champion()
     if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
         return inputs
     was = champion.manifest["inputs"]
     if {name: was.get(name) for name in inputs} == inputs:
         return dict(was)
+    if (earlier := registry.earlier_champion(settings, inputs)) is not None:
+        return dict(earlier.manifest["inputs"])
     return {**inputs, "champion": champion.manifest["digest"]}
 
 
@@ -118,25 +127,31 @@ def compared_champion(recipe: Recipe, inputs: Mapping[str, str]) -> Version | No
 
 
 def check_champion(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, inputs: Mapping[str, str]
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, key: Mapping[str, Any]
 ) -> None:
-    """Raise TransientError unless the champion is the one that the key of `inputs` names."""
-    now = _inputs(recipe, trained, evaluated, base)
-    if now.get("champion") != inputs.get("champion"):
+    """Raise TransientError unless the champion is the one that a key names.
+
+    Args:
+        key: its `settings` and `inputs`, as in a manifest.
+    """
+    now = _inputs(recipe, trained, evaluated, base, key["settings"])
+    if now.get("champion") != key["inputs"].get("champion"):
         raise TransientError("another model became the champion meanwhile: run again")
 
 
 def _champion_before(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
     """The champion that the key of `inputs` names; the present one if it names none.
 
-    Of a model that is the champion itself it is the one before, if that was not deleted. A champion
-    that was published without a comparison is compared with itself.
+    Of a model that is or was the champion itself it is the one before, if that was not deleted. A
+    champion that was published without a comparison is compared with itself.
     """
     registry = registry_of(recipe)
     champion = registry.champion()
-    if champion is None or "champion" not in inputs:
-        return champion
+    if champion is None:
+        return None
     known = [champion, *reversed(registry.versions())]
+    if "champion" not in inputs:
+        return next((one for one in known if one.manifest["inputs"] == inputs), champion)
     return next((one for one in known if one.manifest["digest"] == inputs["champion"]), None)
 
 
@@ -171,7 +186,7 @@ def build(
         TransientError: the champion is not the one that the draft's key names.
     """
     inputs = draft.parts.inputs
-    check_champion(recipe, trained, evaluated, base, inputs)
+    check_champion(recipe, trained, evaluated, base, draft.parts.as_dict())
     champion = _champion_before(recipe, inputs)
     models, again = _measured(recipe, evaluated, champion, champion_metrics)
     measured = json.loads(evaluated.read(METRICS)) | _compared(models)

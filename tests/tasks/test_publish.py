@@ -188,6 +188,31 @@ def test_a_champion_with_other_settings_is_compared_with_the_one_before_it(
     assert artifact.manifest["inputs"]["champion"] == first.manifest["digest"]
 
 
+@pytest.mark.parametrize("compared", [False, True], ids=["as the first", "with a champion"])
+def test_an_earlier_champion_is_not_published_again(
+    tmp_path: Path, tiny_sdxl: Path, tuned: Path, compared: bool
+) -> None:
+    """Its key names the champion that it was compared with, as when it was published."""
+    recipe = digits(tmp_path, "cmmd <= champion")
+    worse = {"champion_metrics": lambda url: {"cmmd": Estimate(2.0, 10, np.linspace(1, 3, 401))}}
+
+    def crown(picture: bytes) -> Artifact:
+        artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=picture, **worse)
+        promote(recipe, artifact)
+        return artifact
+
+    if compared:
+        crown(b"before")
+    earlier = crown(b"earlier")
+    crown(b"later")
+    again = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"earlier", **worse)
+    assert again.key == earlier.key
+    assert again.summary["compared_with"] == "v1", "the one before; the first: itself"
+    other = digits(tmp_path, "cmmd < champion + 1")
+    stricter = publish(tmp_path, tiny_sdxl, tuned, other, picture=b"earlier", **worse)
+    assert stricter.summary["compared_with"] == ("v3" if compared else "v2")
+
+
 def test_a_champion_that_comes_after_the_key_is_not_judged_under_it(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
