@@ -77,6 +77,11 @@ class Collector:
         self._named: set[tuple[str, str, str]] = set()  # (stage, key, digest): its shards are known
         self._mark_after(self._run_records())  # a run that comes between is seen later
 
+    @property
+    def needed(self) -> int:
+        """The number of finished artifacts that stay because they are needed."""
+        return len(self._marks.artifacts)
+
     def garbage(self) -> Iterator[Garbage]:
         """Everything that is not needed, artifacts before shards. Raises GarbageUnsure."""
         named: dict[str, set[str]] = {}  # stage -> names of shard files that an artifact names

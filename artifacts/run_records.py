@@ -8,9 +8,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from artifacts.checksummed_files import encode_record, read_record, write_record
 from artifacts.compare_and_swap import read, swap
@@ -77,6 +80,7 @@ class RunRecord:
     path: str
     at: float  # when its last stage began, in seconds since 1970 by the store's own clock
     keys: set[tuple[str, str]]  # (stage, key) of its artifacts
+    recipe: str | None = None  # name; a run of `generate` has none
 
 
 def runs(store: Store) -> Iterator[RunRecord]:
@@ -88,7 +92,13 @@ def runs(store: Store) -> Iterator[RunRecord]:
         path = entry["name"]
         if path.endswith(".json") and (record := _read(store, path)) is not None:
             keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
-            yield RunRecord(path, modified(entry), keys)
+            yield RunRecord(path, modified(entry), keys, _recipe_name(record))
+
+
+def _recipe_name(record: dict[str, Any]) -> str | None:
+    """`name` in a record's dump of the recipe; the rest, which is long, is not parsed."""
+    named = re.search(r"^name:.*(?:\n(?: .*)?$)*", str(record.get("recipe", "")), re.MULTILINE)
+    return None if named is None else str(yaml.safe_load(named[0])["name"])
 
 
 def _read(store: Store, path: str) -> dict[str, Any] | None:

@@ -384,7 +384,9 @@ def list_artifacts(
 def show(
     what: Annotated[
         str,
-        typer.Argument(help="Beginning of an artifact's key, stage/key, or model (digits@v2)."),
+        typer.Argument(
+            help="Beginning of an artifact's key or digest, stage/key, or model (digits@v2)."
+        ),
     ],
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
@@ -410,7 +412,8 @@ def verify(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="Beginning of a key, model (digits, digits@v2) or folder; default: everything."
+            help="Beginning of a key or digest, model (digits, digits@v2) or folder; default: "
+            "everything."
         ),
     ] = None,
     key: Annotated[

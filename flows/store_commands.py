@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
 from artifacts.checksummed_files import first_fault
 from artifacts.gc_delete_unneeded import Collector, Garbage
-from artifacts.gc_find_needed import Marks, mark
+from artifacts.gc_find_needed import Key, Marks, mark
 from artifacts.list_folder import entries, subfolders
 from artifacts.remote_client_options_and_errors import is_full
 from artifacts.run_records import GarbageUnsure, registries, runs
@@ -27,6 +27,8 @@ from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
 from tasks.tpu import launch
 
 log = logging.getLogger("kiln")
+NAMED = 5  # artifacts that an error names
+LONGEST = 200  # characters of a value that `kiln show` prints
 MODEL = "model"  # beside the stages of artifacts
 Checked = tuple[str, str, str | None]  # stage and key, or MODEL and its name and version; fault
 
@@ -62,7 +64,8 @@ def _is_there(store: Store) -> bool:
 def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
     """Print artifacts by stage, and published versions with the champion marked."""
     store = Store(url)
-    rows = [_row(artifact) for artifact in store.artifacts()]
+    recipes = _recipes(store)
+    rows = [_row(artifact, recipes) for artifact in store.artifacts()]
     models = list(_models(store, registry))
     if as_json:
         published = [
@@ -80,7 +83,7 @@ def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
     for row in rows:
         print(
             f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {_size(row['bytes']):>9}"
-            f"  {row['created']}"
+            f"  {row['created']}  {', '.join(row['recipes'])}".rstrip()
         )
     for found, version, alias in models:
         print(f"model     {found.name} {version.name}  {version.uri}  {alias}".rstrip())
@@ -105,12 +108,16 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
     fault = store.fault(artifact)
     print(f"  state   {'whole: a run reuses it' if fault is None else fault}")
     print("  lineage")
-    for depth, name, key in _lineage(store, artifact):
-        print(f"    {'  ' * depth}{name} {key[:16]}")
+    for depth, name, found in _lineage(store, artifact):
+        print(f"    {'  ' * depth}{name} {found}")
     for title in ("settings", "summary"):
         print(f"  {title}")
         for name, value in manifest[title].items():
-            print(f"    {name}: {json.dumps(value, ensure_ascii=False)[:200]}")
+            print(f"    {name}: {_shortened(json.dumps(value, ensure_ascii=False))}")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
 def verify_store(
@@ -213,11 +220,19 @@ def collect_garbage(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
         ) from error
     if as_json:
-        print(json.dumps({"deleted": delete, "bytes": size, "garbage": found}))
-    elif delete:
-        print(f"deleted {len(found)} things, {_size(size)}")
-    else:
-        print(f"{len(found)} things, {_size(size)}, would be deleted (--delete does it)")
+        limits = {"days": days, "hours": hours, "kept": collector.needed}
+        print(json.dumps({"deleted": delete, "bytes": size, "garbage": found, **limits}))
+        return
+    print(
+        f"kept: {_count(collector.needed, 'artifact')} that published models or runs of the last "
+        f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours)"
+    )
+    total = f"{_count(len(found), 'thing')}, {_size(size)}"
+    print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
@@ -236,12 +251,24 @@ def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _one(store: Store, what: str) -> Artifact:
-    found = [a for a in store.artifacts() if _matches(what, a.stage, a.key)]
+    """The artifact whose key or digest begins with `what`. Raises NotInStore."""
+    artifacts = list(store.artifacts())
+    found = [a for a in artifacts if _matches(what, a.stage, a.key, a.digest)]
     for stage, key, error in () if found else _damaged(store, what):
         raise NotInStore(f"{stage}/{key[:12]} is damaged: {error}; the next run builds it again")
-    if len(found) != 1:
-        names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found) or "nothing"
-        raise NotInStore(f"{what}: matches {names}; see `kiln ls`")
+    if len(found) > 1:
+        names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found[:NAMED])
+        more = ", …" if len(found) > NAMED else ""
+        raise NotInStore(f"{what}: several begin with it ({names}{more}): give more characters")
+    if not found:
+        for artifact in artifacts:
+            for name, digest in artifact.manifest["inputs"].items():
+                if digest.startswith(what):
+                    place = f"{artifact.stage}/{artifact.key[:12]}"
+                    raise NotInStore(f"{what}: an input of {place} ({name}), and no artifact here")
+        raise NotInStore(
+            f"{what}: no model, and no artifact's key or digest begins with it; see `kiln ls`"
+        )
     return found[0]
 
 
@@ -250,9 +277,10 @@ def _damaged(store: Store, what: str) -> Iterator[tuple[str, str, str]]:
     return (found for found in store.unreadable() if _matches(what, *found[:2]))
 
 
-def _matches(what: str, stage: str, key: str) -> bool:
+def _matches(what: str, stage: str, *names: str) -> bool:
+    """Whether an artifact's key or digest begins with `what`, which may name the stage before."""
     wanted_stage, _, start = what.rpartition("/")
-    return key.startswith(start) and wanted_stage in ("", stage)
+    return wanted_stage in ("", stage) and any(name.startswith(start) for name in names)
 
 
 def _registries(store: Store, url: str | None) -> Iterator[Registry]:
@@ -289,22 +317,39 @@ def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, 
 
 
 def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple[int, str, str]]:
+    """(depth, name, stage/key) of each input; of one that is no artifact here, its digest."""
     parents: dict[str, Any] = artifact.manifest["run"].get("parents", {})
     for name, digest in sorted(artifact.manifest["inputs"].items()):
-        yield depth, name, digest
         parent = parents.get(name)
         found = store.load(parent["stage"], parent["key"]) if parent else None
-        if found is not None:
+        if found is None:
+            yield depth, name, digest[:12]
+        else:
+            yield depth, name, f"{found.stage}/{found.key[:12]}"
             yield from _lineage(store, found, depth + 1)
     if (champion := remeasured_champion(artifact)) is not None:
-        yield depth, CHAMPION_EVALUATION, champion.digest
+        yield depth, CHAMPION_EVALUATION, f"{champion.stage}/{champion.key[:12]}"
         yield from _lineage(store, champion, depth + 1)
 
 
-def _row(artifact: Artifact) -> dict[str, Any]:
+def _recipes(store: Store) -> dict[Key, set[str]]:
+    """The recipes of the runs that used an artifact, as far as their records are there."""
+    found = dict[Key, set[str]]()
+    try:
+        for run in runs(store):
+            if run.recipe is not None:
+                for key in run.keys:
+                    found.setdefault(key, set()).add(run.recipe)
+    except GarbageUnsure as error:  # the artifacts stay visible
+        log.warning("not every recipe is shown: %s", error)
+    return found
+
+
+def _row(artifact: Artifact, recipes: Mapping[Key, set[str]]) -> dict[str, Any]:
     return {
         "stage": artifact.stage,
         "key": artifact.key,
+        "recipes": sorted(recipes.get((artifact.stage, artifact.key), ())),
         "uri": artifact.uri,
         "files": len(artifact.files),
         "bytes": sum(entry.size for entry in artifact.files),

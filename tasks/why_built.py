@@ -13,6 +13,8 @@ from artifacts.store import MANIFEST, SHARDS, Artifact, Store
 
 #: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
 RECENT = 20
+#: Changes that a reason names.
+SHOWN = 6
 
 
 def why_built(store: Store, parts: KeyParts) -> str:
@@ -38,7 +40,8 @@ def why_built(store: Store, parts: KeyParts) -> str:
     ]
     if not changed:
         return "the artifacts before could not be read"
-    return "changed: " + ", ".join(min(changed, key=len)[:6])
+    fewest = min(changed, key=len)
+    return "changed: " + ", ".join([*fewest[:SHOWN], *["…"][: len(fewest) > SHOWN]])
 
 
 def _readable(store: Store, stage: str, key: str) -> Artifact | None:

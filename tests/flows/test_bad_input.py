@@ -40,7 +40,7 @@ def only_line(said: str) -> str:
         (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
         (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
-        (["show", "xyz"], "xyz: matches nothing"),
+        (["show", "xyz"], "xyz: no model, and no artifact's key or digest begins with it"),
         (["promote", "nobody", "v1"], "nobody v1: no such model in the registry ("),
         (["history", "digts"], "digts: there is no champion"),
         (["ls", "--store", "nowhere"], "store nowhere: not found"),

@@ -177,7 +177,7 @@ def stages(store: Store) -> set[str]:
 def test_garbage_is_listed_and_then_deleted(here: Here, place: Path) -> None:
     store = Store(str(place / "store"))
     told = here("gc", "--hours", "0", "--store", store.root).splitlines()
-    assert told[-1].startswith("1 things, ") and told[0].split()[:2] == ["artifact", "encode"]
+    assert told[-1].startswith("1 thing, ") and told[0].split()[:2] == ["artifact", "encode"]
     assert stages(store) == {"encode", "publish"}
     assert (
         here("gc", "--hours", "0", "--delete", "--store", store.root)
@@ -185,9 +185,9 @@ def test_garbage_is_listed_and_then_deleted(here: Here, place: Path) -> None:
         .startswith("deleted 1")
     )
     assert stages(store) == {"publish"}
-    assert (
-        here("gc", "--hours", "0", "--delete", "--store", store.root) == "deleted 0 things, 0 B\n"
-    )
+    told = here("gc", "--hours", "0", "--delete", "--store", store.root).splitlines()
+    assert told[0].startswith("kept: 1 artifact that published models or runs of the last 30 days ")
+    assert told[1:] == ["deleted 0 things, 0 B"]
 
 
 def test_the_exit_code_reports_a_damaged_store(here: Here, place: Path) -> None:
@@ -219,6 +219,7 @@ def test_commands_on_a_store_speak_json(here: Here, place: Path) -> None:
     (garbage,) = told["garbage"]
     assert (garbage["stage"], garbage["key"]) == ("encode", found.name)
     assert told["bytes"] == garbage["bytes"] > 0 and not told["deleted"]
+    assert (told["days"], told["hours"], told["kept"]) == (30, 0, 1)
     assert (found / "manifest.json").exists()
     assert json.loads(here("gc", "--hours", "0", "--delete", *stored))["deleted"]
     assert not (found / "manifest.json").exists()

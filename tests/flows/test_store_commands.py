@@ -1,6 +1,7 @@
 """Commands on a store report damage and keep published models."""
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
-from artifacts.run_records import GarbageUnsure
+from artifacts.run_records import GarbageUnsure, record_run
 from artifacts.store import Artifact, Store, StoreError
 from configs.load_and_extend_recipe import RecipeError
+from configs.strict_yaml import dump_yaml
 from flows.store_commands import (
     NotInStore,
     StoreNotThere,
@@ -219,4 +221,70 @@ def test_garbage_that_is_not_a_day_old_stays(
     young = model(store)
     collect_garbage(store.root, days=1, hours=24, delete=True)
     assert store.find("publish", young.key) is not None
-    assert capsys.readouterr().out == "deleted 0 things, 0 B\n"
+    kept, deleted = capsys.readouterr().out.splitlines()
+    assert kept.startswith("kept: 0 artifacts ")
+    assert kept.endswith("1 days need, and what changed in the last 24 hours (--days, --hours)")
+    assert deleted == "deleted 0 things, 0 B"
+
+
+def test_an_artifact_is_listed_with_the_recipes_of_its_runs(
+    store: Store, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    shared, alone, unused = (model(store, n) for n in range(3))
+    long = "a name of two lines,\n\nthe second after an empty one, " + "long " * 30
+    named = {"first": "digits", "second": long, "third": "digits"}
+    for run, name in named.items():
+        keys = [shared.key, alone.key] if run == "second" else [shared.key]
+        recipe = dump_yaml({"name": name, "description": "name: none"})
+        record_run(store, run, {"recipe": recipe, "stages": {"publish": keys}})
+    record_run(store, "pictures", {"settings": {}, "stages": {"publish": [shared.key]}})
+
+    def listed() -> dict[str, list[str]]:
+        list_store(store.root, None, as_json=True)
+        found = json.loads(capsys.readouterr().out)["artifacts"]
+        return {one["key"]: one["recipes"] for one in found}
+
+    assert listed() == {shared.key: [long, "digits"], alone.key: [long], unused.key: []}
+    list_store(store.root, None, as_json=False)
+    assert f"{unused.key[:12]}      1 files       2 B  2026-01-01\n" in capsys.readouterr().out
+    Path(store.root, "runs/first.json").write_bytes(b"{}")
+    assert set(listed()) == {shared.key, alone.key, unused.key}
+    assert "not every recipe is shown: " in caplog.text
+
+
+def test_the_beginning_of_a_key_or_of_a_digest_names_an_artifact(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = model(store, 1), model(store, 2)
+    draft = store.draft(KeyParts("train", 1, {}, {"base": "ab" * 32, "images": first.digest}))
+    draft.write("weights", b"w")
+    parents = {"images": {"stage": first.stage, "key": first.key}}
+    made = draft.commit(
+        {}, {"created": "", "host": "", "seconds": 0, "reason": "", "parents": parents}
+    )
+
+    def shown(what: str) -> str:
+        show_artifact(store.root, what, as_json=False)
+        return capsys.readouterr().out
+
+    for name in (made.key[:12], made.digest, made.digest[:12], f"train/{made.digest[:12]}"):
+        told = shown(name)
+        assert told.startswith(f"train {made.key}")
+    assert "    base abababababab\n" in told
+    assert f"    images publish/{first.key[:12]}\n" in told
+    assert verify_store(store.root, made.digest[:12])
+    with pytest.raises(NotInStore, match=f"several begin with it .*{second.key[:12]}.*: give more"):
+        shown("publish/")
+    with pytest.raises(NotInStore, match=rf"an input of train/{made.key[:12]} \(base\)"):
+        shown("abab")
+    with pytest.raises(NotInStore, match="no artifact's key or digest begins with it; see `kiln"):
+        shown("xyz")
+
+
+def test_a_value_that_is_cut_says_so(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = store.draft(KeyParts("train", 1, {"short": "s" * 198, "long": "l" * 199}, {}))
+    made = draft.commit({}, {"created": "", "host": "", "seconds": 0, "reason": ""})
+    show_artifact(store.root, made.key, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert f'    short: "{"s" * 198}"' in lines
+    assert f'    long: "{"l" * 198}…' in lines

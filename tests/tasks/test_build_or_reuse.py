@@ -28,6 +28,7 @@ from tasks.build_or_reuse import (
     storage_error,
 )
 
+SEVEN = f"changed: {', '.join(f'{name} None → True' for name in 'nopqrs')}, …"
 SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}
 
 
@@ -233,6 +234,7 @@ def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
         (parts(betas=[0.9, 0.95]), "changed: betas"),
         (parts({"images": "2" * 64}), "changed: images"),
         (parts(size=64, name="b"), "changed: name, size 32 → 64"),
+        (parts(**dict.fromkeys("nopqrst", True)), SEVEN),
     ],
 )
 def test_the_reason_of_a_build_has_the_changes(store: Store, wanted: KeyParts, reason: str) -> None:

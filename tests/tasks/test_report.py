@@ -204,9 +204,9 @@ def test_a_champion_measured_again_is_an_evaluation_beside_the_champion(tmp_path
     assert [node.title for node in lineage_nodes(model).values()][-1] == "publish"
     assert again.key in lineage_nodes(model)[model.key].inputs
     assert list(_lineage(store, model)) == [
-        (0, "champion", "f" * 64),
-        (0, CHAMPION_EVALUATION, again.digest),
-        (1, "clip", "c" * 64),
+        (0, "champion", "f" * 12),
+        (0, CHAMPION_EVALUATION, f"evaluate/{again.key[:12]}"),
+        (1, "clip", "c" * 12),
     ]
 
 
