@@ -25,7 +25,7 @@ from flows.preflight import check_gate_rules, prepare
 from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import stage_task, without_edges
-from flows.task_states import ended, rejected
+from flows.task_states import compared_metrics, ended, rejected
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.build_or_reuse import (
@@ -34,6 +34,7 @@ from tasks.build_or_reuse import (
     TransientError,
     build_or_reuse,
     failing,
+    storing,
 )
 from tasks.code_versions import versions
 from tasks.encode import stage as encode_stage
@@ -148,7 +149,7 @@ def evaluate(
     )
     measured = result.load(run.store)
     _measure_champion(run, given, tuned, measured, before)
-    facts = {name: measured.summary[name] for name in ("metrics", "differences")}
+    facts = compared_metrics(measured.summary)
     return ended(run.store, run.model_name, replace(result, facts=facts), evaluate_stage.show)
 
 
@@ -203,13 +204,16 @@ def publish(
         build = partial(rejection_artifact.build, rejection)
         result = build_or_reuse(run.store, parts, build, parents=parents)
         return rejected(run.model_name, result, rejection)
+    with failing(publish_stage.STAGE), storing(run.store):
+        compared = compared_metrics(publish_stage.read_metrics(result.load(run.store)))
     start = None if run.champion is None else run.champion.version
     registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, start)
     if registered.pop("promoted"):  # not again for a model that is reused
         emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
     version = partial(show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
-    return ended(run.store, run.model_name, replace(result, facts=registered), publish_stage.show)
+    result = replace(result, facts=registered | compared)
+    return ended(run.store, run.model_name, result, publish_stage.show)
 
 
 @flow(name="finetune", flow_run_name="finetune {recipe}")

@@ -27,6 +27,7 @@ from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
+from flows.closing_lines import closing_lines, next_commands
 from flows.error_as_json import error_as_json
 from flows.own_prefect_server import start_server
 from tasks import progress
@@ -44,13 +45,18 @@ def run(
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
     _prepare_prefect()
     with error_as_json(as_json):
-        if configured_server() is None:
-            for recipe in _recipes(flow, arguments["recipe"], overrides):
-                _check_before_server(recipe, arguments.get("until", STAGES[-1]))
+        recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change meanwhile
+        has_server = configured_server() is not None
+        for recipe in () if has_server else recipes:
+            _check_before_server(recipe, arguments.get("until", STAGES[-1]))
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
-    _print_summary(report, file=sys.stderr if as_json else sys.stdout)
+    for line in closing_lines(report):
+        print(line, file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(report), flush=True)
+    else:
+        for line in next_commands(report, recipes[0], has_server=has_server):
+            print(line)
     return report
 
 
@@ -258,52 +264,3 @@ class _Display(logging.Handler):
         if stage not in self.rows:
             self.rows[stage] = self.bar.add_task(stage, total=total, text=text)
         self.bar.update(self.rows[stage], completed=done, total=total, text=text)
-
-
-def _print_summary(report: dict[str, Any], file: Any) -> None:
-    if "changes" in report:
-        _print_changes(report, file)
-    if "trials" in report:
-        from tasks.compare_sweep_trials import terminal_lines
-
-        print(*terminal_lines(report["trials"], report["sweep"]), sep="\n", file=file)
-    for name, models in report["metrics"].items():
-        values = "   ".join(f"{model} {found['value']:.4g}" for model, found in models.items())
-        print(f"  {name:24} {values}", file=file)
-    if report["status"] == "rejected":
-        failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
-        print(f"rejected by the gate: {'; '.join(failed)}", file=file)
-        print(f"verdict:   {report['verdict']['uri']}", file=file)
-    elif report["status"] == "unchanged":
-        print(f"unchanged: {report['why']}", file=file)
-    elif report["status"] == "built":
-        for name, stage in report["stages"].items():
-            print(f"{name:9} {stage['outcome']}: {stage['uri']}", file=file)
-    else:
-        print(f"published: {report['model']}{_other_champion(report)}", file=file)
-        print(f"report:    {report['model']}/report.html", file=file)
-
-
-def _print_changes(report: dict[str, Any], file: Any) -> None:
-    found = report["changes"]
-    print(
-        f"source:    {found['rows']:,} rows, {found['new_rows']:,} new and "
-        f"{found['removed_rows']:,} removed since {report['start'] or 'no champion'}; "
-        f"{found['kept_shards']:,} shards reused, {found['new_shards']:,} to build",
-        file=file,
-    )
-    if "samples" in report:
-        samples = report["samples"]
-        print(
-            f"training:  {samples['steps']:,} steps on {samples['new']:,} new and "
-            f"{samples['replayed']:,} old samples",
-            file=file,
-        )
-
-
-def _other_champion(report: dict[str, Any]) -> str:
-    """The champion if it is not this run's model, for example after a rollback; else empty."""
-    move, version = report["champion"], report["model"].rpartition("/")[2]
-    if move is None or move["version"] == version:
-        return ""
-    return f"; the champion is {move['version']} ({move['why']})"

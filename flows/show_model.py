@@ -1,9 +1,9 @@
-"""Print a published version's metrics beside the champion's, from the files of the registry."""
+"""Print a published version's metrics beside its base's and the champion's, from the registry."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from artifacts.checksummed_files import read_checked
@@ -65,15 +65,23 @@ def _compared(registry: Registry, version: Version, champion: Version | None) ->
             numbers, compared = (_of(own[what], "champion") for what in ("metrics", "differences"))
         comparable = bool(compared)
     models = {model: _of(own["metrics"], model) for model in ("base", "tuned")}
-    models["champion"] = numbers
+    others = {"base": _of(own["differences"], "base"), "champion": compared}
     return {
-        "metrics": {
-            name: {model: found[name] for model, found in models.items() if name in found}
-            for name in own["metrics"]
-        },
-        "differences": {name: {"champion": one} for name, one in compared.items()},
+        "metrics": _by_name(own["metrics"], {**models, "champion": numbers}),
+        "differences": _by_name(own["metrics"], others),
         "comparable": comparable,
     }
+
+
+def _by_name(
+    names: Iterable[str], models: Mapping[str, Mapping[str, Metric]]
+) -> dict[str, dict[str, Metric]]:
+    """Metric name -> model -> metric, as in metrics.json, without those that no model has."""
+    found = {
+        name: {model: metrics[name] for model, metrics in models.items() if name in metrics}
+        for name in names
+    }
+    return {name: one for name, one in found.items() if one}
 
 
 def _published(registry: Registry, version: Version) -> dict[str, Any]:
@@ -95,6 +103,7 @@ def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     titles = {
         "tuned": version,
         "champion": f"champion {champion}",
+        "tuned - base": f"{version} - base",
         "tuned - champion": f"{version} - {champion}",
     }
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -77,8 +77,14 @@ def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:
     verdicts = rejection.as_json()
     emit_rejected(model, str(rejection), verdicts)
     facts = {"gate": verdicts, "verdict": {"key": verdict.key, "uri": verdict.uri}}
+    facts |= compared_metrics(rejection.measured)
     result = replace(verdict, stage=STAGE, outcome="rejected", facts=facts)
     return Completed(name="Rejected", message=str(rejection), data=result)
+
+
+def compared_metrics(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run reports of metrics.json: the metrics of all models, and their differences."""
+    return {name: measured[name] for name in ("metrics", "differences") if name in measured}
 
 
 def _earlier_stages(model: str, stage: str) -> list[Links]:

@@ -355,6 +355,12 @@ def _write_documents(
     (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
 
 
+def read_metrics(artifact: Artifact) -> dict[str, Any]:
+    """Content of metrics.json, with the champion's metrics if it was compared; {} without one."""
+    has_metrics = any(file.path == METRICS for file in artifact.files)
+    return dict(json.loads(artifact.read(METRICS))) if has_metrics else {}
+
+
 def show(artifact: Artifact) -> list[Panel]:
     """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
     verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read(GATE))]

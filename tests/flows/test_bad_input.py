@@ -191,8 +191,8 @@ def test_of_a_sweep_the_trials_are_checked_before_the_server(
     checked = []
     monkeypatch.setattr(runner, "configured_server", lambda: None)
     monkeypatch.setattr(runner, "_check_before_server", lambda r, _: checked.append(r.train.seed))
-    monkeypatch.setattr(runner, "_run_flow", lambda *_, **__: {})
-    monkeypatch.setattr(runner, "_print_summary", lambda *_, **__: None)
+    ended = {"status": "unchanged", "why": "", "metrics": {}}
+    monkeypatch.setattr(runner, "_run_flow", lambda *_, **__: ended)
     swept = {"sweep.values": {"train.seed": [1, 2]}}
     overrides = {**small, "train.seed": 5, **swept}
     runner.run("sweep", recipe="digits", overrides=overrides, as_json=False)

@@ -1,6 +1,7 @@
 """`kiln show NAME@VERSION` compares a version with the champion."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ def publish(tmp_path: Path) -> Callable[..., None]:
     ) -> None:
         models = {"base": estimates(1), "tuned": estimates(score)}
         measured = models | ({} if champion is None else {"champion": estimates(champion)})
-        metrics: Any = {"metrics": metrics_by_name(measured), "differences": {}}
-        if champion is not None:
-            found = bootstrap.differences(models["tuned"], measured["champion"])
-            metrics["differences"] = {name: {"champion": one} for name, one in found.items()}
+        metrics: Any = {"metrics": metrics_by_name(measured), "differences": {"clip_score": {}}}
+        for other in measured.keys() - {"tuned"}:
+            found = bootstrap.differences(models["tuned"], measured[other])
+            metrics["differences"]["clip_score"][other] = found["clip_score"]
         draft = store.draft(KeyParts("publish", 1, {"score": score}, {}))
         draft.write(METRICS, json.dumps({**metrics, "fingerprint": fingerprint}).encode())
         draft.write(BOOTSTRAP, bootstrap.to_npz(models))
@@ -61,8 +62,11 @@ def test_a_version_is_shown_beside_the_champion(
     assert values(found) == {"base": 2, "tuned": 6, "champion": 9} and found["comparable"]
     assert found["differences"]["clip_score"]["champion"]["value"] == -3
     title, row = here("show", "tiny@v1", *stored).splitlines()[-2:]
-    assert title.split() == ["metric", "base", "v1", "champion", "v2", "v1", "-", "v2", "samples"]
-    assert row.split()[0] == "clip_score" and "-3" in row
+    titles = ["metric", "base", "v1", "champion v2", "v1 - base", "v1 - v2", "samples"]
+    assert re.split("  +", title) == ["", *titles]
+    values_of = dict(zip(titles, re.split("  +", row)[1:], strict=True))
+    assert values_of["metric"] == "clip_score"
+    assert values_of["v1 - base"].startswith("4 [") and values_of["v1 - v2"].startswith("-3 [")
 
 
 def test_the_champion_alone_has_nothing_beside_it(
@@ -72,6 +76,7 @@ def test_the_champion_alone_has_nothing_beside_it(
     publish(8, "same")
     found = json.loads(here("show", "tiny", "--json", "--store", str(tmp_path / "store")))
     assert found["version"] == "v2" and values(found) == {"base": 2, "tuned": 9}
+    assert {m: one["value"] for m, one in found["differences"]["clip_score"].items()} == {"base": 7}
 
 
 def test_a_champion_that_was_measured_otherwise_has_no_difference(
@@ -82,7 +87,7 @@ def test_a_champion_that_was_measured_otherwise_has_no_difference(
     stored = ["--store", str(tmp_path / "store")]
     found = json.loads(here("show", "tiny@v1", "--json", *stored))
     assert values(found)["champion"] == 9 and not found["comparable"]
-    assert found["differences"] == {}
+    assert found["differences"]["clip_score"].keys() == {"base"}
     last = here("show", "tiny@v1", *stored).splitlines()[-1].strip()
     assert last == "v2 was measured with other prompts, pictures or settings"
 

@@ -31,9 +31,12 @@ from tasks.publish.push_to_hub import PushFailed
 from tasks.publish.register import register
 
 
-def commit(store: Store, stage: str, number: int, inputs: dict[str, str]) -> Artifact:
+def commit(
+    store: Store, stage: str, number: int, inputs: dict[str, str], **measured: Any
+) -> Artifact:
     draft = store.draft(KeyParts(stage, 1, {"number": number}, inputs))
-    draft.write("metrics.json", json.dumps({"metrics": {}, "number": number}).encode())
+    measured = {"metrics": {}, "number": number, **measured}
+    draft.write("metrics.json", json.dumps(measured).encode())
     draft.write("model.bin", f"{stage} {number}".encode())
     draft.write(INFO, b"{}")
     return draft.commit({"forced": None}, {})
@@ -312,6 +315,35 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     monkeypatch.setattr(StageResult, "load", load)
     assert finetune.publish.fn(run, *map(reused, before)).is_completed()
     assert "report.html is missing" in caplog.text
+
+
+@pytest.mark.parametrize("is_rejected", [False, True])
+def test_a_run_reports_the_champion_that_its_model_was_compared_with(
+    run: Run, is_rejected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation, which the report also has, knows no champion."""
+    *before, _ = published_by(run)
+    models = {"tuned": {"value": 1.0}, "champion": {"value": 2.0}}
+    measured: Any = {"metrics": {"cmmd": models}, "differences": {"cmmd": {"champion": {}}}}
+    inputs = publish.key_parts(
+        run.recipe, *(one.load(run.store) for one in before[2:]), run.base
+    ).inputs
+    made = commit(run.store, "publish", 10, inputs, fingerprint="f", **measured)
+    run.store.fs.pipe_file(f"{made.path}/report.html", b"")
+    built = 0
+
+    def judge(*_: Any, **__: Any) -> StageResult:
+        nonlocal built
+        built += 1
+        if is_rejected and built == 1:
+            raise publish.Rejected([], {**measured, "fingerprint": "f"})
+        return reused(made)
+
+    monkeypatch.setattr(finetune, "build_or_reuse", judge)
+    state: Any = finetune.publish.fn(run, *before)
+    assert state.data.outcome == ("rejected" if is_rejected else "reused")
+    assert {name: state.data.facts[name] for name in measured} == measured
+    assert "fingerprint" not in state.data.facts
 
 
 def published_by(run: Run, number: int = 9) -> list[StageResult]:

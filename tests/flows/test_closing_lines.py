@@ -1,0 +1,66 @@
+"""The last lines of `kiln run`: every compared model, what a rejection leaves, the next step."""
+
+from typing import Any
+
+import pytest
+
+from configs.load_and_extend_recipe import load_recipe
+from flows.closing_lines import closing_lines, next_commands
+
+
+def report(status: str = "published", **more: Any) -> dict[str, Any]:
+    metrics = {
+        "cmmd": {"base": {"value": 1.3125}, "tuned": {"value": 0.25}, "champion": {"value": 0.5}},
+        "fd": {"base": {"value": 12345.0}, "tuned": {"value": 8.5}},
+    }
+    stages = {"evaluate": {"uri": "/store/evaluate/abc"}}
+    move = {"version": "v2", "why": "published"}
+    found = {"status": status, "metrics": metrics, "stages": stages, "champion": move}
+    return {**found, "model": "store/registry/digits/v2", **more}
+
+
+def next_of(found: dict[str, Any], *, has_server: bool = True, **settings: Any) -> list[str]:
+    return list(next_commands(found, load_recipe("digits", settings), has_server=has_server))
+
+
+def test_the_champion_has_its_column() -> None:
+    assert list(closing_lines(report()))[:2] == [
+        "  cmmd                     base 1.312      tuned 0.25       champion 0.5",
+        "  fd                       base 1.234e+04  tuned 8.5",
+    ]
+
+
+def test_a_rejection_names_the_pictures() -> None:
+    gate = [{"rule": "cmmd < base", "passed": True}, {"rule": "fd < 1", "passed": False}]
+    verdict = {"uri": "/store/verdict/def"}
+    found = report("rejected", gate=gate, verdict=verdict, model=None)
+    assert list(closing_lines(found))[-3:] == [
+        "rejected by the gate: fd < 1",
+        "verdict:   /store/verdict/def",
+        "pictures:  /store/evaluate/abc/before_after.png",
+    ]
+    assert next_of(found) == []
+
+
+@pytest.mark.parametrize(
+    ("champion", "settings", "named"),
+    [
+        ("v2", {}, "digits"),
+        ("v1", {}, "store/registry/digits/v2"),
+        ("v2", {"store": "elsewhere"}, "store/registry/digits/v2"),
+        ("v2", {"publish.registry": "elsewhere"}, "store/registry/digits/v2"),
+    ],
+)
+def test_a_published_model_comes_with_the_command_that_draws_with_it(
+    champion: str, settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = report(champion={"version": champion, "why": ""})
+    prompt = "'a handwritten zero in white chalk on a green board'"
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/kiln")
+    told = f"next:      kiln generate {named} {prompt} -o guidance_scale=3"
+    assert next_of(found, **settings) == [told]
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    first, second = next_of(found, has_server=False, **{"evaluate.guidance_scale": 7.5}, **settings)
+    assert first == f"next:      .venv/bin/kiln generate {named} {prompt}"
+    assert second.split("#")[0].strip() == "make ui"
+    assert next_of({**found, "status": "built"}) == []
