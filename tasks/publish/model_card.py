@@ -16,6 +16,7 @@ from configs.load_and_extend_recipe import dump
 from configs.redact_urls import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
+from configs.strict_yaml import dump_yaml, parse_yaml
 from runtimes.families.family import Family
 from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import absent_text_parts
@@ -125,12 +126,15 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    given = recipe.evaluate
+    given, named = recipe.evaluate, base_name(recipe.model.path)
     card = ModelCard.from_template(
         _metadata(recipe, base, measured, weights),
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         recipe=recipe,
-        settings=dump(recipe),
+        settings=_settings(recipe),
+        base=_base(recipe, lineage.get("base")),
+        base_path=f"path/to/{named}" if _is_local(recipe.model.path) else named,
+        vae=None if recipe.model.vae is None else base_name(recipe.model.vae),
         weights=weights,
         prompt=next(iter(_first_prompts(recipe)), "a prompt"),
         training=training,
@@ -149,7 +153,6 @@ def write_card(
         human=human,
         shell_quote=shlex.quote,
         source=_source(recipe),
-        without_secrets=without_secrets,
     )
     return str(card)
 
@@ -182,7 +185,7 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
                 dataset_name=f"prompts and held-out pictures of the recipe {recipe.name}",
                 metric_type=name,
                 metric_name=name,
-                metric_value=models["tuned"]["value"],
+                metric_value=_rounded(models["tuned"]["value"]),
             )
             for name, models in measured["metrics"].items()
         ],
@@ -229,6 +232,45 @@ def hub_id(path: str) -> str | None:
     """A path that the hub's metadata may name: owner/name; None for folders and URLs."""
     is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith((".", "~"))
     return path if is_id and not Path(path).is_dir() else None
+
+
+def base_name(path: str) -> str:
+    """A base as readers on other machines know it: hub id or URL, of a local folder its name."""
+    return Path(path).name if _is_local(path) else without_secrets(path)
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and hub_id(path) is None
+
+
+def _base(recipe: Recipe, digest: str | None) -> str:
+    """The base, with its revision, or with the digest of the weights of a local folder."""
+    named, revision = base_name(recipe.model.path), recipe.model.revision
+    if revision is not None:
+        return f"{named}, revision {revision}"
+    if digest is not None and _is_local(recipe.model.path):
+        return f"{named}, sha256 {digest[:12]}…"
+    return named
+
+
+def _settings(recipe: Recipe) -> str:
+    """recipe.yaml with the base, and what lies in its folder, by the name of `base_name`."""
+    path, name = recipe.model.path, base_name(recipe.model.path)
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shown(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [shown(one) for one in value]
+        is_inside = isinstance(value, str) and f"{value}/".startswith(f"{path}/")
+        return f"{name}{value[len(path) :]}" if is_inside else value
+
+    return dump_yaml(shown(parse_yaml(dump(recipe))))
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits, as tables have them."""
+    return float(f"{value:.4g}")
 
 
 def _relation(recipe: Recipe, weights: Weights) -> str | None:

@@ -15,6 +15,7 @@ from configs.settings.recipe import Recipe
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.publish.lineage import remeasured_champion
+from tasks.publish.model_card import base_name
 from tasks.publish.model_registry import Version
 from tasks.result_files import REPORT
 
@@ -85,7 +86,7 @@ def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
     chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""
     facts = {
         "Champion before": published.summary.get("compared_with") or "none",
-        "Base": without_secrets(recipe.model.path),
+        "Base": base_name(recipe.model.path),
         "Trained": f"{steps} steps{chosen}, {recipe.train.method}",
         "On": run.get("device"),
         "Licence": published.summary.get("license"),

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from configs.load_and_extend_recipe import load_recipe
@@ -117,7 +118,7 @@ def test_the_metadata_names_what_the_hub_knows(
     given = {"model.path": "some-lab/xl_base-1.0", "model.revision": "r2", "source": source}
     size = {"evaluate.height": 512, "evaluate.width": 768, "evaluate.true_cfg_scale": 3}
     recipe = load_recipe("sdxl", given | size)
-    metrics = {"cmmd": {"tuned": {"value": 1.5, "n": 10, "ci": [1.0, 2.0]}}}
+    metrics = {"cmmd": {"tuned": {"value": 0.209143824, "n": 10, "ci": [0.2, 0.25]}}}
     run = {
         "device": "NVIDIA H100",
         "runtime": "torch",
@@ -134,7 +135,8 @@ def test_the_metadata_names_what_the_hub_knows(
     assert (data.base_model, data.base_model_relation) == ("some-lab/xl_base-1.0", relation)
     assert data.datasets == ["someone/pictures"] and data.pipeline_tag == "text-to-image"
     (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value) == ("cmmd", 1.5)
+    assert (result.metric_type, result.metric_value) == ("cmmd", 0.2091)
+    assert "0.20914" not in card
     assert data.to_dict()["thumbnail"] == "before_after.png"
     assert "| checkpoint | step 40 of 60, the lowest loss |" in card
     assert "checkpoint" not in training_facts(run, {"steps": 60})
@@ -155,3 +157,30 @@ def test_a_folder_with_the_name_of_a_hub_id_is_a_folder(
     assert hub_id("a/b") == "a/b"
     (tmp_path / "a/b").mkdir(parents=True)
     assert hub_id("a/b") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "shown"),
+    [
+        ("{folder}/tiny", "tiny", "tiny, sha256 abcdefabcdef…"),
+        ("s3://bucket/tiny", "s3://bucket/tiny", "s3:&#47;&#47;bucket/tiny"),
+        ("lab/tiny", "lab/tiny", "lab/tiny"),
+    ],
+)
+def test_the_base_has_a_name_that_other_machines_know(
+    path: str, name: str, shown: str, tmp_path: Path
+) -> None:
+    base = path.format(folder=tmp_path)
+    given = {"model.path": base, "evaluate.clip": f"{base}/evaluator", "store": f"{base}-store"}
+    recipe = load_recipe("digits", given)
+    facts = {"hardware": "cpu"}
+    measured = {"metrics": {}, "differences": {}}
+    lineage = {"base": "abcdef" * 10}
+    card = write_card(recipe, tmp_path, measured, [], lineage, Weights(False, True), facts)
+    assert f"| base | {shown} |" in card
+    settings = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])
+    assert settings["model"]["path"] == name
+    assert settings["evaluate"]["clip"] == f"{name}/evaluator"
+    assert settings["store"] == f"{base}-store", "a folder beside it"
+    code = f"from_pretrained('{'path/to/' if name == 'tiny' else ''}{name}', "
+    assert code in card

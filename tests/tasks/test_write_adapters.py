@@ -112,18 +112,24 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
 
 
+def here(code: str, published: Artifact, base: Path) -> str:
+    """The code of a card, with the folders of this machine, in one step."""
+    code = code.replace("path/to/this/folder", published.path)
+    code = code.replace(f"path/to/{base.name}", str(base))
+    return code.replace("num_inference_steps=20", "num_inference_steps=1")
+
+
 def test_the_card_names_the_base_and_loads_the_adapters(tmp_path: Path, tiny_sdxl: Path) -> None:
     alone = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     card = alone.read("README.md").decode()
     head = ModelCard.load(Path(alone.path, "README.md")).data.to_dict()
     assert "base_model" not in head, "the hub knows no local folders"
-    assert f"from_pretrained({str(tiny_sdxl)!r}, " in card
+    assert f"from_pretrained('path/to/{tiny_sdxl.name}', " in card
+    assert f"path: {tiny_sdxl.name}\n" in card and str(tiny_sdxl) not in card
     assert "lora" in head["tags"]
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code and "load_lora_weights" in code[1]
-    text = code[1].replace("path/to/this/folder", alone.path)
-    text = text.replace("num_inference_steps=20", "num_inference_steps=1")
-    exec(text)
+    exec(here(code[1], alone, tiny_sdxl))
     recipe = digits(tmp_path / "merged", tiny_sdxl, **{"publish.merge": True})
     (tmp_path / "merged").mkdir()
     merged = publish(tmp_path / "merged", recipe).read("README.md").decode()
@@ -205,9 +211,8 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     assert alone.read(name) == own
     code = re.search(r"```python\n(.*?)```", alone.read("README.md").decode(), re.DOTALL)
     assert code
-    text = code[1].replace("path/to/this/folder", alone.path)
     run: dict[str, Any] = {}
-    exec(text.replace("num_inference_steps=20", "num_inference_steps=1"), run)
+    exec(here(code[1], alone, tiny_sdxl), run)
     assert run["pipe"].scheduler.config.prediction_type == "v_prediction"
     model = load_published_model(Path(alone.path))
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
@@ -227,8 +232,7 @@ def test_the_card_of_adapters_loads_a_base_of_the_variant_fp16(
     alone = publish(tmp_path, digits(tmp_path, base))
     code = re.search(r"```python\n(.*?)```", alone.read("README.md").decode(), re.DOTALL)
     assert code and "variant='fp16'" in code[1]
-    text = code[1].replace("path/to/this/folder", alone.path)
-    exec(text.replace("num_inference_steps=20", "num_inference_steps=1"))
+    exec(here(code[1], alone, base))
 
 
 def test_only_weights_count_as_trained_content(tmp_path: Path, tiny_sdxl: Path) -> None:
