@@ -39,7 +39,7 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -> Iterator[str]:
-    """The commands that draw with a published model and show its run.
+    """The commands that draw with a published model, make it the champion, and show its run.
 
     Args:
         has_server: whether a Prefect server shows the run already.
@@ -55,16 +55,25 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
     if scale != Generate.model_fields["guidance_scale"].default:
         words += ["-o", f"guidance_scale={scale:g}"]
     yield f"next:      {shlex.join(words)}"
+    if _other_champion(report):
+        version = report["model"].rpartition("/")[2]
+        words = [kiln, "promote", recipe.publish.name, version, *_place(recipe)]
+        yield f"           {shlex.join(words)}   # makes it the champion"
     if not has_server:
         yield "           make ui   # this run in a browser"
 
 
 def _name_for_generate(report: dict[str, Any], recipe: Recipe) -> str:
     """The model's name where that is enough: in the default store, as the champion."""
+    return report["model"] if _place(recipe) or _other_champion(report) else recipe.publish.name
+
+
+def _place(recipe: Recipe) -> list[str]:
+    """The options that name a recipe's registry; none for that of the default store."""
+    if recipe.publish.registry is not None:
+        return ["--registry", recipe.publish.registry]
     is_default = recipe.store == Generate.model_fields["store"].default
-    if not is_default or recipe.publish.registry is not None or _other_champion(report):
-        return str(report["model"])
-    return recipe.publish.name
+    return [] if is_default else ["--store", recipe.store]
 
 
 def _changes(report: dict[str, Any]) -> Iterator[str]:
