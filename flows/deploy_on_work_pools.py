@@ -18,7 +18,7 @@ from configs.load_and_extend_recipe import RecipeError
 from configs.settings.recipe import Recipe
 from flows.accelerator_limit import limit_accelerators
 from flows.run_sent_stage import run_stage
-from flows.runner import ServerAway, check_server, configured_server
+from flows.runner import check_server, lasting_server
 from flows.send_stage import FLOW
 
 LOST = "kiln: lost stages"
@@ -40,7 +40,7 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
     pools = sorted({pool.partition("/")[0] for pool in recipe.place.pools().values()})
     if not pools:
         raise RecipeError("place: no stage has a work pool, such as place.train=gpu")
-    check_lasting_server("place")
+    check_server(lasting_server("place: work pools need"))
     with get_client(sync_client=True) as client:
         for pool in pools:
             _check_pool(client, pool)
@@ -52,16 +52,6 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         if accelerators is not None:
             limit_accelerators(client, accelerators)
             print(f"limit: {accelerators} stages with an accelerator at a time")
-
-
-def check_lasting_server(what: str) -> None:
-    """Raise ServerAway without a lasting Prefect server, or if it does not answer."""
-    if (server := configured_server()) is None:
-        raise ServerAway(
-            f"{what}: work pools need a lasting Prefect server: start it (`make ui`) and set "
-            "PREFECT_API_URL"
-        )
-    check_server(server)
 
 
 def _check_pool(client: SyncPrefectClient, pool: str) -> None:

@@ -72,10 +72,7 @@ def _check_before_server(recipe: Recipe, until: StageName) -> None:
     from flows.preflight import check_before_server
 
     if _sends_a_stage(recipe, until):
-        raise ServerAway(
-            "place: work pools need a lasting Prefect server: start it (`make ui`) and set "
-            "PREFECT_API_URL, or leave `place` out: all stages then run here"
-        )
+        lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")
     check_before_server(recipe, until)
 
 
@@ -88,11 +85,7 @@ def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None
     """Run `watch_source` and print whether the source changed."""
     _prepare_prefect()
     with error_as_json(as_json):
-        if configured_server() is None:
-            raise ServerAway(
-                "watch: an event needs a lasting Prefect server: start it (`make ui`) and set "
-                "PREFECT_API_URL"
-            )
+        lasting_server("watch: an event needs")
     hidden = hide_secrets(overrides)
     report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
     outcome = "changed" if report["changed"] else "unchanged"
@@ -168,6 +161,16 @@ def configured_server() -> str | None:
     from prefect.settings import get_current_settings
 
     return get_current_settings().api.url or None
+
+
+def lasting_server(needed_by: str, otherwise: str = "") -> str:
+    """The configured server, which outlives the command. Raises ServerAway without one."""
+    if (server := configured_server()) is None:
+        raise ServerAway(
+            f"{needed_by} a lasting Prefect server: start it (`make ui`) and set "
+            f"PREFECT_API_URL{otherwise}"
+        )
+    return server
 
 
 #: Time limit in seconds of the first request; a busy server answers late.
