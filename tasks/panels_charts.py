@@ -6,9 +6,9 @@ Colours are those of the page around them (CSS variables), else the light ones g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from xml.etree import ElementTree as Xml
 
 from tasks.panels import human
@@ -67,6 +67,42 @@ class _Drawing:
         return Xml.tostring(self.root, encoding="unicode")
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """The box of a chart: steps to the right, values upwards."""
+
+    steps: Sequence[int]  # sorted
+    low: float  # value at the bottom
+    high: float
+    top: float  # y of the highest value
+    left, right, bottom = 56, WIDTH - 16, 262
+
+    def x(self, step: float) -> float:
+        first, last = self.steps[0], self.steps[-1]
+        return self.left + (self.right - self.left) * (step - first) / max(1, last - first)
+
+    def y(self, value: float) -> float:
+        part = min(max((value - self.low) / (self.high - self.low), 0), 1)
+        return self.bottom - (self.bottom - self.top) * part
+
+    def points(self, steps: Iterable[int], values: Iterable[float]) -> list[tuple[float, float]]:
+        return [(self.x(s), self.y(v)) for s, v in zip(steps, values, strict=True)]
+
+    def draw(self, drawing: _Drawing) -> None:
+        left, right, bottom = self.left, self.right, self.bottom
+        for part in range(5):
+            height = bottom - (bottom - self.top) * part / 4
+            value = self.low + (self.high - self.low) * part / 4
+            drawing.line([(left, height), (right, height)], LINE, 1)
+            drawing.text(left - 8, height + 4, f"{value:.3g}", f"fill: {MUTED}", "end")
+        count = len(self.steps) - 1
+        ticks = sorted({self.steps[round(part * count / 4)] for part in range(5)})
+        for step in ticks:
+            anchor = {ticks[0]: "start", ticks[-1]: "end"}.get(step, "middle")
+            drawing.text(self.x(step), bottom + 18, human(step), f"fill: {MUTED}", anchor)
+        drawing.text((left + right) / 2, bottom + 34, "step", f"fill: {MUTED}", "middle")
+
+
 def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) -> str:
     """Loss of each step, its running mean, the held-out loss with its 95% band, learning rate.
 
@@ -76,51 +112,53 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
         chosen: step of the published weights, if a rule chose it.
     """
     lines = [line for line in history if math.isfinite(line["loss"])]
-    held_out = [line for line in lines if "validation_loss" in line]
+    held_out = [_HeldOut.of(line) for line in lines if "validation_loss" in line]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
-    bands = [
-        (
-            line["step"],
-            line["validation_loss"] - 1.96 * (line.get("validation_error") or 0),
-            line["validation_loss"] + 1.96 * (line.get("validation_error") or 0),
-        )
-        for line in held_out
-    ]
-    drawing = _Drawing(300, _loss_alt(losses, held_out, chosen))
+    drawing = _Drawing(300, _loss_alt(losses, [one.loss for one in held_out], chosen))
     if not lines:
         return str(drawing)
-    top = 1.05 * max(*losses, *(high for *_, high in bands), 1e-12)
-    left, right, upper, lower = 56, WIDTH - 16, 34, 262
-
-    def x(step: float) -> float:
-        return left + (right - left) * (step - steps[0]) / max(1, steps[-1] - steps[0])
-
-    def y(value: float, most: float = top) -> float:
-        return lower - (lower - upper) * min(max(value / most, 0), 1)
-
-    _axes(drawing, (left, right, upper, lower), top, steps, x)
+    axes = _Axes(steps, 0.0, 1.05 * max(*losses, *(one.high for one in held_out), 1e-12), top=34)
+    axes.draw(drawing)
     if chosen is not None:
-        _chosen_line(drawing, x(chosen), upper, lower, f"chosen: step {human(chosen)}")
+        _chosen_line(drawing, axes, chosen)
     rates = [line["learning_rate"] for line in lines]
-    most = 1.05 * max(*rates, 1e-30)
-    _curve(drawing, [(x(s), y(r, most)) for s, r in zip(steps, rates, strict=True)], OTHER, 1)
-    _curve(drawing, [(x(s), y(v)) for s, v in zip(steps, losses, strict=True)], FAINT, 1)
-    means = zip(steps, running_mean(losses), strict=True)
-    _curve(drawing, [(x(s), y(mean)) for s, mean in means], TUNED, 2.2)
-    if bands:
-        outline = [(x(s), y(high)) for s, _, high in bands]
-        outline += [(x(s), y(low)) for s, low, _ in reversed(bands)]
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in outline)
-        drawing.add("polygon", f"fill: {HELD_OUT}; opacity: .22", points=points)
-        middle = [(x(line["step"]), y(line["validation_loss"])) for line in held_out]
-        _curve(drawing, middle, HELD_OUT, 2)
-        for a, b in middle[:: max(1, len(middle) // 40)]:
-            drawing.add("circle", f"fill: {HELD_OUT}", cx=a, cy=b, r=2.6)
+    of_rates = replace(axes, high=1.05 * max(*rates, 1e-30))
+    _curve(drawing, of_rates.points(steps, rates), OTHER, 1)
+    _curve(drawing, axes.points(steps, losses), FAINT, 1)
+    _curve(drawing, axes.points(steps, running_mean(losses)), TUNED, 2.2)
     names = {"loss": FAINT, "running mean": TUNED, "learning rate (own scale)": OTHER}
-    names |= {"held out, 95%": HELD_OUT} if bands else {}
-    _legend(drawing, names, left)
+    if held_out:
+        _band(drawing, axes, held_out)
+        names |= {"held out, 95%": HELD_OUT}
+    _legend(drawing, names, axes.left)
     return str(drawing)
+
+
+class _HeldOut(NamedTuple):
+    """A held-out loss and its 95% interval."""
+
+    step: int
+    low: float
+    loss: float
+    high: float
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> _HeldOut:
+        loss, half = line["validation_loss"], 1.96 * (line.get("validation_error") or 0)
+        return cls(line["step"], loss - half, loss, loss + half)
+
+
+def _band(drawing: _Drawing, axes: _Axes, held_out: Sequence[_HeldOut]) -> None:
+    """The held-out losses as a curve with marks, within their intervals."""
+    steps, lows, losses, highs = zip(*held_out, strict=True)
+    outline = axes.points(steps, highs) + axes.points(steps, lows)[::-1]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
+    drawing.add("polygon", f"fill: {HELD_OUT}; opacity: .22", points=points)
+    middle = axes.points(steps, losses)
+    _curve(drawing, middle, HELD_OUT, 2)
+    for x, y in middle[:: max(1, len(middle) // 40)]:
+        drawing.add("circle", f"fill: {HELD_OUT}", cx=x, cy=y, r=2.6)
 
 
 def trials_chart(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
@@ -135,27 +173,20 @@ def trials_chart(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     drawing = _Drawing(306 + 20 * len(curves), f"Loss at the end of each trial: {alt or 'none'}")
     if not curves:
         return str(drawing)
-    left, right, upper, lower = box = (56, WIDTH - 16, 14, 262)
     steps = sorted({step for pairs in curves.values() for step, _ in pairs})
     values = [value for pairs in curves.values() for _, value in pairs]
     low, high = min(values), max(values)
     room = 0.05 * (high - low or abs(high) or 1)
-    low, high = max(0.0, low - room), high + room
-
-    def x(step: float) -> float:
-        return left + (right - left) * (step - steps[0]) / max(1, steps[-1] - steps[0])
-
-    _axes(drawing, box, high, steps, x, low)
+    axes = _Axes(steps, max(0.0, low - room), high + room, top=14)
+    axes.draw(drawing)
     for number, (label, pairs) in enumerate(curves.items()):
         colour, dashes = TRIALS[number % len(TRIALS)], DASHES[number // len(TRIALS) % len(DASHES)]
-        width = 1.6 if number else 3
-        points = [(x(s), lower - (lower - upper) * (v - low) / (high - low)) for s, v in pairs]
+        width, place = 1.6 if number else 3, 316 + 20 * number
+        points = axes.points(*zip(*pairs, strict=True))
         drawing.line(points, colour, width, dashes)
         drawing.add("circle", f"fill: {colour}", cx=points[-1][0], cy=points[-1][1], r=3)
-        drawing.line(
-            [(left, 316 + 20 * number), (left + 34, 316 + 20 * number)], colour, width, dashes
-        )
-        drawing.text(left + 42, 320 + 20 * number, label)
+        drawing.line([(axes.left, place), (axes.left + 34, place)], colour, width, dashes)
+        drawing.text(axes.left + 42, place + 4, label)
     return str(drawing)
 
 
@@ -302,28 +333,6 @@ def _curve(
     drawing.line([*points[::stride], points[-1]], colour, width)
 
 
-def _axes(
-    drawing: _Drawing,
-    box: tuple[float, float, float, float],
-    top: float,
-    steps: Sequence[int],
-    x: Any,
-    low: float = 0.0,
-) -> None:
-    left, right, upper, lower = box
-    for part in range(5):
-        height = lower - (lower - upper) * part / 4
-        drawing.line([(left, height), (right, height)], LINE, 1)
-        drawing.text(
-            left - 8, height + 4, f"{low + (top - low) * part / 4:.3g}", f"fill: {MUTED}", "end"
-        )
-    ticks = sorted({steps[round(part * (len(steps) - 1) / 4)] for part in range(5)})
-    for step in ticks:
-        anchor = {ticks[0]: "start", ticks[-1]: "end"}.get(step, "middle")
-        drawing.text(x(step), lower + 18, human(step), f"fill: {MUTED}", anchor)
-    drawing.text((left + right) / 2, lower + 34, "step", f"fill: {MUTED}", "middle")
-
-
 def _legend(drawing: _Drawing, names: Mapping[str, str], left: float) -> None:
     for number, (name, colour) in enumerate(names.items()):
         x = left + (0, 80, 210, 420)[number]
@@ -331,20 +340,19 @@ def _legend(drawing: _Drawing, names: Mapping[str, str], left: float) -> None:
         drawing.text(x + 26, 19, name)
 
 
-def _chosen_line(drawing: _Drawing, x: float, upper: float, lower: float, words: str) -> None:
-    style = f"fill: none; stroke: {INK}; stroke-width: 1; stroke-dasharray: 4 3"
-    drawing.add("polyline", style, points=f"{x:.1f},{upper:.1f} {x:.1f},{lower:.1f}")
+def _chosen_line(drawing: _Drawing, axes: _Axes, step: int) -> None:
+    """A dashed line at the step of the published weights."""
+    x, style = axes.x(step), f"fill: none; stroke: {INK}; stroke-width: 1; stroke-dasharray: 4 3"
+    ends = f"{x:.1f},{axes.top:.1f} {x:.1f},{axes.bottom:.1f}"
+    drawing.add("polyline", style, points=ends)
     anchor, shift = ("end", -6) if x > WIDTH / 2 else ("start", 6)
-    drawing.text(x + shift, upper + 32, words, anchor=anchor)
+    drawing.text(x + shift, axes.top + 32, f"chosen: step {human(step)}", anchor=anchor)
 
 
-def _loss_alt(
-    losses: Sequence[float], held_out: Sequence[Mapping[str, Any]], chosen: int | None
-) -> str:
+def _loss_alt(losses: Sequence[float], held_out: Sequence[float], chosen: int | None) -> str:
     if not losses:
         return "Loss: no step"
     text = f"Loss over {len(losses)} steps, from {human(losses[0])} to {human(losses[-1])}"
     if held_out:
-        first, final = held_out[0]["validation_loss"], held_out[-1]["validation_loss"]
-        text += f"; held-out loss from {human(first)} to {human(final)}"
+        text += f"; held-out loss from {human(held_out[0])} to {human(held_out[-1])}"
     return text if chosen is None else f"{text}; chosen: step {human(chosen)}"
