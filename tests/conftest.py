@@ -113,6 +113,12 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{SEED} {request.node.name}")
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KILN_CACHE is a folder of this test."""
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+
+
 MakeOnce = Callable[[str, Callable[[Path], None]], Path]
 
 

@@ -86,9 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815 (http.server's names)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the server's `requests` has it."""
-
     def _route(self, path: str) -> None:
         for method, pattern, name in _ROUTES:
             if method == self.command and (match := re.fullmatch(pattern, path)):

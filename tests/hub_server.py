@@ -103,9 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815 (http.server's names)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: `requests` of the server has the log."""
-
     def _route(self, path: str) -> None:
         is_upload = self.command in ("POST", "PUT")
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

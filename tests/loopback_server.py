@@ -10,21 +10,24 @@ from typing import Any, Self
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """A server that answers while its context is open.
+    """A server that answers while its context is open, and prints no log.
 
     Attributes:
         requests: (method, path) of each request so far, in the order that they came in.
     """
 
     daemon_threads = True
+    request_queue_size = 64
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+    def __init__(self, handler: type[BaseHTTPRequestHandler], port: int = 0) -> None:
+        quiet = type(handler.__name__, (handler,), {"log_message": lambda *_: None})
+        super().__init__(("127.0.0.1", port), quiet)
+        self.host = f"127.0.0.1:{self.server_port}"
+        self.url = f"http://{self.host}"
         self.requests: list[tuple[str, str]] = []
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import random
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,16 @@ def rows_of(recipe: Recipe, scratch: Path) -> list[Row]:
         folder.mkdir(exist_ok=True)
         rows += planned_rows(shard, context(recipe), folder)
     return rows
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+def many_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    draw = random.Random(seed)
+    return [
+        {"url": f"http://example.org/{draw.getrandbits(64)}", "caption": "c"} for _ in range(count)
+    ]

@@ -5,16 +5,16 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from uuid import UUID
 
 import fsspec
 import pytest
 from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
+from loopback_server import LoopbackServer
 from store_servers import REMOTE, S3Server, UrlOf
 
 from artifacts.cache_errors import CacheFull, CacheUnusable
@@ -193,14 +193,14 @@ def test_a_missing_file_is_a_one_line_error(path: str) -> None:
         assert "\n" not in str(error.value)
 
 
-class Web(ThreadingHTTPServer):
+class Web(LoopbackServer):
     """A web server that redirects `/weights` to a URL that it signs anew."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(Answers)
         self.content, self.refused, self.has_etag = b"one", set[str](), True
         self.gets, self.redirects = 0, count()
-        self.url = f"http://127.0.0.1:{self.server_port}/weights"
+        self.url = f"http://{self.host}/weights"
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -227,17 +227,12 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         return is_file
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
 
 @pytest.fixture
 def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     with Web() as server:
-        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
 def test_a_file_behind_a_signed_redirect_is_copied_once_per_version(web: Web) -> None:

@@ -1,16 +1,16 @@
 """The automations of deploy/automations, on a server: applied twice, and the webhook they call."""
 
-import http.server
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import yaml
 from kiln_command import ROOT
+from loopback_server import LoopbackServer
 from prefect_server import TIMEOUT, Server
 
 pytestmark = pytest.mark.soak
@@ -44,19 +44,14 @@ def webhook() -> Iterator[tuple[str, list[dict[str, str]]]]:
     """URL of a webhook, and what it was sent."""
     got: list[dict[str, str]] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/", got
-        server.shutdown()
+    with LoopbackServer(Handler) as server:
+        yield f"{server.url}/", got
 
 
 def test_a_team_is_notified_of_published_refused_and_failed(

@@ -7,11 +7,12 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
 from typing import Any
 
 import pytest
+from loopback_server import LoopbackServer
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.doctor import check_python_driver_and_disk
@@ -35,18 +36,12 @@ class Healthy(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"true")
 
-    def log_message(self, *words: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def address() -> Iterator[str]:
     """Address of a loopback server that answers as a healthy Prefect server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with LoopbackServer(Healthy) as server:
+        yield server.host
 
 
 @pytest.fixture

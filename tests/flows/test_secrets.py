@@ -4,11 +4,10 @@ import base64
 import json
 import logging
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from kiln_command import command
+from loopback_server import LoopbackServer
 from prefect_server import Server
 from toy_recipes import toy
 from yarl import URL
@@ -91,13 +91,8 @@ def serving(files: dict[str, bytes]) -> Iterator[str]:
             if self.command == "GET":
                 self.wfile.write(found or b"")
 
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with LoopbackServer(Handler) as server:
+        yield server.url
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str, **overrides: Any) -> tuple[int, str]:

@@ -17,12 +17,7 @@ from tasks import download
 from tasks.download.list_files import list_files
 from tasks.download.row_fields_and_hash import Row
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 def _folder(path: Path, names: Iterable[str]) -> None:

@@ -5,216 +5,33 @@ import gc
 import hashlib
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from download_stage import PICTURES, build, make_recipe, rows, samples_of, shard_bytes
+from picture_server import Web, picture
 from PIL import Image
-from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
-from artifacts.image_shards import Sample, read_rows, read_tar, write_tar
-from artifacts.store import Artifact, Store
+from artifacts.image_shards import read_rows, read_tar
+from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
-from tasks.build_or_reuse import StorageAway, TransientError
-from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard, _clear
-from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
-from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
-from tasks.download.plan_shards import ShardSpec
-from tasks.download.stage_errors import Outage
-from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import TransformSettings, transform
-from tasks.panels import PicturePanel, Table
+from tasks.build_or_reuse import StorageAway
+from tasks.panels import Table
 
-pytestmark = pytest.mark.slow
-
-PICTURES = 24
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
-
-
-class Web:
-    """A server of pictures at /good/<n> and of every kind of failure; it counts its requests."""
-
-    def __init__(self, port: int = 0) -> None:
-        self.requests: Counter[str] = Counter()
-        self.robots: bytes | None = None  # robots.txt
-        self.robots_requests = 0
-        self.is_down = False
-        self.broken: set[str] = set()  # numbers of the pictures that it answers with 503
-        self.is_silent: Callable[[], bool] = lambda: False
-        self.released = threading.Event()  # ends the silence, which lasts a minute at most
-        web = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                with suppress(OSError):
-                    web.answer(self)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.server.daemon_threads = True
-        self.server.socket.listen(64)
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        self.host = f"127.0.0.1:{self.server.server_address[1]}"
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        path = handler.path
-        if path == "/robots.txt":
-            return self.answer_robots(handler)
-        self.requests[path] += 1
-        name, _, number = path.partition("?")[0].strip("/").partition("/")
-        if name == "silent" or self.is_silent():
-            self.released.wait(60)
-        if self.is_down or number in self.broken or (name == "flaky" and self.requests[path] == 1):
-            self.reply(handler, 503)
-        elif name in ("good", "flaky"):
-            self.reply(handler, 200, picture(int(number)))
-        elif name == "sized":  # sized/<width>x<height>
-            width, _, height = number.partition("x")
-            self.reply(handler, 200, plain_picture(int(width), int(height)))
-        elif name == "rotated":
-            self.reply(handler, 200, rotated_picture())
-        elif name == "optout":
-            self.reply(handler, 200, picture(0), {"X-Robots-Tag": "noai"})
-        elif name == "away":
-            self.reply(handler, 302, b"", {"Location": "http://169.254.169.254/latest"})
-        elif name == "endless":
-            handler.send_response(200)
-            handler.end_headers()
-            while True:
-                handler.wfile.write(bytes(65536))
-        else:
-            self.reply(handler, *((200, b"<html>") if name == "html" else (404, b"")))
-
-    def answer_robots(self, handler: BaseHTTPRequestHandler) -> None:
-        self.robots_requests += 1
-        self.reply(handler, 404 if self.robots is None else 200, self.robots or b"")
-
-    def reply(
-        self,
-        handler: BaseHTTPRequestHandler,
-        status: int,
-        body: bytes = b"",
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        handler.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(body)
-
-
-def picture(number: int) -> bytes:
-    return plain_picture(40, 32, number * 9 % 256)
-
-
-def plain_picture(width: int, height: int, red: int = 0) -> bytes:
-    buffer = BytesIO()
-    Image.new("RGB", (width, height), (red, 60, 90)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def rotated_picture() -> bytes:
-    """40 x 32 when upright, red above blue; stored rotated, as phones do."""
-    upright = Image.new("RGB", (40, 32), (220, 30, 30))
-    upright.paste((30, 30, 220), (0, 16, 40, 32))
-    exif, buffer = Image.Exif(), BytesIO()
-    exif[0x0112] = 6  # rotate by 90 degrees clockwise
-    rotated = upright.transpose(Image.Transpose.ROTATE_90)
-    rotated.save(buffer, "JPEG", quality=95, exif=exif)
-    return buffer.getvalue()
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    web = Web()
-    yield web
-    web.close()
-
-
-def rows(*paths: str) -> list[dict[str, Any]]:
-    listed = [f"good/{n}" for n in range(PICTURES)] + list(paths)
-    return [{"url": path, "caption": f"caption of {path}"} for path in listed]
-
-
-def make_recipe(
-    tmp_path: Path, web: Web, listed: list[dict[str, Any]], *, store: str = "store", **settings: Any
-) -> Recipe:
-    (tmp_path / store).mkdir(exist_ok=True)
-    path = tmp_path / "urls.parquet"
-    pq.write_table(pa.Table.from_pylist(listed), path)
-    beam = settings.pop("beam", {"direct_running_mode": "in_memory", "direct_num_workers": 1})
-    sha256 = {"sha256_column": "sha256"} if "sha256" in listed[0] else {}
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": "unused"},
-            "store": str(tmp_path / store),
-            "source": {
-                "kind": "urls",
-                "path": str(path),
-                "base_url": f"http://{web.host}",
-                **sha256,
-            },
-            "download": {
-                "image_size": 16,
-                "allow_hosts": ["127.0.0.1"],
-                "max_connections": 4,
-                "max_requests_per_host": None,
-                "timeout": 60.0,
-                "backoff": 0.01,
-                "retries": 1,
-                "max_bytes": 100_000,
-                "shard_size": 8,
-                **settings,
-            },
-            "beam": beam,
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
-    )
-
-
-def build(recipe: Recipe, *, retry_failed: bool = False) -> Artifact:
-    plan, store = download.plan(recipe), Store(recipe.store)
-    retry = download.choose_retry(recipe, plan, store, retry_failed=retry_failed)
-    draft = store.draft(download.key_parts(recipe, plan, retry))
-    retry_run = uuid4().hex if retry_failed else None
-    summary = download.build(recipe, plan, draft, lambda *_: None, retry_run=retry_run)
-    return draft.commit(summary, {})
-
-
-def shard_bytes(artifact: Artifact) -> dict[str, bytes]:
-    return {entry.path: artifact.read(entry.path) for entry in artifact.files}
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
 FAILURES = (
@@ -281,114 +98,11 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     ]
 
 
-def rows_of(artifact: Artifact) -> dict[str, dict[str, Any]]:
-    """{URL: row} of the parquet files."""
-    parquets = [e.path for e in artifact.files if e.path.endswith(".parquet")]
-    return {row["url"]: row for path in parquets for row in read_rows(artifact.read(path))}
-
-
-def test_further_columns_are_in_each_picture_and_each_row(tmp_path: Path, web: Web) -> None:
-    listed = [{**row, "likes": n, "licence": "cc0"} for n, row in enumerate(rows("gone/1"))]
-    recipe = make_recipe(tmp_path, web, listed)
-    source = recipe.source.model_copy(update={"additional_columns": ("likes", "licence")})
-    artifact = build(recipe.model_copy(update={"source": source}))
-    kept = {row["url"]: {"licence": "cc0", "likes": row["likes"]} for row in listed}
-    tars = [artifact.url(e.path) for e in artifact.files if e.path.endswith(".tar")]
-    samples = [sample for tar in tars for sample in read_tar(tar)]
-    assert len(samples) == PICTURES
-    for sample in samples:
-        assert kept[sample.meta["url"]].items() <= sample.meta.items()
-    found = {url: json.loads(row["additional"]) for url, row in rows_of(artifact).items()}
-    assert found == kept
-
-
-ODD = ("sized/4000x2", "sized/1x1", "sized/31x64", "sized/200x40", "sized/40x161")
-
-
-def test_small_and_thin_pictures_are_dropped_by_default_and_counted(
-    tmp_path: Path, web: Web
-) -> None:
-    recipe = make_recipe(tmp_path, web, rows(*ODD, "sized/160x40", "sized/32x32"))
-    expected = {"success": PICTURES + 2, "too small": 3, "too thin": 2}
-    assert build(recipe).summary["outcomes"] == expected
-
-
-def test_small_and_thin_pictures_are_shown_if_the_recipe_allows_them(
-    tmp_path: Path, web: Web
-) -> None:
-    listed = [{"url": url, "caption": ""} for url in ODD]
-    recipe = make_recipe(tmp_path, web, listed, min_image_size=0, max_aspect_ratio=10_000)
-    artifact = build(recipe)
-    assert artifact.summary["outcomes"] == {"success": len(ODD)}
-    assert [panel.title for panel in download.show(artifact)][-1] == "Some of the pictures"
-
-
-def samples_of(artifact: Artifact) -> list[Sample]:
-    tars = [entry.path for entry in artifact.files if entry.path.endswith(".tar")]
-    return [sample for tar in tars for sample in read_tar(artifact.url(tar))]
-
-
-def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: Path) -> None:
-    red = BytesIO()
-    Image.new("RGB", (40, 20), "red").save(red, "PNG")
-    store = Store(str(tmp_path / "store"))
-    draft = store.draft(KeyParts(download.STAGE, download.VERSION, {}, {}))
-    write_tar(tmp_path / "a.tar", [])
-    write_tar(tmp_path / "b.tar", [Sample("0", red.getvalue(), "png", ("red",))])
-    for name in ("a.tar", "b.tar"):
-        draft.write(name, (tmp_path / name).read_bytes())
-    counts = {"rows": 2, "images": 1, "outcomes": {"success": 1}, "shards": 1}
-    artifact = draft.commit({**counts, "data": DownloadStatistics().summary()}, {})
-    panel = download.show(artifact)[-1]
-    assert isinstance(panel, PicturePanel)
-    with Image.open(BytesIO(panel.png)) as grid:
-        assert grid.getpixel((grid.width // 2, grid.height // 2)) == (255, 0, 0)
-
-
 def test_a_server_without_an_answer_is_a_timeout_outcome(tmp_path: Path, web: Web) -> None:
     listed = [{"url": "silent", "caption": "a picture"}]
     recipe = make_recipe(tmp_path, web, listed, timeout=0.2, retries=0, max_transient=1.0)
     with pytest.raises(download.TooManyFailed, match=r"1 of 1 rows failed \(timeout: 1\)"):
         build(recipe)
-
-
-def test_a_picture_with_an_exif_orientation_is_stored_upright(tmp_path: Path, web: Web) -> None:
-    listed = [{"url": "rotated", "caption": "", "sha256": digest_bytes(rotated_picture())}]
-    (sample,) = samples_of(build(make_recipe(tmp_path, web, listed)))
-    assert [sample.meta[name] for name in ("width", "height")] == [20, 16]
-    assert [sample.meta[f"original_{name}"] for name in ("width", "height")] == [40, 32]
-    square = TransformSettings(
-        resolution=16,
-        aspect_buckets=False,
-        bucket_step=8,
-        max_aspect=2.0,
-        crop="center",
-        flip=False,
-        seed=0,
-        holdout=0.0,
-        max_pixels=10_000,
-    )
-    sha256 = hashlib.sha256(sample.image).digest()
-    (seen,) = transform(sample.image, sha256, sample.meta, square, bucket_sizes(square, 4))
-    assert seen.original_size == (32, 40)
-    red, _, blue = seen.pixels
-    assert (red[:6] > 0.5).all() and (red[-6:] < -0.5).all() and (blue[-6:] > 0.5).all()
-
-
-def test_a_pictures_identity_is_its_download_whatever_the_url_and_the_stored_size(
-    tmp_path: Path, web: Web
-) -> None:
-    listed = rows(*(f"good/{n}?signature=again" for n in range(PICTURES)))
-    found = []
-    for number, size in enumerate((16, 24)):
-        recipe = make_recipe(tmp_path, web, listed, store=f"store{number}", image_size=size)
-        samples = samples_of(build(recipe))
-        found.append({s.captions: (s.source_sha256, digest_bytes(s.image)) for s in samples})
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 2 * PICTURES
-    for caption, (identity, stored) in found[0].items():
-        assert found[1][caption][0] == identity
-        assert found[1][caption][1] != stored
-    assert len({identity for identity, _ in found[0].values()}) == PICTURES
 
 
 def test_secrets_of_urls_are_not_stored(tmp_path: Path, web: Web) -> None:
@@ -453,258 +167,6 @@ def test_one_changed_caption_or_picture_fetches_one_shard(tmp_path: Path, web: W
         (fresh,) = (e for e in changed.files if e.path.endswith(".tar") and e.path not in kept)
         assert len(web.requests) == sum(fresh.meta["outcomes"].values())  # a retry may repeat one
     assert changed.summary["outcomes"] == {"sha256 differs": 1, "success": PICTURES - 1}
-
-
-@pytest.mark.parametrize("kind", REMOTE)
-def test_notes_of_deferred_shards_are_deleted_in_a_store_with_a_bracket(
-    kind: str, url_of: UrlOf
-) -> None:
-    store = Store(f"{url_of(kind)}/run[1]")
-    store.fs.pipe_file(f"{store.root}/notes/a.json", b"{}")
-    _clear(store, f"{store.root}/notes")
-    assert not store.fs.exists(f"{store.root}/notes")
-
-
-def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> None:
-    recipe = make_recipe(tmp_path, web, rows())
-    folder = tmp_path / "store/download/shards"
-    shards = download.plan(recipe).shards
-    build(recipe)
-    (folder / f"{shards[0].key}.json").unlink()
-    (tar,) = folder.glob(f"{shards[1].key}.*.tar")
-    tar.write_bytes(b"damaged" + tar.read_bytes()[7:])
-    web.is_down = True
-    with pytest.raises(TransientError, match=rf"2 of {len(shards)} shards .*\(http 503: \d+\)"):
-        build(recipe)
-    committed = {path.stem for path in folder.glob("*.json")}
-    assert committed == {s.key for s in shards[2:]}
-    web.is_down = False
-    web.requests.clear()
-    assert build(recipe).summary["images"] == PICTURES
-    assert web.requests.total() == shards[0].rows + shards[1].rows
-
-
-def test_an_outage_stops_the_stage_after_a_few_shards(tmp_path: Path, web: Web) -> None:
-    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1, max_host_failures=100)
-    shards = len(download.plan(recipe).shards)
-    assert shards > 2 * MOST_DEFERRED
-    web.is_down = True
-    words = (
-        rf"stopped, since {MOST_DEFERRED} shards in a row .* of {shards} in all \(http 503: \d+\)"
-    )
-    with pytest.raises(Outage, match=words):
-        build(recipe)
-    assert web.requests.total() < MOST_DEFERRED + THREADS  # each thread may end what it had begun
-    web.is_down = False
-    assert build(recipe).summary["images"] == PICTURES
-
-
-def test_shards_of_the_store_do_not_hide_an_outage(tmp_path: Path, web: Web) -> None:
-    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1)
-    build(recipe)
-    shards = [spec.key for spec in download.plan(recipe).shards]
-    assert len(shards) > 2 * MOST_DEFERRED
-    for key in shards[::2]:
-        (tmp_path / f"store/download/shards/{key}.json").unlink()
-    web.is_down = True
-    with pytest.raises(Outage):
-        build(recipe)
-
-
-def test_a_shard_that_a_repeated_bundle_downloads_is_not_deferred(
-    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = DownloadShard.process
-
-    def repeated(self: DownloadShard, spec: ShardSpec) -> Iterator[str]:
-        web.is_down = True
-        list(process(self, spec))
-        web.is_down = False
-        yield from process(self, spec)
-
-    monkeypatch.setattr(DownloadShard, "process", repeated)
-    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100)
-    assert build(recipe).summary["images"] == PICTURES
-
-
-def test_a_committed_shard_whose_retry_is_deferred_is_an_outage(tmp_path: Path, web: Web) -> None:
-    web.broken = {"3"}
-    build(make_recipe(tmp_path, web, rows(), retries=0, shard_size=100))
-    stricter = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100, max_transient=0.0)
-    with pytest.raises(TransientError, match=r"1 of 1 shards were deferred .*\(http 503: 1\)"):
-        build(stricter, retry_failed=True)
-
-
-class TwoOfThree(set[str]):
-    """The numbers of two requests in three."""
-
-    asked = 0
-
-    def __contains__(self, _: object) -> bool:
-        self.asked += 1
-        return self.asked % 3 != 0
-
-
-def test_a_shard_that_is_downloaded_ends_a_row_of_deferred_ones(tmp_path: Path, web: Web) -> None:
-    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1, max_host_failures=100)
-    web.broken = TwoOfThree()
-    with pytest.raises(TransientError, match=r"(\d+) of \d+ shards were deferred") as failure:
-        build(recipe)
-    assert int(re.findall(r"\d+", str(failure.value))[0]) > MOST_DEFERRED
-
-
-def test_only_rows_with_transient_failures_are_fetched_again_on_request(
-    tmp_path: Path, web: Web
-) -> None:
-    web.broken = {"3", "17"}
-    recipe = make_recipe(tmp_path, web, rows("gone/1"), retries=0, shard_size=100)
-    first = build(recipe)
-    assert first.summary["outcomes"] == {"http 404": 1, "http 503": 2, "success": PICTURES - 2}
-    web.broken = set()
-    web.requests.clear()
-    assert build(recipe).digest == first.digest
-    assert not web.requests
-    second = build(recipe, retry_failed=True)
-    assert second.key != first.key
-    assert second.summary["outcomes"] == {"http 404": 1, "success": PICTURES}
-    assert web.requests == {"/good/3": 1, "/good/17": 1}
-    web.requests.clear()
-    for retry_failed in (True, False):  # without a transient failure no retry is left
-        assert build(recipe, retry_failed=retry_failed).key == second.key
-    assert not web.requests
-    never_broken = build(make_recipe(tmp_path, web, rows("gone/1"), store="other", shard_size=100))
-    assert shard_bytes(second) == shard_bytes(never_broken)
-
-
-def test_a_row_is_fetched_again_by_as_many_runs_as_the_recipe_allows(
-    tmp_path: Path, web: Web
-) -> None:
-    web.broken = {"3"}
-    recipe = make_recipe(tmp_path, web, rows("gone/1"), retry_failed=2, shard_size=100)
-    requests, attempts = [], []
-    for retry_failed in (True, True, True, True, False):
-        web.requests.clear()
-        artifact = build(recipe, retry_failed=retry_failed)
-        requests.append(web.requests["/good/3"])
-        attempts.append(rows_of(artifact)["good/3"]["attempts"])
-    assert requests == [2, 2, 2, 0, 0]
-    assert attempts == [2, 4, 6, 6, 6]
-    assert rows_of(artifact)["gone/1"]["attempts"] == 1
-    assert rows_of(artifact)["good/4"]["attempts"] is None  # a picture has no failure
-    kinds = {row["outcome"]: row["failure"] for row in download.show(artifact)[1].rows}
-    assert kinds == {"success": "", "http 404": "permanent", "http 503": "transient"}
-
-
-def test_a_later_try_of_a_run_fetches_no_row_again_that_the_run_fetched_again(
-    tmp_path: Path, web: Web
-) -> None:
-    """Else the tries of one run after an outage could use up what the recipe allows to runs."""
-    web.broken = {"3"}
-    recipe = make_recipe(tmp_path, web, rows("gone/1"), retries=0, shard_size=100)
-    build(recipe)
-    plan, requests = download.plan(recipe), []
-    for run in ("one", "one", "two"):
-        web.requests.clear()
-        draft = Store(recipe.store).draft(download.key_parts(recipe, plan, 1))  # not committed
-        download.build(recipe, plan, draft, lambda *_: None, retry_run=run)
-        requests.append(web.requests["/good/3"])
-    assert requests == [1, 0, 1]
-
-
-def test_the_bytes_and_times_of_a_shard_are_those_of_all_its_downloads(
-    tmp_path: Path, web: Web
-) -> None:
-    web.broken = {"3"}
-    recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100)
-    first = build(recipe).summary["data"]
-    web.broken = set()
-    again = build(recipe, retry_failed=True).summary["data"]
-    whole = build(make_recipe(tmp_path, web, rows(), store="other", shard_size=100))
-    assert first["bytes"] < again["bytes"] == whole.summary["data"]["bytes"]
-
-
-def test_a_retry_is_possible_after_too_many_failures(tmp_path: Path, web: Web) -> None:
-    web.broken = {"3"}
-    recipe = make_recipe(tmp_path, web, rows(), retries=0, max_failed=0.0)
-    with pytest.raises(download.TooManyFailed, match="--retry-failed fetches those with transient"):
-        build(recipe)
-    web.broken = set()
-    web.requests.clear()
-    assert build(recipe, retry_failed=True).summary["images"] == PICTURES
-    assert web.requests == {"/good/3": 1}
-
-
-@pytest.fixture
-def dead() -> Iterator[str]:
-    """A host on loopback that refuses connections: its port is bound, but nothing listens."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{bound.getsockname()[1]}"
-
-
-@pytest.fixture
-def connections(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """{port: connection attempts}"""
-    counts: Counter[int] = Counter()
-    connect = socket.socket.connect
-
-    def counted(self: socket.socket, address: Any) -> None:
-        counts[address[1]] += 1
-        connect(self, address)
-
-    monkeypatch.setattr(socket.socket, "connect", counted)
-    return counts
-
-
-def test_a_dead_host_is_requested_a_few_times_and_the_stage_succeeds(
-    tmp_path: Path, web: Web, dead: str, connections: Counter[int]
-) -> None:
-    lost = [{"url": f"http://{dead}/{n}", "caption": ""} for n in range(100)]
-    alive = [{"url": f"http://{web.host}/good/{n}", "caption": ""} for n in range(PICTURES)] * 10
-    listed = [*alive[:100], *lost, *alive[100:]]  # 30% are dead
-    small = {"retries": 2, "backoff": 0.0, "max_host_failures": 10, "robots_txt": False}
-    recipe = make_recipe(tmp_path, web, listed, shard_size=4 * len(listed), **small)
-    summary = build(recipe).summary
-    connected = recipe.download.max_connections
-    assert 10 <= connections[int(dead.rpartition(":")[2])] < 10 + connected
-    assert summary["images"] == len(alive)
-    failed = {reason: n for reason, n in summary["outcomes"].items() if reason != "success"}
-    assert failed.keys() <= {"host does not answer", "connection refused"}
-    assert sum(failed.values()) == len(lost)
-    assert failed["host does not answer"] > len(lost) - 10 - connected
-
-
-def test_a_dead_host_is_requested_again_by_a_later_run(tmp_path: Path, web: Web) -> None:
-    away = Web()
-    away.close()
-    lost = [{"url": f"http://{away.host}/good/{n}", "caption": ""} for n in range(8)]
-    one = {"retries": 0, "max_connections": 1, "max_host_failures": 2, "robots_txt": False}
-    recipe = make_recipe(tmp_path, web, [*rows(), *lost], shard_size=100, **one)
-    first = build(recipe)
-    expected = {"connection refused": 2, "host does not answer": 6, "success": PICTURES}
-    assert first.summary["outcomes"] == expected
-    assert [rows_of(first)[row["url"]]["attempts"] for row in lost] == [1] * 2 + [0] * 6
-    back = Web(away.server.server_address[1])
-    try:
-        assert build(recipe, retry_failed=True).summary["images"] == PICTURES + len(lost)
-        assert set(back.requests.values()) == {1} and len(back.requests) == len(lost)
-    finally:
-        back.close()
-
-
-def test_an_outage_of_most_hosts_is_deferred(tmp_path: Path, web: Web, dead: str) -> None:
-    lost = [{"url": f"http://{dead}/{n}", "caption": ""} for n in range(2 * PICTURES)]
-    recipe = make_recipe(tmp_path, web, [*rows(), *lost], retries=0, shard_size=1000, max_failed=1)
-    assert build(recipe).summary["images"] == PICTURES  # one of two hosts is dead
-    recipe = make_recipe(tmp_path, web, lost, retries=0, shard_size=1000, max_failed=1)
-    with pytest.raises(TransientError, match=r"1 of 1 shards .*host does not answer: \d+"):
-        build(recipe)
-
-
-def test_a_list_with_many_dead_hosts_is_downloaded(tmp_path: Path, web: Web) -> None:
-    web.broken = {str(n) for n in range(0, PICTURES, 3)}  # a third of every shard
-    artifact = build(make_recipe(tmp_path, web, rows(), retries=0, shard_size=PICTURES))
-    assert artifact.summary["images"] == PICTURES - len(web.broken)
 
 
 def test_too_many_failed_rows_raise_with_their_reasons(tmp_path: Path, web: Web) -> None:
@@ -805,37 +267,12 @@ def test_a_killed_run_resumes_after_its_committed_shards(tmp_path: Path, web: We
     assert resumed.digest == other.digest
 
 
-def test_decoding_does_not_redirect_the_output_of_other_threads(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    class Talking(BytesIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            os.write(1, b"another thread's line\n")
-            return super().read(size)
-
-    resizer = img2dataset_resizer()
-    assert resizer(16, "keep_ratio", True)(Talking(picture(0)))[1:3] == (20, 16)
-    assert "another thread's line" in capfd.readouterr().out
-
-
 def test_a_download_leaves_the_global_opener_of_urllib_alone(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(urllib.request, "_opener", None)
     build(make_recipe(tmp_path, web, rows()))
     assert urllib.request._opener is None
-
-
-def test_embedded_pictures_have_the_outcomes_of_fetched_ones(tmp_path: Path, web: Web) -> None:
-    inside = [{"image": {"bytes": picture(n), "path": ""}, "text": f"{n}"} for n in range(6)]
-    inside.append({"image": {"bytes": b"broken", "path": ""}, "text": "broken"})
-    pq.write_table(pa.Table.from_pylist(inside), tmp_path / "inside.parquet")
-    recipe = make_recipe(tmp_path, web, rows())
-    source = {"kind": "dataset", "path": str(tmp_path / "inside.parquet")}
-    recipe = Recipe.model_validate({**recipe.model_dump(), "source": source})
-    artifact = build(recipe)
-    assert artifact.summary["outcomes"] == {"not an image": 1, "success": 6}
-    assert not web.requests
 
 
 def test_the_demo_is_downloaded_from_its_own_server(

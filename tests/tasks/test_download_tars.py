@@ -29,14 +29,9 @@ from tasks.download.row_fields_and_hash import Row
 from tasks.download.serve_folder import serve_folder
 from tasks.download.source_protocol import ServedAt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 Files = Iterable[tuple[str, bytes]]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
 
 
 def make_recipe(

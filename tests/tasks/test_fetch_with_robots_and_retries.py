@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_server import LoopbackServer
 from multidict import MultiDict
 
 from configs.settings.download import Download
@@ -30,10 +31,7 @@ from tasks.download.row_fields_and_hash import Row
 from tasks.download.safe_http_fetch import Admit, Deadline, parse_url
 from tasks.download.source_protocol import ServedAt
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 EXCLUDES = b"User-agent: *\nDisallow: /\n"
@@ -61,14 +59,8 @@ class Site:
                 with suppress(OSError):
                     site.answer(self)
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.server.socket.listen(64)
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        self.host = f"127.0.0.1:{self.server.server_address[1]}"
+        self.server = LoopbackServer(Handler)
+        self.host = self.server.host
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         with self._lock:
@@ -101,9 +93,8 @@ class Site:
 @pytest.fixture
 def site() -> Iterator[Site]:
     site = Site()
-    yield site
-    site.server.shutdown()
-    site.server.server_close()
+    with site.server:
+        yield site
 
 
 def settings_for(site: Site, **settings: Any) -> Download:
@@ -240,7 +231,8 @@ def test_robots_txt_of_a_redirect_has_the_rules_of_the_first_host(site: Site) ->
     other = Site()
     other.robots = (200, b"User-agent: *\nDisallow: /a\n", {})
     site.robots = (301, b"", {"Location": f"http://{other.host}/robots.txt"})
-    found = outcomes(site, "a", "b", allow_hosts=(site.host, other.host))
+    with other.server:
+        found = outcomes(site, "a", "b", allow_hosts=(site.host, other.host))
     assert found == ["robots.txt disallows", "ok"]
     assert (other.pictures(), site.pictures()) == (0, 1)
 

@@ -3,7 +3,6 @@
 import struct
 from dataclasses import astuple
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 from zlib import compress, crc32
 
@@ -18,10 +17,7 @@ from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, R
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.rotate_and_reduce import reduction
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def photo(width: int, height: int, mode: str = "RGB", orientation: int = 1) -> bytes:

@@ -9,13 +9,14 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_server import LoopbackServer
 from multidict import MultiMapping
 from PIL import Image
 
@@ -33,34 +34,26 @@ from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient
 from tasks.download.skip_dead_web_hosts import DeadHosts, is_outage
 from tasks.download.source_protocol import ServedAt
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 Answer = Callable[[BaseHTTPRequestHandler], None]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
 
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
     """A server on loopback that calls `answer` for every GET; yields its host:port."""
 
+    with LoopbackServer(answering(answer)) as server:
+        yield server.host
+
+
+def answering(answer: Answer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             with suppress(OSError):  # of a client that closes early, as it should
                 answer(self)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return Handler
 
 
 def reply(
@@ -369,28 +362,16 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             trickle(handler, b"HTTP/1.1 200 OK\r\n\r\n")
         reply(handler, body=b"over TLS")
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            with suppress(OSError):
-                answer(self)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = LoopbackServer(answering(answer))
     server.socket = server_side.wrap_socket(server.socket, server_side=True)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    host = f"127.0.0.1:{server.server_address[1]}"
-    limits = FetchLimits(1000, 60.0, frozenset({host}))
+    limits = FetchLimits(1000, 60.0, frozenset({server.host}))
     try:
-        body, _ = fetch(f"https://{host}/", limits, time.monotonic() + 60)
-        assert body == b"over TLS"
-        with pytest.raises(FetchFailed, match="timeout"):
-            fetch(f"https://{host}/slow", limits, time.monotonic() + 0.3)
+        with server:
+            body, _ = fetch(f"https://{server.host}/", limits, time.monotonic() + 60)
+            assert body == b"over TLS"
+            with pytest.raises(FetchFailed, match="timeout"):
+                fetch(f"https://{server.host}/slow", limits, time.monotonic() + 0.3)
     finally:
-        server.shutdown()
-        server.server_close()
         safe_http_fetch._tls.cache_clear()
 
 

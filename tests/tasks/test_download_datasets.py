@@ -1,0 +1,162 @@
+"""Datasets with embedded pictures, in folders and on the hub, as sources."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hub_server import HubServer, Repository
+from huggingface_hub import HfFileSystem
+from source_rows import context, make_recipe, parquet, png, rows_of, write_list
+
+from tasks import download
+from tasks.download import (
+    parquet_dataset,
+    sources,
+)
+from tasks.download.download_shard import download_shard
+from tasks.download.source_protocol import PictureLocation
+from tasks.download.stage_errors import SourceError
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
+
+
+def test_a_picture_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path) -> None:
+    file = Path(write_list(tmp_path / "a.parquet", [{"image": png(1), "text": ""}] * 9))
+    recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
+    shard = download.plan(recipe).shards[0]
+    for changed in ([{"image": png(2), "text": ""}] * 9, [{"image": png(1), "text": ""}]):
+        write_list(file, changed)
+        with pytest.raises(download.SourceError, match="it changed while it was being read"):
+            download_shard(shard, context(recipe))
+    assert not (tmp_path / "store/download").exists()
+
+
+def test_a_dataset_has_embedded_pictures(tmp_path: Path) -> None:
+    struct = [{"image": {"bytes": png(n), "path": None}, "text": f"{n}"} for n in range(6)]
+    plain = [{"image": png(n), "text": f"{n}"} for n in range(6)]
+    (tmp_path / "in").mkdir()
+    keys = []
+    for rows in (struct, plain):
+        write_list(tmp_path / "in/train-00000-of-00001.parquet", rows)
+        write_list(tmp_path / "in/test-00000-of-00001.parquet", rows[:1])
+        recipe = make_recipe({"kind": "dataset", "path": str(tmp_path / "in")})
+        read = rows_of(recipe, tmp_path)
+        assert [row.captions for row in read] == [(f"{n}",) for n in range(6)]
+        assert [Path(row.file or "").read_bytes() for row in read] == [png(n) for n in range(6)]
+        keys.append([shard.key for shard in download.plan(recipe).shards])
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("folder", ["train_pictures", "train"])
+def test_the_name_of_a_datasets_folder_selects_no_split(tmp_path: Path, folder: str) -> None:
+    place = tmp_path / folder
+    place.mkdir()
+    for number, name in enumerate(("train-0.parquet", "test-0.parquet")):
+        write_list(place / name, [{"image": png(number), "text": name}])
+    recipe = make_recipe({"kind": "dataset", "path": str(place)})
+    assert [row.captions for row in rows_of(recipe, tmp_path)] == [("train-0.parquet",)]
+
+
+def test_a_folder_of_one_split_is_that_split(tmp_path: Path) -> None:
+    place = tmp_path / "train"
+    place.mkdir()
+    write_list(place / "0.parquet", [{"image": png(0), "text": "a"}])
+    assert rows_of(make_recipe({"kind": "dataset", "path": str(place)}), tmp_path)
+    with pytest.raises(SourceError, match="has no files of split 'test'"):
+        download.plan(make_recipe({"kind": "dataset", "path": str(place), "split": "test"}))
+
+
+def test_pictures_of_a_dataset_come_in_the_order_of_their_places(tmp_path: Path) -> None:
+    """A plan of another machine may have rows at places that repeat or go back."""
+    file = str(tmp_path / "a.parquet")
+    pictures = [b"picture %d" % n for n in range(5)]
+    pq.write_table(pa.table({"image": pictures, "text": [""] * 5}), file)
+    recipe = make_recipe({"kind": "dataset", "path": file})
+    source: Any = sources.SOURCES["dataset"](recipe.source)
+    places = [PictureLocation(file, row) for row in (1, 3, 3, 0, 4, 2)]
+    assert list(source.pictures(places)) == [pictures[place.row or 0] for place in places]
+
+
+def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(
+        write_list(tmp_path / "a.parquet", [{"image": png(n), "text": ""} for n in range(6)])
+    )
+    recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
+    first = download.plan(recipe)
+    reads: list[str] = []
+    read = parquet_dataset._parquet_rows
+    monkeypatch.setattr(parquet_dataset, "_parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
+    assert download.plan(recipe) == first
+    assert reads == []
+    for damaged in (tmp_path / "store/plan/shards").iterdir():  # is not used
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert download.plan(recipe).source_digest == first.source_digest
+    assert reads == [str(file)]
+    write_list(file, [{"image": png(n), "text": ""} for n in range(1, 7)])
+    assert download.plan(recipe).source_digest != first.source_digest
+
+
+@pytest.fixture
+def pictures(hub: HubServer) -> Repository:
+    """A dataset of six pictures on the hub."""
+    rows = [{"image": {"bytes": png(n), "path": None}, "text": f"{n}"} for n in range(6)]
+    hub.repositories["datasets/some/pictures"] = Repository(
+        {
+            "README.md": b"Pictures",
+            "data/test-00000-of-00001.parquet": parquet(rows[:1]),
+            "data/train-00000-of-00002.parquet": parquet(rows[:4]),
+            "data/train-00001-of-00002.parquet": parquet(rows[4:]),
+        }
+    )
+    return hub.repositories["datasets/some/pictures"]
+
+
+def test_a_dataset_of_the_hub_is_read_once_until_it_changes(
+    hub: HubServer, pictures: Repository, tmp_path: Path
+) -> None:
+    recipe = make_recipe({"kind": "dataset", "path": "some/pictures"})
+    assert [row.captions for row in rows_of(recipe, tmp_path)] == [(f"{n}",) for n in range(6)]
+    first, old = download.plan(recipe), pictures.commit
+
+    def next_run() -> tuple[Any, set[str]]:
+        """The plan of another process, and the files that it reads."""
+        HfFileSystem.clear_instance_cache()
+        before = len(hub.requests)
+        planned = download.plan(recipe)
+        read = [path for _, path in hub.requests[before:] if path.startswith("/large/")]
+        return planned, {path.rpartition("/")[2] for path in read}
+
+    names = {"train-00000-of-00002.parquet"}  # for its columns
+    assert next_run() == (first, names)
+    changed = [{"image": png(9), "text": "new"}]
+    pictures.files = {**pictures.files, "data/train-00001-of-00002.parquet": parquet(changed)}
+    second, read = next_run()
+    assert second.source_digest != first.source_digest
+    assert read == {*names, "train-00001-of-00002.parquet"}
+    assert pictures.commit != old
+
+
+def test_an_unavailable_hub_dataset_is_a_one_line_error(
+    hub: HubServer, pictures: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own attempts
+
+    def refused(**source: str) -> str:
+        HfFileSystem.clear_instance_cache()
+        with pytest.raises(download.SourceError) as error:
+            download.plan(make_recipe({"kind": "dataset", "path": "some/pictures", **source}))
+        line = str(error.value)
+        assert line.startswith("source") and "\n" not in line
+        return line
+
+    assert "hf://datasets/no/pictures: no such file" in refused(path="no/pictures")
+    assert "hf://datasets/some/pictures@gone: no such file" in refused(revision="gone")
+    pictures.accepted_by = {"hf_mine"}
+    assert "Cannot access gated repo" in refused()
+    hub.fault = 500
+    assert "500 Internal Server Error" in refused()
+    assert "500 Internal Server Error" in refused(kind="folder", path="hf://datasets/a/pictures")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached: " in refused()
