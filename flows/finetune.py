@@ -72,7 +72,9 @@ def download(run: Run) -> StageResult:
     result = build_or_reuse(
         run.store, parts, build, parents=parents, send=run.send(parts, progress, [plan.artifact])
     )
-    download_stage.check_data(result.load(run.store).summary, run.recipe.download)
+    summary = result.load(run.store).summary
+    download_stage.check_data(summary, run.recipe.download)
+    download_stage.warn_of_illegible_captions(summary)
     return ended(run.store, run.model_name, result, download_stage.show)
 
 

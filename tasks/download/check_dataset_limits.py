@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 from configs.settings.download import Download
 from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.stage_errors import TooManyFailed
+
+log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,17 @@ def check_data(summary: Mapping[str, Any], settings: Download) -> None:
                 f"download: {check.found:.1%} of the {check.problem}; download.{check.setting} "
                 f"allows {check.limit:.0%}"
             )
+
+
+def warn_of_illegible_captions(summary: Mapping[str, Any]) -> None:
+    """Log a warning if captions are no UTF-8; older downloads have not counted them."""
+    found = summary["data"].get("illegible", {"rows": 0})
+    if found["rows"]:
+        log.warning(
+            "download: the captions of %s pictures are no UTF-8, so letters are lost (%s): save "
+            "them as UTF-8",
+            *(f"{found['rows']:,}", ", ".join(found["examples"])),
+        )
 
 
 def _check_failures(check: Check, summary: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ SHOWN = 10
 HASHES = 1_000_000
 #: Failed rows of each reason that are named, and the length of a name in characters.
 EXAMPLES, LONGEST_NAME = 3, 200
+#: Stands in a caption for bytes that are no UTF-8, as of files in Latin-1.
+ILLEGIBLE = "\ufffd"
 #: Caption lengths above it count as it, in characters.
 LONGEST = 64
 #: Hosts of a whole download in memory.
@@ -67,6 +69,7 @@ def shard_statistics(
         "examples": _examples(rows, outcomes),
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
         "caption_lengths": _lengths(row.captions[0] for row, _ in found),
+        "illegible": _illegible(row for row, _ in found),
         "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in found),
         "hashes": [value for value in values if _is_sampled(value, share)],
         "hashed_share": share,
@@ -80,9 +83,19 @@ def _examples(rows: Sequence[Row], outcomes: Sequence[Mapping[str, Any]]) -> dic
         if outcome["status"] != "success":
             named = found.setdefault(outcome.get("error_message", outcome["status"]), [])
             if len(named) < EXAMPLES:
-                name = row.place or row.url or f"the row of caption {row.captions[0]!r}"
-                named.append(without_secrets(name)[:LONGEST_NAME])
+                named.append(_name(row))
     return found
+
+
+def _name(row: Row) -> str:
+    name = row.place or row.url or f"the row of caption {row.captions[0]!r}"
+    return without_secrets(name)[:LONGEST_NAME]
+
+
+def _illegible(rows: Iterable[Row]) -> dict[str, Any]:
+    """The number of rows with a caption that is no UTF-8, and the names of the first."""
+    found = [row for row in rows if any(ILLEGIBLE in caption for caption in row.captions)]
+    return {"rows": len(found), "examples": [_name(row) for row in found[:EXAMPLES]]}
 
 
 def _lengths(captions: Iterable[str]) -> dict[str, int]:
@@ -119,6 +132,7 @@ class DownloadStatistics:
         self.caption_lengths: Counter[int] = Counter()
         self.hosts: dict[str, Host] = {}
         self.examples: dict[str, list[str]] = {}
+        self.illegible: dict[str, Any] = {"rows": 0, "examples": []}
         self._hashes: list[np.ndarray[Any, np.dtype[np.uint64]]] = []
         self._share = 1.0
 
@@ -129,6 +143,11 @@ class DownloadStatistics:
         self.caption_lengths.update({int(k): n for k, n in facts["caption_lengths"].items()})
         for reason, names in facts.get("examples", {}).items():  # older records have none
             self.examples[reason] = [*self.examples.get(reason, ()), *names][:EXAMPLES]
+        if (more := facts.get("illegible")) is not None:  # older records have none
+            self.illegible["rows"] += more["rows"]
+            self.illegible["examples"] += more["examples"][
+                : EXAMPLES - len(self.illegible["examples"])
+            ]
         for name, host in facts["hosts"].items():
             _add(self.hosts, name, host)
         if len(self.hosts) > MOST_HOSTS:
@@ -145,6 +164,7 @@ class DownloadStatistics:
             "duplicates": self.duplicates(),
             "caption_lengths": {str(k): n for k, n in sorted(self.caption_lengths.items())},
             "examples": self.examples,
+            "illegible": self.illegible,
             "failing_hosts": list(_described(failing, 1)),
             "slowest_hosts": list(_described(self.hosts, 2)),
         }

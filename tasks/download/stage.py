@@ -233,12 +233,19 @@ def _data_panels(summary: dict[str, Any]) -> list[Panel]:
                 "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
                 "pictures with the bytes of another": f"{data['duplicates']:.2%}",
                 "pictures below image_size": f"{data['undersized'] / images:.2%}",
+                **_illegible(data),
             },
         ),
         Table("Caption lengths", lengths, bars="pictures"),
         Table("Hosts with the most failures", data["failing_hosts"], bars="failed"),
         Table("Hosts that took the longest", data["slowest_hosts"]),
     ]
+
+
+def _illegible(data: dict[str, Any]) -> dict[str, str]:
+    """How many captions are no UTF-8; nothing if none is."""
+    rows = data.get("illegible", {"rows": 0})["rows"]
+    return {"captions that are no UTF-8": f"{rows:,}"} if rows else {}
 
 
 def _kind(outcome: str) -> str:

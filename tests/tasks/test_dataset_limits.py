@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from configs.settings.download import Download
-from tasks.download.check_dataset_limits import check_data
+from tasks.download.check_dataset_limits import check_data, warn_of_illegible_captions
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics, shard_statistics
-from tasks.download.row_fields_and_hash import Row
+from tasks.download.row_fields_and_hash import Row, text_of_file
 from tasks.download.stage_errors import TooManyFailed
 
 
@@ -86,10 +86,29 @@ def test_a_few_failed_rows_are_named_by_reason_and_without_secrets() -> None:
     assert len(long["examples"]["http 404"][0]) == 200
 
 
+def test_captions_that_are_no_utf8_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    latin = text_of_file("ein Bär".encode("latin-1"))
+    rows = [Row("", (latin,), place=f"/pictures/{n}.png") for n in range(5)]
+    rows += [Row("", ("ein Bär", latin), place="/list:9"), Row("", ("ein Bär",))]
+    done = {"status": "success", "sha256": "0" * 64, "width": 9, "height": 9}
+    failed = {"status": "failed_to_download", "error_message": "timeout"}
+    shard = shard_statistics(rows, [failed, *[done] * 6], [(1.0, 0)] * 7, Download(), 7)
+    summary = {"data": statistics(shard, shard).summary()}
+    named = [f"/pictures/{n}.png" for n in (1, 2, 3)]
+    assert summary["data"]["illegible"] == {"rows": 10, "examples": named}
+    warn_of_illegible_captions(summary)
+    assert f"captions of 10 pictures are no UTF-8, so letters are lost ({named[0]}," in caplog.text
+    caplog.clear()
+    warn_of_illegible_captions({"data": statistics(facts([1])).summary()})
+    warn_of_illegible_captions({"data": {}})
+    assert not caplog.text
+
+
 def test_records_of_before_have_no_examples() -> None:
     shard = facts([1, None])
-    del shard["examples"]
-    assert statistics(shard).summary()["examples"] == {}
+    del shard["examples"], shard["illegible"]
+    found = statistics(shard).summary()
+    assert found["examples"] == {} and found["illegible"]["rows"] == 0
 
 
 def test_facts_of_a_shard_are_small_however_many_hosts_it_has() -> None:
