@@ -216,14 +216,17 @@ class ServerAway(ValueError):
 
 
 class _Display(logging.Handler):
-    """Prints log lines above a progress bar at a terminal; elsewhere each tenth is a line."""
+    """Prints log lines above progress bars at a terminal; elsewhere each tenth is a line.
+
+    A stage has several phases, such as drawing and measuring pictures: each has a bar of its own.
+    """
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__(logging.INFO)
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
         self.bar: Progress | None = None
         self.rows: dict[str, TaskID] = {}
-        self.tenths: dict[str, int] = {}
+        self.last: dict[str, tuple[int, int]] = {}  # stage -> done and total
 
     def __enter__(self) -> _Display:
         if self.console.is_terminal:
@@ -257,13 +260,15 @@ class _Display(logging.Handler):
         self.print(level + record.getMessage())
 
     def update(self, stage: str, done: int, total: int, text: str) -> None:
-        if self.bar is None:
-            tenth = 10 * done // max(total, 1)
-            if tenth != self.tenths.get(stage):
-                self.tenths[stage] = tenth
-                told = text.startswith(f"{done:,} of {total:,}")
-                self.print(f"{stage}: {text if told else f'{done}/{total} {text}'.rstrip()}")
+        before, total_before = self.last.get(stage, (0, -1))
+        self.last[stage] = done, total
+        is_new = total != total_before or done < before
+        if self.bar is not None:
+            if is_new:
+                self.rows[stage] = self.bar.add_task(stage, total=total, text=text)
+            self.bar.update(self.rows[stage], completed=done, total=total, text=text)
             return
-        if stage not in self.rows:
-            self.rows[stage] = self.bar.add_task(stage, total=total, text=text)
-        self.bar.update(self.rows[stage], completed=done, total=total, text=text)
+        is_next_tenth = 10 * done // max(total, 1) != 10 * before // max(total, 1)
+        if is_new or is_next_tenth or before == 0 < done:
+            told = text.startswith(f"{done:,} of {total:,}")
+            self.print(f"{stage}: {text if told else f'{done}/{total} {text}'.rstrip()}")

@@ -50,7 +50,7 @@ def show_plan(
     elif topology is not None:
         raise TwoPlaces("--gpu and --topology exclude each other")
     else:
-        on_gpu = plan_gpu_training(recipe, gpu)
+        on_gpu = plan_gpu_training(recipe, gpu, _say)
         show(
             on_gpu,
             show_gpu_plan.gpu_plan_facts(on_gpu),
@@ -69,9 +69,11 @@ def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> Sl
                 "--gpu, such as 24GB"
             )
         topology = recipe.tpu.accelerator_type
-    return plan_slice_training(
-        recipe, topology, search=search, say=lambda text: print(text, file=sys.stderr)
-    )
+    return plan_slice_training(recipe, topology, search=search, say=_say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def show(

@@ -154,7 +154,7 @@ def progress_callback(progress: Progress) -> Callable[[Event], None]:
     def on_event(event: Event) -> None:
         if event["event"] == "drawn":
             done, total = event["done"], event["total"]
-            progress(done, total, f"{done:,} of {total:,} pictures")
+            progress(done, total, f"{done:,} of {total:,} pictures drawn")
         elif event["event"] == "losses":
             number, count = event["model"], event["models"]
             log.info("%s: held-out losses of model %d of %d", progress.stage, number, count)

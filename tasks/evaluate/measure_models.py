@@ -118,10 +118,19 @@ class MetricSuite:
         return prompt_numbers(self.sets)
 
     def measure(
-        self, store: Store, drawn: Shard, progress: Report = lambda done, total, text: None
+        self,
+        store: Store,
+        drawn: Shard,
+        model: str = "model",
+        progress: Report = lambda done, total, text: None,
     ) -> Measured:
-        """The metrics of the pictures in a shard of `draw`."""
-        features, scores = self._look(store, drawn, progress)
+        """The metrics of the pictures that a model drew.
+
+        Args:
+            drawn: shard of `draw`.
+            model: the model's name for the progress, such as "base".
+        """
+        features, scores = self._look(store, drawn, model, progress)
         found = self._clip_scores(features[CLIP]) | self._distances(features)
         found |= holdout_losses(read_losses(store, drawn), self.resamples, self.seed)
         closest = self._nearest(features)
@@ -130,7 +139,7 @@ class MetricSuite:
         return Measured(with_ranges(found | self._judged(scores)), closest)
 
     def _look(
-        self, store: Store, drawn: Shard, progress: Report
+        self, store: Store, drawn: Shard, model: str, progress: Report
     ) -> tuple[dict[str, Float32], dict[str, Scores]]:
         """Features by each encoder and scores by each judge, one row per picture."""
         distinct = {id(one): one for one in self.encoders.values()}
@@ -146,7 +155,7 @@ class MetricSuite:
                 for name, batch in judged.items():
                     scores[name].append(batch)
             start += len(pictures)
-            told = f"{start:,} of {len(prompts):,} drawn pictures measured"
+            told = f"{start:,} of {len(prompts):,} pictures of the {model} measured"
             progress(start, len(prompts), told)
         by_encoder = {n: np.concatenate(features[id(one)]) for n, one in self.encoders.items()}
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}

@@ -93,7 +93,7 @@ def _build_published(
         on_event = draw_pictures.progress_callback(progress)
         (shard,) = draw_pictures.draw([model], spec, store, folder, run, on_event)
     suite = MetricSuite.of(given, store, progress)
-    models = {"tuned": _finite(suite.measure(store, shard, progress).metrics)}
+    models = {"tuned": _finite(suite.measure(store, shard, "champion", progress).metrics)}
     for one in [shard, *suite.shards]:
         draft.add_shard(one)
     draft.write(BOOTSTRAP, to_npz(models))

@@ -113,7 +113,10 @@ def build(
         )
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given, store, progress)
-    base, tuned = (suite.measure(store, shard, progress) for shard in shards)
+    base, tuned = (
+        suite.measure(store, shard, name, progress)
+        for name, shard in zip(("base", "tuned model"), shards, strict=True)
+    )
     found: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
     _check_finite(found)
     if not same_loss(given, models[0]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -49,10 +49,16 @@ class Peaks:
 
 
 class Planner:
-    """Computes and keeps the memory of the steps that variants of a recipe need."""
+    """Computes and keeps the memory of the steps that variants of a recipe need.
 
-    def __init__(self, recipe: Recipe, model: Path, vae: Path | None) -> None:
-        self._recipe, self._model, self._vae = recipe, model, vae
+    Args:
+        say: receives a message before each computation, which takes seconds to a minute.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None]
+    ) -> None:
+        self._recipe, self._model, self._vae, self._say = recipe, model, vae, say
         self._found: dict[str, StepMemory] = {}
         self.seconds = 0.0
 
@@ -65,6 +71,9 @@ class Planner:
 
     def _load(self, request: GpuStepRequest) -> StepMemory:
         def compute() -> dict[str, Any]:
+            dtype = request.sampling_dtype
+            what = "a training step" if dtype is None else f"drawing pictures in {dtype}"
+            self._say(f"computing the memory of {what}: seconds to a minute")
             found = ask_planner("runtimes.torch.gpu_step_memory", asdict(request))
             self.seconds += found["seconds"]
             return found

@@ -7,6 +7,7 @@ caches their results by the content of the requests.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,12 @@ class GpuPlan(TrainingPlan):
         return text + f"it fits with {self.advice[0].options}"
 
 
-def plan_gpu_training(recipe: Recipe, gpu: str) -> GpuPlan:
+def plan_gpu_training(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> GpuPlan:
     """Plan a recipe's training on a GPU, by runtime torch.
 
     Args:
         gpu: memory, such as 24GB, or name, such as H100.
+        say: receives a message before each computation, which takes seconds to a minute.
 
     Raises:
         ModelNotFound, WrongInput: the plan does not support the recipe or the GPU.
@@ -119,14 +121,20 @@ def plan_gpu_training(recipe: Recipe, gpu: str) -> GpuPlan:
     """
     there = parse_gpu(gpu)
     model, vae = config_folders(recipe)
-    return plan_for(recipe, there, model, vae)
+    return plan_for(recipe, there, model, vae, say)
 
 
-def plan_for(recipe: Recipe, gpu: Gpu, model: Path, vae: Path | None) -> GpuPlan:
+def plan_for(
+    recipe: Recipe,
+    gpu: Gpu,
+    model: Path,
+    vae: Path | None,
+    say: Callable[[str], None] = log.info,
+) -> GpuPlan:
     """`plan_gpu_training` for local folders; their configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
         raise WrongInput("train.fsdp: a GPU plan knows unsharded weights only: set 1")
-    planner = Planner(recipe, model, vae)
+    planner = Planner(recipe, model, vae, say)
     planner.compute(planner.requests(recipe))
     peaks, step = planner.peaks(recipe), planner.step(recipe.train)
     info = describe_encoders(model, vae)

@@ -209,7 +209,8 @@ def test_measuring_is_not_silent(
     assert told[-4:] == [
         f"{held_out} of {held_out} held-out pictures measured",
         f"{training} of {training} training pictures measured",
-        *["5 of 5 drawn pictures measured"] * 2,
+        "5 of 5 pictures of the base measured",
+        "5 of 5 pictures of the tuned model measured",
     ]
     assert [r.message for r in caplog.records if "held-out losses" in r.message] == [
         f"evaluate: held-out losses of model {number} of 2" for number in (1, 2)

@@ -215,7 +215,11 @@ def test_the_command_prints_peak_advice_time_and_cost(
 ) -> None:
     recipe = make_recipe(tiny_sd, tmp_path)
     show_plan(recipe, None, "H100", search=False, as_json=True)
-    facts = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "computing the memory of a training step: seconds to a minute\n" in printed.err
+    show_plan(recipe, None, "H100", search=False, as_json=True)
+    assert capsys.readouterr().err == "", "the store has the steps"
+    facts = json.loads(printed.out)
     assert facts["fits"] and facts["peak_gib"] == 21 and facts["advice"] == []
     seconds = 8 * 3e12 / (989.5e12 * 0.2)
     assert facts["step_seconds"] == pytest.approx(seconds)

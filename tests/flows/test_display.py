@@ -1,0 +1,50 @@
+"""The progress that `kiln run` prints without a terminal, and its bars at one."""
+
+import pytest
+
+from flows.runner import _Display
+
+#: An evaluation: (done, total, text), of pictures that are drawn, then measured.
+DRAWN = [(n, 600, f"{n} of 600 pictures drawn") for n in range(0, 601, 50)]
+MEASURED = [(n, 300, f"{n} of 300 pictures of the base measured") for n in (128, 256, 300)]
+AGAIN = [(n, 300, f"{n} of 300 pictures of the tuned model measured") for n in (128, 256, 300)]
+
+
+def test_each_phase_of_a_stage_has_its_first_tenths_and_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with _Display(as_json=False) as display:
+        for done, total, text in [*DRAWN, *MEASURED, *AGAIN]:
+            display.update("evaluate", done, total, text)
+    told = [line.removeprefix("evaluate: ") for line in capsys.readouterr().out.splitlines()]
+    same_tenth = "350 of 600 pictures drawn"  # as 300, it is above five tenths
+    every = [text for _, _, text in [*DRAWN, *MEASURED, *AGAIN]]
+    assert told == [text for text in every if text != same_tenth]
+
+
+def test_a_training_has_a_line_per_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    with _Display(as_json=False) as display:
+        for step in range(1, 101):
+            display.update("train", step, 100, "loss 0.1")
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"train: {step}/100 loss 0.1" for step in (1, *range(10, 101, 10))]
+
+
+def test_a_bar_belongs_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich stops the clock of a bar at its first end."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with _Display(as_json=False) as display:
+        for done, total, text in [*DRAWN, *MEASURED, *AGAIN]:
+            display.update("evaluate", done, total, text)
+        display.update("publish", 1, 3, "gate passed")
+        assert display.bar is not None
+        shown = [(bar.description, bar.completed, bar.total) for bar in display.bar.tasks]
+        ends = [bar.fields["text"] for bar in display.bar.tasks]
+    assert shown == [
+        ("evaluate", 600, 600),
+        ("evaluate", 300, 300),
+        ("evaluate", 300, 300),
+        ("publish", 1, 3),
+    ]
+    assert ends == [*(phase[-1][2] for phase in (DRAWN, MEASURED, AGAIN)), "gate passed"]
