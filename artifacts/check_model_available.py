@@ -41,6 +41,16 @@ def check_model_available(path: str, *, revision: str | None) -> str:
     return _ask_hub(path, revision)
 
 
+def check_on_hub(repo: str, *, revision: str | None) -> None:
+    """Raise ModelNotFound for a model that neither the hub's cache nor the hub has."""
+    from huggingface_hub import snapshot_download
+
+    try:  # of a part of the files, `resolve_model` fetches the others
+        snapshot_download(repo, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        _ask_hub(repo, revision)
+
+
 def check_file_available(path: str) -> str:
     """`local file` or `remote file`; a remote one is not fetched.
 

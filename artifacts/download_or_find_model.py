@@ -87,8 +87,13 @@ def local_model(path: str) -> Path | None:
     Raises:
         ModelNotFound: there is no such folder.
     """
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return Path(path).resolve()
+    if os.path.isfile(path):
+        raise ModelNotFound(
+            f"model {path}: it is a file: give a folder (diffusers' from_single_file and "
+            "save_pretrained make one of a checkpoint file)"
+        )
     if "://" not in path and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
         raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
     return None
@@ -314,6 +319,8 @@ def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
         return f"the hub has no such model visible to you: if it is private, {log_in}"
     if isinstance(error, RevisionNotFoundError):
         return f"the hub's model has no revision {revision}"
+    if constants.HF_HUB_OFFLINE:
+        return "the hub's cache lacks it: unset HF_HUB_OFFLINE to fetch it"
     if was_not_reached(error):
         return f"the hub cannot be reached at {constants.ENDPOINT}"
     reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)

@@ -82,11 +82,11 @@ def generate(
     log_to_prefect()
     with redacted_errors():
         given = stage.with_prompts(read_settings(model, prompts, settings))
-        folder = _output_folder(out)
+        folder = output_folder(out)
     return copy(given, draw(given, runtime.flow_run.id), folder, not skip_grid, not skip_save)
 
 
-def _output_folder(out: str) -> Path:
+def output_folder(out: str) -> Path:
     """The output folder, created if missing. Raises WrongInput if it is not writable."""
     if "://" in out:
         raise WrongInput(f"out: {out} is a URL: choose a local folder; only `store` may be a URL")

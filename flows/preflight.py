@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from artifacts.check_model_available import check_on_hub
 from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
 from artifacts.store import Store
@@ -23,6 +24,7 @@ from configs.settings.without_effect import (
 from flows.run import Run
 from flows.send_stage import check_deployments
 from runtimes import check_support
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import usable_gpus
@@ -38,7 +40,7 @@ from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.denoiser_config import folder_extras, replacement_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.pipeline_folder.read_configs import read_denoiser_config, read_part_config
-from runtimes.pipeline_folder.weight_files import stored_weight_files
+from runtimes.pipeline_folder.weight_files import stored_weight_files, weight_shapes
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import (
@@ -60,7 +62,7 @@ from tasks.evaluate.inception import check_inception
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
-from tasks.publish.assemble_pipeline import missing_weights
+from tasks.publish.assemble_pipeline import model_parts
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_rules, parse_rule
 from tasks.publish.sign_model import check_key
@@ -170,7 +172,7 @@ def check_gate_and_prompts(recipe: Recipe) -> None:
 
 
 def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
-    """What `prepare` checks of a recipe, without the checks that take seconds or a network.
+    """What `prepare` checks of a recipe, without what must be fetched first.
 
     Raises:
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
@@ -178,24 +180,43 @@ def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
     stages = stages_without_pool(recipe, STAGES[: 1 + STAGES.index(until)])
     check_gate_and_prompts(recipe)
     writable_store(recipe)
-    if _needs_runtime(stages):
-        check_support.check_installed(recipe.runtime)
+    _check_runtime(recipe, stages)
     if "train" in stages:
         _check_monitoring(recipe)
     if "download" in stages and not _is_remote(recipe.source):
         download.check(recipe)
-    base = _local("model.path", recipe.model.path)
-    vae = recipe.model.vae
-    if base is not None and (vae is None or _local("model.vae", vae) is not None):
+    here = {setting: _is_here(setting, *place) for setting, place in _models_of(recipe).items()}
+    if all(found for setting, found in here.items() if setting.startswith("model.")):
         _check_models(recipe)
-    if (clip := _local("evaluate.clip", recipe.evaluate.clip)) is not None:
-        check_clip(clip)
+    if all(found for setting, found in here.items() if setting.startswith("evaluate.")):
+        _check_measuring_folders(recipe)
+    if (inception := recipe.evaluate.inception) is not None and "://" not in inception:
+        with _naming("evaluate.inception"):
+            resolve_file(inception)
 
 
-def _local(setting: str, path: str) -> Path | None:
-    """The folder of a local model; None for a remote one. Raises ModelNotFound, with the name."""
+def _models_of(recipe: Recipe) -> dict[str, tuple[str, str | None]]:
+    """Setting -> folder, hub id or URL of a model, and its revision."""
+    model, measured = recipe.model, recipe.evaluate
+    judges = {f"evaluate.judges.{n}": path for n, path in measured.preference_models.items()}
+    found = {
+        "model.vae": model.vae,
+        "evaluate.clip": measured.clip,
+        "evaluate.image_encoder": measured.image_encoder,
+        **judges,
+    }
+    others = {setting: (path, None) for setting, path in found.items() if path is not None}
+    return {"model.path": (model.path, model.revision), **others}
+
+
+def _is_here(setting: str, path: str, revision: str | None) -> bool:
+    """Whether a model is a local folder. Raises ModelNotFound if neither it nor the hub has it."""
     with _naming(setting):
-        return local_model(path)
+        if local_model(path) is not None:
+            return True
+        if "://" not in path:
+            check_on_hub(path, revision=revision)
+    return False
 
 
 def _is_remote(source: Source) -> bool:
@@ -284,7 +305,8 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     """Check the models; returns the base's folder and that of a separate VAE, if any."""
     model = _resolved("model.path", recipe.model.path, recipe.model.revision)
     vae = _resolved("model.vae", recipe.model.vae) if recipe.model.vae else None
-    found = describe_encoders(model, vae)
+    with _naming("model.path" if vae is None else "model.path or model.vae"):
+        found = describe_encoders(model, vae)
     for device in (recipe.train.device, recipe.evaluate.device):
         check_support.check_family(recipe.runtime, found["family"], device)
     factor = found["size_step"]
@@ -336,15 +358,27 @@ def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
 
 @contextmanager
 def _naming(setting: str) -> Iterator[None]:
-    """Put the setting's name before the message of a ModelNotFound."""
+    """Put the setting's name before the message of a ModelNotFound or WrongInput."""
     try:
         yield
-    except ModelNotFound as error:
+    except (ModelNotFound, WrongInput) as error:
         raise type(error)(f"{setting}: {error}") from None
 
 
 def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> MeasuringModels:
     """Check the models that measure pictures, and find their local copies."""
+    inception, named = None, recipe.evaluate.inception
+    folders = _check_measuring_folders(recipe)
+    if named is not None:
+        with _naming("evaluate.inception"):
+            inception = resolve_file(named)
+        if "evaluate" in stages:
+            check_inception(inception, named)
+    return MeasuringModels(*folders, inception)
+
+
+def _check_measuring_folders(recipe: Recipe) -> tuple[Path, Path | None, dict[str, Path]]:
+    """The folders of the CLIP model, of the image encoder and of the judges, checked."""
     settings = recipe.evaluate
     clip, encoder = _resolved("evaluate.clip", settings.clip), None
     check_clip(clip)
@@ -357,12 +391,7 @@ def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> Meas
     }
     for name, folder in judges.items():
         check_clip(folder, f"evaluate.judges.{name}")
-    inception = None
-    if settings.inception is not None:
-        inception = resolve_file(settings.inception)
-        if "evaluate" in stages:
-            check_inception(inception, settings.inception)
-    return MeasuringModels(clip, encoder, judges, inception)
+    return clip, encoder, judges
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:
@@ -381,11 +410,18 @@ def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
 
 
 def _check_weights(model: Path, vae: Path | None) -> None:
-    missing = [part for part in missing_weights(model) if part != "vae" or vae is None]
+    """Raise ModelNotFound or WrongInput for weights that are missing or damaged."""
+    parts = [part for part in model_parts(model) if part.name != "vae" or vae is None]
+    missing = [part.name for part in parts if not stored_weight_files(part)]
     if missing:
-        raise ModelNotFound(f"model {model}: no .safetensors weights in {', '.join(missing)}")
+        raise ModelNotFound(
+            f"model.path {model}: no .safetensors weights in {', '.join(missing)}: fetch them, or "
+            "convert other files"
+        )
     if vae is not None and not stored_weight_files(folder := vae_path(model, vae)):
         raise ModelNotFound(f"model.vae {folder}: it has no .safetensors weights")
+    for part in parts if vae is None else [*parts, vae_path(model, vae)]:
+        weight_shapes(part)
 
 
 def _check_objective(recipe: Recipe, model: Path) -> None:

@@ -99,19 +99,22 @@ def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> No
     _prepare_prefect()
     with error_as_json(as_json):
         if configured_server() is None:
-            _check_generate(read_settings(arguments["model"], arguments["prompts"], settings))
+            given = read_settings(arguments["model"], arguments["prompts"], settings)
+            _check_generate(given, arguments["out"])
     report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
     from flows.generate import print_report
 
     print_report(report, as_json=as_json)
 
 
-def _check_generate(settings: Generate) -> None:
-    """Report a missing model or prompt file before a server starts for this run."""
-    from tasks.generate import locate, with_prompts
+def _check_generate(settings: Generate, out: str) -> None:
+    """Report wrong input before a server starts for this run, which takes longer."""
+    from flows.generate import output_folder
+    from tasks.generate import check_before_server, with_prompts
 
     with_prompts(settings)
-    locate(settings)
+    check_before_server(settings)
+    output_folder(out)
 
 
 def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -137,6 +138,7 @@ def _needs_subprocess(python: str) -> bool:
     return python != sys.executable or bridge_version() is not None
 
 
+@cache  # each takes seconds, and a run asks before and after its server starts
 def _query(python: str, *arguments: str) -> dict[str, Any]:
     """The JSON object in the last line of output of a subprocess."""
     command = [python, "-P", "-m", "runtimes", *arguments]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
-from configs.nearest_name import hint_of
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from configs.settings.sweep import Sweep
@@ -17,7 +16,7 @@ from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
 from tasks.build_or_reuse import StageFailed
-from tasks.evaluate.metric_names import lower_is_better, metric_names
+from tasks.evaluate.metric_names import hint_of_metric, lower_is_better, metric_names
 from tasks.evaluate.metric_table import with_interval
 from tasks.panels import Chart, Facts, Panel, Table, aligned
 from tasks.panels_charts import running_mean, trials_chart
@@ -38,7 +37,9 @@ def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
     """
     metric, known = recipe.sweep.metric, metric_names(recipe, held_out=held_out)
     if metric not in known:
-        raise WrongInput(f"sweep.metric: {metric} is not measured ({hint_of(metric, known)})")
+        raise WrongInput(
+            f"sweep.metric: {metric} is not measured ({hint_of_metric(metric, known)})"
+        )
 
 
 def check_comparable(recipes: Sequence[Recipe], base: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
+from artifacts.check_model_available import check_on_hub
 from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.settings.generate import Generate
@@ -33,7 +34,11 @@ from tasks.evaluate.draw_pictures import (
     sampler_settings,
     scratch,
 )
-from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.load_published_model import (
+    find_parts,
+    is_complete_here,
+    load_published_model,
+)
 from tasks.evaluate.prompts import read_prompts
 from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.picture_grid import picture_grid, to_png
@@ -74,6 +79,20 @@ def locate(settings: Generate) -> str:
 def find_model(settings: Generate) -> EvalModel:
     """A local copy of the model. Raises as `locate`, and WrongInput for a folder without one."""
     return load_published_model(resolve_model(locate(settings)))
+
+
+def check_before_server(settings: Generate) -> None:
+    """What `check` checks, of a model in local folders; and that the hub has one of it.
+
+    Raises as `find_model` and `check`.
+    """
+    place = locate(settings)
+    folder = local_model(place)
+    if folder is None:
+        if "://" not in place:
+            check_on_hub(place, revision=None)
+    elif is_complete_here(folder):
+        check(settings, find_parts(folder))
 
 
 def check(settings: Generate, model: EvalModel) -> None:

@@ -74,9 +74,8 @@ def absent_text_parts(model_folder: Path) -> tuple[str, ...]:
 
 
 def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
-    index = read_index(model_folder)
+    family, index = detect_family(model_folder), read_index(model_folder)
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
-    family = detect_family(model_folder)
     _check_text_encoders(model_folder, family, index)
     channels, factor = family.vae_layout(vae)
     return {

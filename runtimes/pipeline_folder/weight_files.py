@@ -16,6 +16,8 @@ DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
+_SHARD_OF = re.compile(r"-\d+-of-(\d+)")
+_POINTER = b"version https://git-lfs."
 FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]+")
 WeightShapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
 
@@ -77,18 +79,43 @@ def stored_weight_files(folder: Path) -> list[Path]:
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a part's weights, of `stored_weight_files`. Raises WrongInput if damaged."""
+    """The shapes of a part's weights, of `stored_weight_files`; only headers are read.
+
+    Raises:
+        WrongInput: a file is damaged, or a shard is missing.
+    """
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, tuple[int, ...]] = {}
-    for path in stored_weight_files(folder):
+    for path in _without_gaps(stored_weight_files(folder)):
         try:
             with safe_open(path, framework="np") as stream:
                 for name in stream.keys():  # noqa: SIM118 (not a dict)
                     found[name] = tuple(stream.get_slice(name).get_shape())
         except SafetensorError as error:
+            if _is_pointer(path):
+                raise WrongInput(
+                    f"{path} is a pointer of Git LFS, no weights: run `git lfs pull` in its folder"
+                ) from None
             raise WrongInput(f"{path} is no valid safetensors file: {error}") from None
     return found
+
+
+def _without_gaps(paths: list[Path]) -> list[Path]:
+    """The same files. Raises WrongInput if one of the shards that their names count is missing."""
+    counts = [match for path in paths if (match := _SHARD_OF.search(path.name))]
+    if counts and len(counts) == len(paths) < (total := int(counts[0][1])):
+        raise WrongInput(
+            f"{paths[0].parent}: only {len(paths)} of {total} files of weights are there: fetch "
+            "the model again"
+        )
+    return paths
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a file is what `git clone` leaves in place of a large file without Git LFS."""
+    with path.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
 
 
 def _shard_names(index: Path) -> list[str]:

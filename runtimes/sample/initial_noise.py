@@ -42,7 +42,8 @@ def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None) -
     step = math.lcm(8, describe_encoders(model, vae)["size_step"])
     for setting, pixels in asked.items():
         if (pixels or 0) % step:
-            raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}")
+            near = max(step, round((pixels or 0) / step) * step)
+            raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}: set {near}")
 
 
 def image_size(

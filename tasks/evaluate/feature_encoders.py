@@ -22,11 +22,13 @@ from artifacts.hashing import digest_json
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.read_configs import read_config
+from runtimes.pipeline_folder.weight_files import weight_shapes
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Float32 = NDArray[np.float32]
 BATCH = 64
 PIXEL_SIDE = 32
+CLIP_SIDE = 224  # of transformers' CLIPModel and CLIPImageProcessor, where a config names none
 Item = TypeVar("Item")
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -53,6 +55,26 @@ def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
             f"{setting}: {folder}: its image processor keeps the shape of a picture, its model "
             "takes squares: set do_center_crop to true in its preprocessor_config.json"
         )
+    _check_input_size(folder, setting)
+
+
+def _check_input_size(folder: Path, setting: str) -> None:
+    """Raise WrongInput if the image processor of a CLIPModel gives no pictures of its size."""
+    model, config = read_config(folder / "config.json"), _processor_config(folder)
+    vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
+    side = vision.get("image_size", CLIP_SIDE)
+    cropped = config.get("do_center_crop", True)
+    given = config.get("crop_size" if cropped else "size", CLIP_SIDE)
+    if isinstance(given, dict):
+        given = [given.get(name, given.get("shortest_edge")) for name in ("height", "width")]
+    else:
+        given = [given, given]
+    if given != [side, side]:
+        raise WrongInput(
+            f"{setting}: {folder}: its image processor gives {given[0]} x {given[1]} pixels, its "
+            f"model takes {side} x {side}: correct {'crop_size' if cropped else 'size'} in its "
+            "preprocessor_config.json"
+        )
 
 
 def _check_clip_parts(folder: Path, setting: str) -> None:
@@ -69,6 +91,7 @@ def check_image_encoder(folder: Path) -> None:
     is_clip = _model_type(folder, setting, "vision model") == "clip"
     if is_clip:
         _check_clip_parts(folder, setting)
+        _check_input_size(folder, setting)
     else:
         _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
     _check_whole(folder, setting)
@@ -378,3 +401,9 @@ def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]
     for part, files in parts.items():
         if not any((folder / name).is_file() for name in files):
             raise WrongInput(f"{setting}: {folder} has no {' or '.join(files)} ({part})")
+    try:
+        found = weight_shapes(folder)
+    except WrongInput as error:
+        raise WrongInput(f"{setting}: {error}") from None
+    if not found:  # but an index
+        raise WrongInput(f"{setting}: {folder} has no .safetensors weights: fetch them")

@@ -28,6 +28,7 @@ class JudgeEntry:
 
     judges: Mapping[str, Judge]  # metric name -> judge
     check: Callable[[Sequence[str]], None]  # raises ValueError for an unsupported prompt
+    side: int | None = None  # of the pictures that they support, in pixels; None: any
 
 
 def _shows_digit(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
@@ -50,7 +51,7 @@ def _check_digits(prompts: Sequence[str]) -> None:
 
 
 JUDGES: dict[JudgeName, JudgeEntry] = {
-    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, _check_digits)
+    "digits": JudgeEntry({"digit": _shows_digit, "style": _shows_style}, _check_digits, side=32)
 }
 
 
@@ -106,6 +107,17 @@ def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequ
             raise WrongInput(
                 f"evaluate.judges: {one}: {error}; for other prompts leave {one} out"
             ) from None
+
+
+def check_sides(settings: Sequence[JudgeName | PreferenceModel], height: int, width: int) -> None:
+    """Raise WrongInput for a judge that does not support pictures of this size."""
+    for one in settings:
+        side = None if isinstance(one, PreferenceModel) else JUDGES[one].side
+        if side is not None and (height, width) != (side, side):
+            raise WrongInput(
+                f"evaluate.judges: {one} judges pictures of {side} x {side} pixels, not {height} x "
+                f"{width}: set evaluate.height and width, or leave {one} out"
+            )
 
 
 def judge_pictures(

@@ -5,6 +5,7 @@ A version of a registry has a manifest: its files are compared with it before th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,29 @@ def load_published_model(folder: Path) -> EvalModel:
         WrongInput: the folder has neither a pipeline nor adapters.
     """
     _check_files(folder)
+    found = find_parts(folder)
+    return replace(found, digest=_digest(folder, found))
+
+
+def find_parts(folder: Path) -> EvalModel:
+    """As `load_published_model`, without reading the weights: the digest is empty."""
     if (folder / "model_index.json").is_file():
-        return _pipeline_model(folder)
+        return EvalModel("", folder, TrainedWeights(_trained_texts(folder), None))
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     base, vae = _base_of(folder)
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    digest = digest_eval_model(base, vae, digest_model(folder, (LORA_WEIGHTS, *own)))
-    return EvalModel(digest, base, TrainedWeights(own, lora), vae)
+    return EvalModel("", base, TrainedWeights(own, lora), vae)
+
+
+def is_complete_here(folder: Path) -> bool:
+    """Whether nothing must be fetched: adapters need their base, which may be on the hub."""
+    if (folder / "model_index.json").is_file():
+        return True
+    model = _recipe(folder).get("model")
+    named = [model.get("path"), model.get("vae")] if isinstance(model, dict) else []
+    return all(Path(place).is_dir() for place in named if place)
 
 
 def _check_files(folder: Path) -> None:
@@ -78,16 +93,24 @@ def _damaged(folder: Path, path: str) -> Damaged:
     )
 
 
-def _pipeline_model(folder: Path) -> EvalModel:
-    digest = digest_pipeline(folder)
+def _digest(folder: Path, found: EvalModel) -> str:
+    if found.weights.lora is not None:
+        own = digest_model(folder, (LORA_WEIGHTS, *found.weights.parts))
+        return digest_eval_model(found.folder, found.vae, own)
+    pipeline, texts = digest_pipeline(folder), tuple(found.weights.parts)
+    return digest_json({"pipeline": pipeline, "texts": texts}) if texts else pipeline
+
+
+def _trained_texts(folder: Path) -> dict[str, Path]:
+    """The text encoders of a published pipeline that were trained.
+
+    They also encode the held-out captions, so the loss differs from that with the embeddings stored
+    in the latents. The digest must differ too.
+    """
     train = _recipe(folder).get("train")
     if not (isinstance(train, dict) and train.get("train_text_encoder")):
-        return EvalModel(digest, folder)
-    # Trained text encoders also encode the held-out captions, so the loss differs from that with
-    # the embeddings stored in the latents. The digest must differ too.
-    texts = detect_family(folder).clip_encoders
-    digest = digest_json({"pipeline": digest, "texts": texts})
-    return EvalModel(digest, folder, TrainedWeights({name: folder / name for name in texts}, None))
+        return {}
+    return {name: folder / name for name in detect_family(folder).clip_encoders}
 
 
 def _recipe(folder: Path) -> dict[str, Any]:

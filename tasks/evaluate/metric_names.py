@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from configs.nearest_name import hint_of
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from tasks.evaluate import holdout_loss, memorization
@@ -57,6 +58,14 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
     names += [memorization.FEATURES, memorization.PIXELS]
     judges = judge_names(recipe.evaluate.judges)
     return names + [name for judge in judges for name in by_set(judge, sets)]
+
+
+def hint_of_metric(metric: str, measured: Sequence[str]) -> str:
+    """The remedy for a metric that is not measured: its setting, or the most similar name."""
+    named = "fd_inception" if metric.lower() == "fid" else metric
+    if named in INCEPTION_DISTANCES and named not in measured:
+        return f"set evaluate.inception, whose network {named} needs"
+    return hint_of(named, measured)
 
 
 def lower_is_better(metric: str) -> bool:

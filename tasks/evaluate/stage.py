@@ -18,6 +18,9 @@ from artifacts.store import Artifact, Draft, Shard, Store
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.sample import initial_noise
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job
@@ -28,7 +31,7 @@ from tasks.evaluate.comparable_metrics import VERSION, fingerprint, same_loss, s
 from tasks.evaluate.compare_pictures import compare_pictures
 from tasks.evaluate.draw_pictures import STAGE, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
-from tasks.evaluate.judges import check_prompts, judge_names
+from tasks.evaluate.judges import check_prompts, check_sides, judge_names
 from tasks.evaluate.measure_models import Measured, MetricSuite, memorization_facts
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metric_names import (
@@ -95,10 +98,13 @@ def check(recipe: Recipe) -> None:
 
 
 def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
-    """Raise WrongInput for a picture size that the model does not support."""
+    """Raise WrongInput for a picture size that the model or a judge does not support."""
     given = recipe.evaluate
-    asked = {"evaluate.height": given.height, "evaluate.width": given.width}
-    initial_noise.check_size(asked, base, vae)
+    sides = {"height": given.height, "width": given.width}
+    initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base, vae)
+    family, config = detect_family(base), read_denoiser_config(base)
+    scale = describe_encoders(base, vae)["vae_scale_factor"]
+    check_sides(given.judges, *initial_noise.image_size(sides, family, config, scale))
 
 
 def build(

@@ -126,11 +126,11 @@ def _load_as_float32(path: Path) -> None:
         path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", "utf-8")
 
 
-def missing_weights(base: Path) -> list[str]:
-    """Names of a pipeline folder's model parts without safetensors weights."""
+def model_parts(base: Path) -> list[Path]:
+    """The folders of a pipeline's parts that are models; one that is missing counts."""
     index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
     parts = [base / p for p, s in index.items() if isinstance(s, list) and s[0] is not None]
-    return [p.name for p in parts if _wants_weights(p) and not stored_weight_files(p)]
+    return [part for part in parts if _wants_weights(part)]
 
 
 def _wants_weights(folder: Path) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.nearest_name import hint_of
 from tasks.evaluate.bootstrap import LEVEL, Estimate, Estimates, Interval, difference
+from tasks.evaluate.metric_names import hint_of_metric
 from tasks.panels import human
 
 #: Model ("base", "tuned", "champion") -> its metrics.
@@ -100,7 +100,7 @@ def check_rules(
         if resamples < needed:
             raise GateError(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
         if rule.metric not in metrics:
-            hint = hint or hint_of(rule.metric, metrics)
+            hint = hint or hint_of_metric(rule.metric, metrics)
             raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
 
 

@@ -18,7 +18,7 @@ from loopback_server import LoopbackServer
 from store_servers import REMOTE, S3Server, UrlOf
 
 from artifacts.cache_errors import CacheFull, CacheUnusable
-from artifacts.check_model_available import check_file_available
+from artifacts.check_model_available import check_file_available, check_on_hub
 from artifacts.download_or_find_model import (
     HUB_FILES,
     HUB_SKIPPED,
@@ -293,6 +293,30 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_pat
 )
 def test_a_missing_model_is_a_one_line_error(url: str, words: str, hub: HubServer) -> None:
     assert words in refused(url)
+
+
+def test_a_model_that_the_cache_of_the_hub_lacks_offline_is_a_one_line_error(
+    hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "unset HF_HUB_OFFLINE to fetch it" in refused("some/model")
+    with pytest.raises(ModelNotFound, match="unset HF_HUB_OFFLINE"):
+        check_on_hub("some/model", revision=None)
+    assert hub.requests == []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    check_on_hub("some/model", revision=None)
+    resolve_model("some/model")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    check_on_hub("some/model", revision=None)
+
+
+def test_a_model_in_the_cache_of_the_hub_is_not_asked_for(
+    hub: HubServer, repository: Repository
+) -> None:
+    resolve_model("some/model")
+    hub.requests.clear()
+    check_on_hub("some/model", revision=None)
+    assert hub.requests == []
 
 
 def refused(url: str, revision: str | None = None, *, away: bool = False) -> str:

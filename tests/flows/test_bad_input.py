@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import httpx
 import kiln_command
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from kiln_command import kiln
+from hub_server import HubServer
+from kiln_command import ROOT, kiln
 from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
@@ -129,7 +131,8 @@ def test_errors_found_before_any_stage(
     [
         ({"store": "FILE"}, "store: no folder can be made at"),
         ({"publish.registry": "FILE"}, "publish.registry: no folder can be made at"),
-        ({"model.path": "FILE"}, "model.path: model"),
+        ({"model.path": "FILE"}, "it is a file: give a folder"),
+        ({"model.path": "demo/base/unet"}, "model.path: ROOT/demo/base/unet/model_index.json is"),
         ({"model.vae": "/nowhere"}, "model.vae: model"),
         ({"evaluate.clip": "FILE"}, "evaluate.clip: model"),
         ({"evaluate.clip": "demo/base"}, "evaluate.clip: "),
@@ -137,7 +140,18 @@ def test_errors_found_before_any_stage(
         ({"source": {"kind": "folder", "path": "/nowhere"}}, "/nowhere: no such folder"),
         ({"source": {"kind": "dataset", "path": "/nowhere"}}, "/nowhere: no such file"),
         ({"publish.gate": ["cmd < base"]}, "cmd is not measured (did you mean cmmd?)"),
-        ({"evaluate.height": 33}, "evaluate.height: 33 is not a multiple of 8"),
+        (
+            {"publish.gate": ["fid < 20"]},
+            "set evaluate.inception, whose network fd_inception needs",
+        ),
+        ({"evaluate.height": 33}, "evaluate.height: 33 is not a multiple of 8: set 32"),
+        (
+            {"evaluate.height": 64},
+            "evaluate.judges: digits judges pictures of 32 x 32 pixels, not 64",
+        ),
+        ({"evaluate.inception": "/no.pth"}, "evaluate.inception: file /no.pth: no such file"),
+        ({"evaluate.image_encoder": "demo/base"}, "evaluate.image_encoder: "),
+        ({"train.device": "cuda"}, "train.device: cuda is not on this machine (cpu"),
         ({"encode.resolution": 33}, "encode.resolution: 33 is no multiple of the model's 4"),
         ({"evaluate.prompts.new": {"prompts": [], "file": "/no.txt"}}, "/no.txt"),
         ({"train.holdout_loss.every_n_steps": 2, "encode.holdout": 0}, "raise encode.holdout"),
@@ -158,7 +172,38 @@ def test_wrong_input_starts_no_server(
     file.touch()
     given = {name: str(file) if value == "FILE" else value for name, value in overrides.items()}
     own = {name: value for name, value in small.items() if name.partition(".")[0] not in given}
-    assert line in only_line(here("run", "digits", overrides={**own, **given}, code=2))
+    said = only_line(here("run", "digits", overrides={**own, **given}, code=2))
+    assert line.replace("ROOT", str(ROOT)) in said
+
+
+def test_a_model_that_the_hub_lacks_starts_no_server(
+    here: Here, small: dict[str, Any], hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    monkeypatch.setattr(runner, "start_server", pytest.fail)
+    for setting in ("model.path", "model.vae", "evaluate.clip", "evaluate.image_encoder"):
+        said = only_line(here("run", "digits", overrides={**small, setting: "no/model"}, code=2))
+        assert f"{setting}: model no/model: no such folder, and the hub has no such model" in said
+    said = only_line(here("generate", "no/model", "a cat", code=2))
+    assert "model no/model: no such folder, and the hub has no such model" in said
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "evaluator"])
+def test_weights_that_git_has_not_fetched_are_found_before_the_server(
+    here: Here,
+    small: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+) -> None:
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    monkeypatch.setattr(runner, "start_server", pytest.fail)
+    base = Path(shutil.copytree("demo/base", tmp_path / "base"))
+    (weights,) = (base / part).glob("*.safetensors")
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    given = {**small, "model.path": str(base), "evaluate.clip": str(base / "evaluator")}
+    said = only_line(here("run", "digits", overrides=given, code=2))
+    assert f"{weights} is a pointer of Git LFS, no weights: run `git lfs pull`" in said
 
 
 def test_a_download_alone_needs_no_training_runtime(
@@ -210,6 +255,10 @@ def test_wrong_input_of_generate_starts_no_server(
     assert "no such folder" in only_line(here("generate", "/no/model", "a cat", code=2))
     said = only_line(here("generate", "demo/base", "--from-file", "/no.txt", code=2))
     assert "/no.txt cannot be read" in said
+    for setting, words in (("height=33", "height: 33 is not"), ("device=cuda", "device: cuda is")):
+        assert words in only_line(here("generate", "demo/base", "a cat", "-o", setting, code=2))
+    said = only_line(here("generate", "demo/base", "a cat", "--out", "s3://a/b", code=2))
+    assert "out: s3://a/b is a URL" in said
 
 
 def test_an_error_before_the_server_is_json_too(

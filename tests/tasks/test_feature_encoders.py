@@ -401,6 +401,45 @@ def test_a_missing_part_is_reported_before_any_work(
         check_clip(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"crop_size": {"height": 16, "width": 16}}, "gives 16 x 16 pixels, .* 32 x 32: correct c"),
+        ({"crop_size": 24}, "gives 24 x 24 pixels"),
+        ({"do_center_crop": False, "size": {"height": 16, "width": 32}}, "gives 16 x 32 pixels"),
+        ({"crop_size": 32, "size": {"shortest_edge": 40}}, None),
+    ],
+)
+def test_the_image_processor_of_a_clip_gives_pictures_of_its_size(
+    tiny_clip: Path, tmp_path: Path, changes: dict[str, Any], words: str | None
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    _change(folder / "preprocessor_config.json", changes)
+    for check in (check_clip, check_image_encoder):
+        if words is None:
+            check(folder)
+            continue
+        with pytest.raises(WrongInput, match=words):
+            check(folder)
+
+
+def test_weights_of_an_evaluator_that_are_cut_or_missing_are_found_before_any_work(
+    tiny_clip: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    weights = folder / "model.safetensors"
+    (folder / "model.safetensors.index.json").write_text("{}")
+    weights.rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(WrongInput, match=r"evaluate\.clip: .*: only 1 of 2 files of weights"):
+        check_clip(folder)
+    (folder / "model-00001-of-00002.safetensors").rename(tmp_path / "away")
+    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* has no \.safetensors weights"):
+        check_clip(folder)
+    weights.write_bytes((tmp_path / "away").read_bytes()[:-1])
+    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* is no valid safetensors file"):
+        check_clip(folder)
+
+
 def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
     with pytest.raises(WrongInput, match=r"evaluate\.clip: .* model_type is clip_text_model"):
         check_clip(tiny_sdxl / "text_encoder")
