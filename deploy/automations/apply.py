@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 
@@ -35,17 +36,19 @@ def main(words: list[str]) -> int:
             print(f"no block {block} on {client.api_url}: create it first", file=sys.stderr)
             return 2
         for text in texts:
-            automation = AutomationCore.model_validate(
-                yaml.safe_load(text.replace("${BLOCK}", found))
-            )
-            same = client.read_automations_by_name(automation.name)
-            if same:
-                automation.enabled = same[0].enabled
-                client.update_automation(same[0].id, automation)
-            else:
-                client.create_automation(automation)
-            print(f"{'updated' if same else 'created'}  {automation.name}")
+            _apply(client, yaml.safe_load(text.replace("${BLOCK}", found)))
     return 0
+
+
+def _apply(client: SyncPrefectClient, described: dict[str, Any]) -> None:
+    automation = AutomationCore.model_validate(described)
+    same = client.read_automations_by_name(automation.name)
+    if same:
+        automation.enabled = same[0].enabled
+        client.update_automation(same[0].id, automation)
+    else:
+        client.create_automation(automation)
+    print(f"{'updated' if same else 'created'}  {automation.name}")
 
 
 if __name__ == "__main__":

@@ -142,14 +142,7 @@ def _download(
         return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
     kept = bool(getattr(context.source, "additional_columns", ()))
     described = [
-        {
-            **outcome,
-            "key": f"{spec.key[:12]}_{number:05d}",
-            "url": without_secrets(row.url),
-            "caption": row.captions[0],
-            "row_hash": row.hash,
-            **({ADDITIONAL: canonical_json(row.additional).decode()} if kept else {}),
-        }
+        _described(spec.key, number, row, outcome, additional=kept)
         for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
     ]
     samples = _samples(described, rows, pictures, context.settings.encode_format)
@@ -169,6 +162,20 @@ def _download(
     }
     files = {suffix: str(scratch / f"shard{suffix}") for suffix in (".tar", ".parquet")}
     return store.commit_shard(STAGE, spec.key, files, meta)
+
+
+def _described(
+    key: str, number: int, row: Row, outcome: Mapping[str, Any], *, additional: bool
+) -> dict[str, Any]:
+    """A row of a shard's parquet file."""
+    return {
+        **outcome,
+        "key": f"{key[:12]}_{number:05d}",
+        "url": without_secrets(row.url),
+        "caption": row.captions[0],
+        "row_hash": row.hash,
+        **({ADDITIONAL: canonical_json(row.additional).decode()} if additional else {}),
+    }
 
 
 def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> list[Row]:

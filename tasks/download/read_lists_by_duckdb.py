@@ -226,6 +226,14 @@ def _hashed_with_additional(
             yield from _hashed(hashing, "select * from given", base_url)
 
 
+class _Values(NamedTuple):
+    """SQL of a row's values in a table."""
+
+    columns: dict[str, str]  # column of a plan -> its value
+    additional: dict[str, str]  # further column -> its value
+    binary: frozenset[str] = frozenset()  # columns of a plan whose values are bytes
+
+
 def _selected(
     db: duckdb.DuckDBPyConnection,
     format: ListFormat,
@@ -236,36 +244,21 @@ def _selected(
 ) -> str:
     """SQL of the rows of COLUMNS in a table of any types."""
     named = {name: column for name, column in columns.items() if column is not None}
-    types = dict[str, str]()
     if format.is_json:
-        values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
-        if "captions" in named:
-            path = _path(named["captions"])
-            is_list = f"json_type(json, {literal(path)}) = 'ARRAY'"
-            one, many = values["captions"], f"json ->> {literal(f'{path}[*]')}"
-            values["captions"] = f"if({is_list}, {many}, [{one}])"
-        kept = {name: f"json -> {literal(_path(name))}" for name in additional}
+        values = _json_values(named, additional)
     else:
         types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
         require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
         require_columns(additional_settings(additional), [*types], file)
-        values = {name: _quoted(column) for name, column in named.items()}
-        if "captions" in named and not types[named["captions"]].endswith("]"):
-            values["captions"] = f"[{values['captions']}]"
-        if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
-            values["aesthetic_score"] += "::varchar"
-        kept = {
-            name: _decoded(_quoted(name)) if types[name] == "BLOB" else _quoted(name)
-            for name in additional
-        }
+        values = _typed_values(named, additional, types)
         if format.tolerant is not None:  # Python's reader knows no null in text
-            kept = {name: f"coalesce({column}, '')" for name, column in kept.items()}
-    listed = {name: values.get(name, "null") for name in columns}
-    binary = {name for name, column in named.items() if types.get(column, "").startswith("BLOB")}
-    caption = _text("c", "captions" in binary)
-    captions = f"list_transform({values.get('captions', '[null]')}, lambda c: {caption})"
-    struct = ", ".join(f"{literal(name)}: {value}" for name, value in kept.items())
-    more = f"to_json({{{struct}}})::varchar" if kept else "null::varchar"
+            kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
+            values = values._replace(additional=kept)
+    listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
+    binary, caption = values.binary, _text("c", "captions" in values.binary)
+    captions = f"list_transform({listed['captions']}, lambda c: {caption})"
+    struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
+    more = f"to_json({{{struct}}})::varchar" if values.additional else "null::varchar"
     return f"""
         select url, if(coalesce(len(captions), 0) = 0, [''], captions) as captions,
             nullif(sha256, '') as sha256,
@@ -278,6 +271,34 @@ def _selected(
             from {table}
         )
     """
+
+
+def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values:
+    """SQL of values in the column `json` of objects; a caption alone becomes a list."""
+    values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
+    if "captions" in named:
+        path = _path(named["captions"])
+        is_list = f"json_type(json, {literal(path)}) = 'ARRAY'"
+        one, many = values["captions"], f"json ->> {literal(f'{path}[*]')}"
+        values["captions"] = f"if({is_list}, {many}, [{one}])"
+    return _Values(values, {name: f"json -> {literal(_path(name))}" for name in additional})
+
+
+def _typed_values(
+    named: Mapping[str, str], additional: Sequence[str], types: Mapping[str, str]
+) -> _Values:
+    """SQL of values in columns of DuckDB's `types`; a caption alone becomes a list."""
+    values = {name: _quoted(column) for name, column in named.items()}
+    if "captions" in named and not types[named["captions"]].endswith("]"):
+        values["captions"] = f"[{values['captions']}]"
+    if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
+        values["aesthetic_score"] += "::varchar"
+    kept = {
+        name: _decoded(_quoted(name)) if types[name] == "BLOB" else _quoted(name)
+        for name in additional
+    }
+    binary = frozenset(name for name in named if types[named[name]].startswith("BLOB"))
+    return _Values(values, kept, binary)
 
 
 def _quoted(column: str) -> str:

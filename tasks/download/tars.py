@@ -150,15 +150,16 @@ class Tars:
         pictures = self._pictures(sample)
         picture = pictures[0] if len(pictures) == 1 else None
         is_usable = picture is not None and values is not None and given is not None
-        captions: tuple[str, ...] = captions_of((values or {}).get(s.caption_column or ""))
+        values = values or {}
+        captions: tuple[str, ...] = captions_of(values.get(s.caption_column or ""))
         if self.has_text:
             captions = (text_of_file(given or b"").strip(),)
         return embedded_row(
             picture.content if picture is not None and is_usable else None,
             PictureLocation(file, picture.offset if picture is not None else None),
             captions,
-            score_of((values or {}).get(s.aesthetic_column or "")),
-            additional_of(s.additional_columns, values or {}),
+            score_of(values.get(s.aesthetic_column or "")),
+            additional_of(s.additional_columns, values),
         )
 
     def _limit(self, extension: str) -> int:

@@ -66,18 +66,27 @@ def reference_features(
         keys[name]: one.model for name, one in encoders.items() if shards[keys[name]] is None
     }
     if missing:
-        rows: dict[str, list[Float32]] = {key: [] for key in missing}
-        names: list[tuple[str, str]] = []
-        for batch in batches(pictures, BATCH):
-            names += [(path, sample.key) for path, sample, _ in batch]
-            for key, model in missing.items():
-                rows[key].append(model.images([picture for *_, picture in batch]))
-            tell(len(names))
-        for key in missing:
-            features = np.concatenate(rows[key]) if names else np.zeros((0, 0), np.float32)
-            shards[key] = _commit(store, key, features, names)
+        names, computed = _compute(missing, pictures, tell)
+        shards |= {key: _commit(store, key, one, names) for key, one in computed.items()}
     read = {key: _read(store, shard) for key, shard in shards.items() if shard is not None}
     return {name: read[key] for name, key in keys.items()}
+
+
+def _compute(
+    models: Mapping[str, ImageEncoder],
+    pictures: Iterable[tuple[str, Sample, Picture]],
+    tell: Callable[[int], None],
+) -> tuple[list[tuple[str, str]], dict[str, Float32]]:
+    """The name of each picture, and its features [M, D] by each model."""
+    rows: dict[str, list[Float32]] = {key: [] for key in models}
+    names: list[tuple[str, str]] = []
+    for batch in batches(pictures, BATCH):
+        names += [(path, sample.key) for path, sample, _ in batch]
+        for key, model in models.items():
+            rows[key].append(model.images([picture for *_, picture in batch]))
+        tell(len(names))
+    none = [np.zeros((0, 0), np.float32)]
+    return names, {key: np.concatenate(found or none) for key, found in rows.items()}
 
 
 def _commit(store: Store, key: str, features: Float32, pictures: list[tuple[str, str]]) -> Shard:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.checksummed_files import write_atomic
-from artifacts.store import Store
+from artifacts.store import Artifact, Store
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES, Recipe
 from tasks.build_or_reuse import StageResult, TransientError, failing, storing
@@ -56,11 +56,7 @@ def register(
         path = f"{published.path}/{REPORT}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
             with _warning(f"{REPORT} is missing"):
-                shown = report.champion_evaluation(registry.champion(), evaluated, published)
-                if shown is not None:
-                    evaluate = partial(shows[evaluated.stage], champion=shown)
-                    shows = {**shows, evaluated.stage: evaluate}
-                page = report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
+                page = _page(recipe, registry, artifacts, results, shows)
                 write_atomic(store.fs, path, page.encode())
         version = registry.publish(published)
         with _unless_deleted(registry, version):
@@ -85,6 +81,22 @@ def register(
     if recipe.publish.hub is not None:
         registered["hub"] = _pushed(recipe.publish.hub, registry, version)
     return registered
+
+
+def _page(
+    recipe: Recipe,
+    registry: Registry,
+    artifacts: Sequence[Artifact],
+    results: Sequence[StageResult],
+    shows: Mapping[str, Callable[..., list[Panel]]],
+) -> str:
+    """The report, whose evaluation has the champion too if it is comparable."""
+    *_, evaluated, published = artifacts
+    champion = report.champion_evaluation(registry.champion(), evaluated, published)
+    if champion is not None:
+        evaluate = partial(shows[evaluated.stage], champion=champion)
+        shows = {**shows, evaluated.stage: evaluate}
+    return report.page(recipe, list(zip(artifacts, results, strict=True)), shows)
 
 
 def _promote(

@@ -123,15 +123,38 @@ def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict
 
 
 def draw(job: dict[str, Any]) -> None:
-    """Load the job's folder, draw a picture and check it.
-
-    A pipeline that fits as float32 is loaded without further arguments. A larger one is loaded in
-    the dtype of the evaluation, which has drawn with it.
-    """
-    import diffusers
+    """Load the job's folder, draw a picture and check it."""
     import numpy as np
     import torch
-    from PIL import Image
+
+    pipe = _load(job)
+    denoiser = getattr(pipe, "unet", None) or pipe.transformer
+    if getattr(denoiser.config, "class_embed_type", None):  # aesthetic scores: see the card
+        labels = torch.tensor(job["aesthetic_scores"], device=pipe.device)
+        denoiser.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"class_labels": labels}), with_kwargs=True
+        )
+    generator = torch.Generator().manual_seed(0)  # a retry has the same verdict
+    pictures = pipe(
+        **_inputs(pipe, denoiser.config),
+        num_inference_steps=STEPS,
+        output_type="np",
+        generator=generator,
+    ).images
+    if not np.isfinite(pictures).all():
+        raise ValueError("the picture is not finite")
+    if np.ptp(pictures) == 0:
+        raise ValueError("the picture has one colour only")
+
+
+def _load(job: dict[str, Any]) -> Any:
+    """The pipeline on its device.
+
+    One that fits as float32 is loaded without further arguments. A larger one is loaded in the
+    dtype of the evaluation, which has drawn with it.
+    """
+    import diffusers
+    import torch
 
     folder = Path(job["folder"])
     device = "cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu"
@@ -152,28 +175,21 @@ def draw(job: dict[str, Any]) -> None:
     pipe.set_progress_bar_config(disable=True)
     if getattr(pipe, "safety_checker", None) is not None:
         pipe.safety_checker = None  # it blackens what it takes for unsafe, such as noise
-    pipe = pipe.to(device)
-    denoiser = getattr(pipe, "unet", None) or pipe.transformer
-    size = getattr(denoiser.config, "sample_size", None)
+    return pipe.to(device)
+
+
+def _inputs(pipe: Any, denoiser: Any) -> dict[str, Any]:
+    """A prompt and a size, for a denoiser's config; an inpainting UNet needs a picture too."""
+    from PIL import Image
+
+    size = getattr(denoiser, "sample_size", None)
     size = size or getattr(pipe, "default_sample_size", SAMPLE_SIZE)
     side = min(size * pipe.vae_scale_factor, LARGEST_SIDE)
     inputs: dict[str, Any] = {"prompt": "a", "height": side, "width": side}
-    if denoiser.config.in_channels == 9:  # an inpainting UNet
+    if denoiser.in_channels == 9:
         blank = Image.new("RGB", (side, side))
         inputs |= {"image": blank, "mask_image": blank.convert("L")}
-    if getattr(denoiser.config, "class_embed_type", None):  # aesthetic scores: see the card
-        labels = torch.tensor(job["aesthetic_scores"], device=pipe.device)
-        denoiser.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {"class_labels": labels}), with_kwargs=True
-        )
-    generator = torch.Generator().manual_seed(0)  # a retry has the same verdict
-    pictures = pipe(
-        **inputs, num_inference_steps=STEPS, output_type="np", generator=generator
-    ).images
-    if not np.isfinite(pictures).all():
-        raise ValueError("the picture is not finite")
-    if np.ptp(pictures) == 0:
-        raise ValueError("the picture has one colour only")
+    return inputs
 
 
 def _free_bytes(device: str) -> float:
