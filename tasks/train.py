@@ -72,7 +72,10 @@ def key_parts(
         holdout: latents with the held-out samples, which count if their loss chooses the
             checkpoint; None: `latents`.
     """
-    base = digest_base(recipe, model_folder)
+    settings, base = settings_for_key(recipe), digest_base(recipe, model_folder)
+    family = detect_family(model_folder)
+    if not family.draws_latents:
+        settings["latents"] = "mean"
     inputs = {"latents": latents.digest, "base": base}
     if start is not None:
         inputs["start"] = start.digest
@@ -82,9 +85,8 @@ def key_parts(
     elif rule is not None and holdout is not None:
         inputs["holdout"] = holdout.digest
     if recipe.encode.text_dtype is not None and not recipe.train.train_text_encoder:
-        clip_encoders = detect_family(model_folder).clip_encoders
-        inputs["text_encoders"] = digest_model(model_folder, clip_encoders)
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
+        inputs["text_encoders"] = digest_model(model_folder, family.clip_encoders)
+    return KeyParts(STAGE, VERSION, settings, inputs)
 
 
 def digest_base(recipe: Recipe, model_folder: Path) -> str:

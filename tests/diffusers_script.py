@@ -54,6 +54,7 @@ class Script:
         predict: calls the model as the script does.
         scale: scales latents as the script does.
         embeddings: of a caption, as `predict` takes them.
+        draws: whether the script draws latents from the VAE's posterior; else it takes the mean.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Script:
         predict: Predict,
         scale: Scale,
         embeddings: Embeddings = prompt_embeds,
+        *,
+        draws: bool = True,
     ) -> None:
         self.model, self._predict, self._scale = model.train(), predict, scale
-        self._embeddings = embeddings
+        self._embeddings, self._draws = embeddings, draws
         self._settings = Train(**job.train)
         folder = Path(job.model) / "scheduler"
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder)
@@ -136,7 +139,8 @@ class Script:
                 for stream in (Stream.POSTERIOR, Stream.NOISE)
             )
             mean, logvar = from_bfloat16(sample.mean), from_bfloat16(sample.logvar)
-            z = self._scale(torch.from_numpy(mean + np.exp(logvar / 2) * eps))
+            drawn = mean + np.exp(logvar / 2) * eps if self._draws else mean
+            z = self._scale(torch.from_numpy(drawn))
             text = sample.caption_rows[int(caption * len(sample.caption_rows))]
             embeds = self._embeddings(shard, text)
             rows.append((z, torch.from_numpy(noise), 999 - int(u * 1000), embeds))

@@ -90,6 +90,7 @@ class Family:
     denoiser_class: ClassVar[str]  # diffusers' class of the denoiser
     vae_class: ClassVar[str] = "AutoencoderKL"  # diffusers' class of the VAE
     default_scaling_factor: ClassVar[float] = 0.18215  # of a VAE whose config lacks it
+    draws_latents: ClassVar[bool] = True  # training draws from the VAE's posterior; else its mean
     blocks: ClassVar[tuple[str, ...]]  # classes of the denoiser's repeated blocks
     #: Those of which runtime jax may run consecutive equal ones as a loop. A block's first argument
     #: is hidden_states, its output the next block's input; further arguments are the same for all.

@@ -74,6 +74,7 @@ class Flux2(Family):
     pipelines = ("Flux2KleinPipeline",)
     denoiser, denoiser_class = "transformer", "Flux2Transformer2DModel"
     vae_class, default_scaling_factor = "AutoencoderKLFlux2", 1.0
+    draws_latents = False  # Black Forest Labs' code never reads the log-variance
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (

@@ -28,6 +28,7 @@ class ZImage(Family):
     name = "z_image"
     pipelines = ("ZImagePipeline",)
     denoiser, denoiser_class = "transformer", "ZImageTransformer2DModel"
+    draws_latents = False  # as diffusers' train_dreambooth_lora_z_image.py
     blocks = ("ZImageTransformerBlock",)
     chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (

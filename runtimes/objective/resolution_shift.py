@@ -16,7 +16,8 @@ Array = NDArray[np.float32]
 class ResolutionShift:
     """Dynamic shifting of a flow's sigmas: larger pictures need more noise (SD3, section 5.3.2).
 
-    mu is linear in the number of image tokens, as in diffusers' `calculate_shift`.
+    mu is linear in the number of image tokens, as in diffusers' `calculate_shift`. Sampling may
+    also stretch its few sigmas to end at `shift_terminal` (0.02 of Qwen-Image), training does not.
     """
 
     base_tokens: int
@@ -25,8 +26,6 @@ class ResolutionShift:
     max_shift: float  # mu at max_tokens
     exponential: bool  # else linear: the factor is mu, not exp(mu)
     patch: int  # latent pixels along one side of a token
-    #: Sampling stretches its few sigmas to end here; training has no such table. 0: it does not.
-    terminal: float = 0.0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], patch: int) -> ResolutionShift | None:
@@ -40,7 +39,6 @@ class ResolutionShift:
             config.get("max_shift", 1.15),
             config.get("time_shift_type", "exponential") == "exponential",
             patch,
-            config.get("shift_terminal") or 0.0,
         )
 
     def mu(self, height: int, width: int) -> float:

@@ -22,22 +22,27 @@ class LatentScale:
     #: latents_mean and latents_std: [C], or [C p p], one for each latent pixel of a p x p patch.
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    draws: bool = True  # whether `sample` draws from the posterior; else it takes the mean
 
     @classmethod
-    def from_info(cls, info: Mapping[str, Any]) -> LatentScale:
+    def from_info(cls, info: Mapping[str, Any], *, draws: bool = True) -> LatentScale:
         """From the content of an encode artifact's latents.json, or a VAE's config."""
         return cls(
             info["scaling_factor"],
             info.get("shift_factor") or 0.0,
             info.get("latents_mean"),
             info.get("latents_std"),
+            draws,
         )
 
     def sample(self, mean: Array, logvar: Array, eps: Array) -> Array:
         """Scaled posterior sample z = (mean + exp(logvar / 2) eps - shift) * scale [B, C, h, w].
 
         The log-variance is clipped to [-30, 20], as in diffusers' DiagonalGaussianDistribution.
+        Without draws, eps counts as 0.
         """
+        if not self.draws:
+            return self.scaled(mean)
         return self.scaled(mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps)
 
     def scaled(self, z: Array) -> Array:

@@ -119,11 +119,6 @@ class Objective:
                 "train.timesteps.resolution_shift: the base's scheduler has no "
                 "use_dynamic_shifting: set false"
             )
-        if shifts and resolution_shift is not None and resolution_shift.terminal:
-            raise WrongInput(
-                "train.timesteps.resolution_shift: the base's scheduler has shift_terminal, "
-                "which training does not know: set false"
-            )
         return cls(
             schedule=schedule,
             scale=scale,

@@ -97,15 +97,14 @@ def _missing(out: Path, job: GenerateJob) -> list[range]:
 
 def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
     scheduler = drawing.parts.get("scheduler", f"{job.model}/scheduler")
-    latents = open_job_latents(str(job.latents))
+    latents, family = open_job_latents(str(job.latents)), detect_family(Path(job.model))
     objective = Objective(
         schedule=read_schedule(Path(scheduler)),
-        scale=LatentScale.from_info(latents.info),
+        scale=LatentScale.from_info(latents.info, draws=family.draws_latents),
         seed=job.holdout["seed"],
         noise_offset=job.holdout.get("noise_offset", 0.0),
         equidistant_levels=job.holdout["levels"],
     )
-    family = detect_family(Path(job.model))
     folder = Path(drawing.parts.get(family.denoiser, f"{job.model}/{family.denoiser}"))
     reader = BatchReader(
         latents,

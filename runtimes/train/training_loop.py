@@ -154,7 +154,7 @@ def _reader(
     objective = Objective.of(
         settings,
         read_schedule(scheduler, settings),
-        LatentScale.from_info(latents.info),
+        LatentScale.from_info(latents.info, draws=family.draws_latents),
         ResolutionShift.from_config(
             read_scheduler_config(scheduler), family.latent_multiple(config)
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from artifacts.hashing import digest_json
 from artifacts.latent_shards import open_latents
+from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, schedule_facts
 from runtimes.objective.scheduler_config import read_schedule
@@ -55,7 +56,8 @@ def loss_facts(
 ) -> dict[str, Any]:
     """The facts that define a held-out loss; losses are comparable only if they are equal."""
     encoders = describe_encoders(folder, vae)
-    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
+    facts = {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
+    return facts if detect_family(folder).draws_latents else {**facts, "latents": "mean"}
 
 
 def fingerprint(given: EvalInputs) -> str:

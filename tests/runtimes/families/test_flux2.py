@@ -1,7 +1,6 @@
 """FLUX.2 klein: encoded, trained, drawn and stored as diffusers does it.
 
-The reference of training is the arithmetic of diffusers' train_dreambooth_lora_flux2_klein.py. The
-script takes the posterior's mean as latents; here it takes the job's draw.
+The reference of training is the arithmetic of diffusers' train_dreambooth_lora_flux2_klein.py.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def script_of(job: TrainJob) -> Script:
         return pipe._unpatchify_latents(pipe._unpack_latents_with_ids(output, ids))
 
     model = Flux2Transformer2DModel.from_pretrained(Path(job.model) / "transformer")
-    return Script(job, model, predict, scale)
+    return Script(job, model, predict, scale, draws=False)
 
 
 CASES = cases(TARGETS)

@@ -1,7 +1,6 @@
 """Qwen-Image: encoded, trained, drawn and stored as diffusers does it.
 
-The reference of training is the arithmetic of diffusers' train_dreambooth_lora_qwen_image.py. The
-script takes the posterior's mean as latents; here it takes the job's draw.
+The reference of training is the arithmetic of diffusers' train_dreambooth_lora_qwen_image.py.
 """
 
 from __future__ import annotations

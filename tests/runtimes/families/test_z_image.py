@@ -1,7 +1,6 @@
 """Z-Image: encoded, trained, drawn and stored as diffusers does it.
 
-The reference of training is the arithmetic of diffusers' train_dreambooth_lora_z_image.py. The
-script takes the posterior's mean as latents; here it takes the job's draw.
+The reference of training is the arithmetic of diffusers' train_dreambooth_lora_z_image.py.
 """
 
 from __future__ import annotations
@@ -65,7 +64,9 @@ def script_of(job: TrainJob) -> Script:
         return -torch.stack(output).squeeze(2)
 
     model = ZImageTransformer2DModel.from_pretrained(Path(job.model) / "transformer")
-    return Script(job, model, predict, lambda z: (z - vae.shift_factor) * vae.scaling_factor)
+    return Script(
+        job, model, predict, lambda z: (z - vae.shift_factor) * vae.scaling_factor, draws=False
+    )
 
 
 CASES = cases(TARGETS)

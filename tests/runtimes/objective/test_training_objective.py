@@ -48,6 +48,12 @@ def test_posterior_sample_is_diffusers() -> None:
     assert_close(LatentScale(0.13).sample(mean, logvar, eps), expected)
 
 
+def test_without_draws_latents_are_the_mean() -> None:
+    mean, logvar, eps = normal(2, 4, 8, 8), normal(2, 4, 8, 8, seed=1), normal(2, 4, 8, 8)
+    found = LatentScale.from_info({"scaling_factor": 0.5}, draws=False).sample(mean, logvar, eps)
+    np.testing.assert_equal(found, mean * np.float32(0.5))
+
+
 def test_shift_and_per_channel_statistics() -> None:
     mean, logvar, eps = (
         normal(1, 2, 3, 3),
@@ -229,9 +235,7 @@ def test_a_shift_by_resolution_needs_a_scheduler_that_has_one() -> None:
     assert at[1] == pytest.approx(501) and at[0] > 600, "the held-out loss is not shifted"
     assert Objective.of(Train(), plain, SCALE, shift).resolution_shift is None
     stretched = ResolutionShift.from_config({**DYNAMIC, "shift_terminal": 0.02}, 2)
-    with pytest.raises(WrongInput, match=r"resolution_shift: .* has shift_terminal"):
-        Objective.of(shifting, plain, SCALE, stretched)
-    assert Objective.of(Train(), plain, SCALE, stretched).resolution_shift is None
+    assert Objective.of(shifting, plain, SCALE, stretched).resolution_shift == shift
 
 
 @pytest.mark.parametrize(
