@@ -11,12 +11,14 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import yaml
 
 from artifacts.checksummed_files import encode_record, read_record, write_record
 from artifacts.compare_and_swap import read, swap
+from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import digest_json
 from artifacts.list_folder import entries, modified
 from artifacts.lock import owner_in_words, wait_until_free
@@ -88,9 +90,11 @@ def runs(store: Store) -> Iterator[RunRecord]:
 
     Raises GarbageUnsure if a record is damaged, and as the filesystem does.
     """
-    for entry in entries(store.fs, f"{store.root}/{RUNS}"):
-        path = entry["name"]
-        if path.endswith(".json") and (record := _read(store, path)) is not None:
+    listed = entries(store.fs, f"{store.root}/{RUNS}")
+    found = {one["name"]: one for one in listed if one["name"].endswith(".json")}
+    records = ask_at_once(store.fs, partial(_read, store), found)
+    for (path, entry), record in zip(found.items(), records, strict=True):
+        if record is not None:
             keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
             yield RunRecord(path, modified(entry), keys, _recipe_name(record))
 
