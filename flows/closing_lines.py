@@ -49,7 +49,9 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
     kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
     words = [kiln, "generate", _name_for_generate(report, recipe)]
     words += [
-        next((one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts), "…")
+        next(
+            (one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts), "a prompt"
+        )
     ]
     scale = recipe.evaluate.guidance_scale
     if scale != Generate.model_fields["guidance_scale"].default:
