@@ -14,7 +14,7 @@ class Foreign:
     """A setting of another tool, with our equivalent."""
 
     names: str  # one or more, separated by spaces
-    tools: str  # D diffusers' example scripts, K kohya's sd-scripts, S SimpleTuner, T transformers
+    tools: str  # letters of TOOLS
     ours: str  # dotted setting or section; "none" without an equivalent
     note: str = ""
 
@@ -39,6 +39,7 @@ TABLE = (
     Foreign("vae_batch_size", "KS", "encode.batch_size"),
     Foreign("cache_latents cache_text_encoder_outputs", "K", "encode", "always precomputed"),
     Foreign("max_train_steps", "DKS", "train.steps"),
+    Foreign("max_steps", "T", "train.steps"),
     Foreign(
         *("num_train_epochs max_train_epochs", "DKS", "train.epochs"),
         "with `train.steps: 1000` where the extended recipe sets steps",
@@ -53,6 +54,7 @@ TABLE = (
     Foreign("num_processes", "DKS", "train.processes"),
     Foreign("use_fsdp fsdp_enable", "DS", "train.fsdp", "`all`, or devices per shard group"),
     Foreign("learning_rate unet_lr", "DKS", "train.learning_rate"),
+    Foreign("lr", "P", "train.learning_rate"),
     Foreign("scale_lr", "D", "none", "learning_rate is not scaled"),
     Foreign("lr_scheduler", "DKS", "train.lr_scheduler"),
     Foreign("lr_warmup_steps", "DKS", "train.lr_warmup_steps"),
@@ -132,17 +134,19 @@ TABLE = (
     Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
             "DKS", "train.attention", "PyTorch's kernels alone"),
 )  # fmt: skip
-TOOLS = {"D": "diffusers", "K": "kohya", "S": "SimpleTuner", "T": "transformers"}
+TOOLS = {"D": "diffusers", "K": "kohya", "P": "PyTorch", "S": "SimpleTuner", "T": "transformers"}
 
 
-def ours(name: str) -> str | None:
-    """A hint for an error: our name of another tool's setting; None if no tool has it."""
-    for foreign in TABLE:
-        if name in foreign.names.split():
-            if foreign.ours == "none":
-                return f"no equivalent here: {foreign.note}"
-            return f"called {foreign.ours} here" + (f": {foreign.note}" if foreign.note else "")
-    return None
+def ours(name: str) -> Foreign | None:
+    """The row of another tool's setting; None if no tool has it."""
+    return next((foreign for foreign in TABLE if name in foreign.names.split()), None)
+
+
+def hint(foreign: Foreign) -> str:
+    """A hint for an error: our name of the setting."""
+    if foreign.ours == "none":
+        return f"no equivalent here: {foreign.note}"
+    return f"called {foreign.ours} here" + (f": {foreign.note}" if foreign.note else "")
 
 
 def page() -> str:

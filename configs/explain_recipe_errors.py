@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from configs import coming_from
-from configs.nearest_name import hint_of
+from configs.nearest_name import did_you_mean, hint_of, longer_names
 from configs.redact_urls import without_secrets
 from configs.settings import source
 from configs.settings.recipe import Recipe
@@ -63,12 +63,7 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
     where = _path(item)
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
-        known = _field_names(where[:-1], settings, model)
-        here = coming_from.ours(where[-1])
-        if where[-1] not in known and here is not None and f"called {dotted} here" not in here:
-            return f"{dotted}: unknown setting ({here})"
-        prefix = "".join(f"{part}." for part in where[:-1])
-        return f"{dotted}: unknown setting ({hint_of(where[-1], known, prefix)})"
+        return f"{dotted}: unknown setting ({_hint(where, settings, model)})"
     if item["type"] == "missing":
         return f"{dotted}: missing; it must be set"
     if item["type"] == "union_tag_invalid":
@@ -79,6 +74,31 @@ def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) ->
         # A validator of a whole section: its message names the settings.
         return f"{dotted}: {message}" if dotted else message
     return f"{dotted}: {message} (got {item['input']!r})"
+
+
+def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) -> str:
+    """The setting that an unknown one may be: of its section first, of another tool, or elsewhere.
+
+    Args:
+        where: the parts of its dotted name.
+    """
+    *section, name = where
+    known, prefix = _field_names(section, settings, model), "".join(f"{s}." for s in section)
+    if name in known:  # of another kind of source
+        return hint_of(name, known, prefix)
+    if (theirs := coming_from.ours(name)) is not None and theirs.ours != prefix + name:
+        own = prefix + theirs.ours.rpartition(".")[2]
+        is_here = own != theirs.ours and own.removeprefix(prefix) in known
+        return did_you_mean([own]) if is_here else coming_from.hint(theirs)
+    elsewhere = [f"{part}.{name}" for part in _sections_with(name, model)]
+    if longer_names(name, known) or section[:1] == ["source"] or (section and len(elsewhere) > 1):
+        elsewhere = []
+    return did_you_mean(elsewhere) or hint_of(name, known, prefix)
+
+
+def _sections_with(name: str, model: type[BaseModel]) -> list[str]:
+    sections = {part: _section(field.annotation) for part, field in model.model_fields.items()}
+    return [part for part, one in sections.items() if one and name in one.model_fields]
 
 
 def _field_names(

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
+
+#: Most names that a hint suggests.
+SUGGESTED = 3
+#: From this similarity on, a name is another one with a typing error.
+TYPO = 0.85
 
 
 def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
-    """`did you mean ...?` with the most similar known name, or `there are: ...` with all.
+    """`did you mean ...?` with the most similar known names, or `there are: ...` with all.
 
     Args:
-        prefix: of the similar name, such as the section of a setting.
+        prefix: of a similar name, such as the section of a setting.
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
+    near = (
+        difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
+        or longer_names(name, known)
+        or difflib.get_close_matches(name, known, n=1)
+    )
+    return did_you_mean(f"{prefix}{one}" for one in near) or f"there are: {', '.join(known)}"
+
+
+def longer_names(name: str, known: Collection[str]) -> list[str]:
+    """Names with all words of this one, such as num_inference_steps for steps; few, or none."""
+    words = _words(name)
+    found = [one for one in known if words <= _words(one)]
+    return found if len(found) <= SUGGESTED else []
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """`did you mean a or b?`; empty without a name."""
+    found = " or ".join(names)
+    return f"did you mean {found}?" if found else ""
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[_/.-]", name.lower()))

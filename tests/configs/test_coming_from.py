@@ -35,6 +35,7 @@ def test_table_names_only_settings_of_a_recipe(foreign: coming_from.Foreign) -> 
         ("train.max_train_steps", "unknown setting (called train.steps here)"),
         ("train.network_dim", "unknown setting (called train.lora.rank here)"),
         ("learning_rate", "unknown setting (called train.learning_rate here)"),
+        ("retrain.lr", "unknown setting (did you mean retrain.learning_rate?)"),
         ("train.scale_lr", "no equivalent here: learning_rate is not scaled"),
     ],
 )

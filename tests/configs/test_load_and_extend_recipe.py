@@ -33,6 +33,13 @@ def test_documented_recipes_exist() -> None:
     [
         ({"train.learning_rat": 1}, "train.learning_rat: unknown setting (did you mean train.lea"),
         ({"trian.steps": 1}, "trian: unknown setting (did you mean train?)"),
+        ({"steps": 1}, "steps: unknown setting (did you mean train.steps?)"),
+        ({"epochs": 1}, "unknown setting (did you mean train.epochs or retrain.epochs?)"),
+        ({"lora.rank": 1}, "lora: unknown setting (did you mean train.lora?)"),
+        ({"evaluate.steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
+        ({"train.num_inference_steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
+        ({"train.batch_size": 1}, "mean train.global_batch_size or train.micro_batch_size?)"),
+        ({"source.path": 1}, "source.path: unknown setting (there are: count, kind, "),
         ({"source.prot": 1}, "source.prot: unknown setting (did you mean source.port?)"),
         ({"tpu": {"name": "a", "zon": "b"}}, "tpu.zon: unknown setting (did you mean tpu.zone?)"),
         ({"train.wandb": {"projekt": "a"}}, "did you mean train.wandb.project?"),
