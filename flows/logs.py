@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
@@ -23,6 +25,23 @@ def log_to_prefect() -> None:
         logger.addHandler(handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
+
+
+@contextmanager
+def each_line_once() -> Iterator[None]:
+    """Log equal lines once, such as the warnings of a sweep's trials."""
+    logger, seen = logging.getLogger("kiln"), set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        count = len(seen)
+        seen.add(record.getMessage())
+        return len(seen) > count
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _in_a_run(record: logging.LogRecord) -> bool:

@@ -47,8 +47,11 @@ def run(
     with error_as_json(as_json):
         recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change meanwhile
         has_server = configured_server() is not None
-        for recipe in () if has_server else recipes:
-            _check_before_server(recipe, arguments.get("until", STAGES[-1]))
+        if not has_server:
+            for recipe in recipes:
+                _check_before_server(recipe, arguments.get("until", STAGES[-1]))
+            if flow == "sweep":
+                _check_metric(recipes[0])
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     for line in closing_lines(report):
         print(line, file=sys.stderr if as_json else sys.stdout)
@@ -74,6 +77,12 @@ def _check_before_server(recipe: Recipe, until: StageName) -> None:
     if _sends_a_stage(recipe, until):
         lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")
     check_before_server(recipe, until)
+
+
+def _check_metric(recipe: Recipe) -> None:
+    from tasks.compare_sweep_trials import check_metric
+
+    check_metric(recipe)
 
 
 def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:

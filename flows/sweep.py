@@ -13,7 +13,7 @@ from configs.expand_sweep_trials import Trial, load_trials
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.logs import log_to_prefect
+from flows.logs import each_line_once, log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import prepare
 from flows.run import Run
@@ -51,10 +51,16 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
     run_id = runtime.flow_run.id
     with redacted_errors():
         trials = load_trials(recipe, overrides)
-        runs = [prepare(one.recipe, run_id=run_id) for one in trials]
+        runs = prepared(trials, run_id)
         check_metric(runs[0].recipe)
         check_comparable([run.recipe for run in runs], runs[0].base)
         return _sweep(trials, runs)
+
+
+def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
+    """The checked trials, as `prepare` raises; a warning that concerns several is logged once."""
+    with each_line_once():
+        return [prepare(one.recipe, run_id=run_id) for one in trials]
 
 
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:

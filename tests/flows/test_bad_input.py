@@ -244,6 +244,16 @@ def test_of_a_sweep_the_trials_are_checked_before_the_server(
     assert set(checked) == {1, 2}
 
 
+def test_a_metric_of_a_sweep_that_is_not_measured_starts_no_server(
+    here: Here, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "configured_server", lambda: None)
+    monkeypatch.setattr(runner, "start_server", pytest.fail)
+    given = {**small, "sweep.values": {"train.seed": [1, 2]}, "sweep.metric": "cmd"}
+    said = only_line(here("sweep", "digits", overrides=given, code=2))
+    assert "sweep.metric: cmd is not measured (did you mean cmmd?)" in said
+
+
 def test_wrong_input_of_generate_starts_no_server(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

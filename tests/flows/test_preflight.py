@@ -13,8 +13,10 @@ import torch
 
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
+from configs.expand_sweep_trials import load_trials
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from flows.preflight import _check_position_embeddings, check_gate_rules, prepare
+from flows.sweep import prepared
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
 from runtimes.hosts.detect_nvidia import NvidiaGpu
@@ -210,6 +212,19 @@ def test_a_setting_without_effect_is_told_and_is_not_in_the_run(
     assert prepare(load_recipe("digits", given)).recipe == load_recipe("digits", small)
     assert "train.lora has no effect with train.method: full" in caplog.text
     assert "encode.seed has no effect with encode.crop: center and encode.masks: 0" in caplog.text
+
+
+def test_a_warning_that_concerns_all_trials_of_a_sweep_is_told_once(
+    small: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"train.lr_warmup_steps": [7, 8]}  # beside three learning rates
+    given = {**small, "encode.seed": 1, "sweep.values": values}
+    assert len(prepared(load_trials("digits", given), "a-run")) == 6
+    assert caplog.text.count("encode.seed has no effect") == 1
+    for steps in (7, 8):
+        assert caplog.text.count(f"train.lr_warmup_steps: {steps} exceed") == 1
+    prepare(load_recipe("digits", given))
+    assert caplog.text.count("encode.seed has no effect") == 2
 
 
 def test_a_warmup_that_exceeds_the_steps_is_told(
