@@ -1,0 +1,31 @@
+"""A draft of an artifact, a store as another machine sees it, and a file as a disk damages it."""
+
+import os
+from pathlib import Path
+
+from artifacts.artifact_key import KeyParts
+from artifacts.lock import Lock
+from artifacts.store import Draft, Store
+
+PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
+
+
+def build(store: Store, parts: KeyParts = PARTS, lock: Lock | None = None) -> Draft:
+    draft = store.draft(parts, lock)
+    draft.write("a.bin", b"alpha")
+    draft.write("sub/b.bin", b"beta", rows=3)
+    return draft
+
+
+def elsewhere(store: Store) -> Store:
+    """The same store, by a client that knows nothing of what ours has seen: another machine's."""
+    other = Store(store.url)
+    other.fs = type(store.fs)(**store.fs.storage_options, skip_instance_cache=True)
+    return other
+
+
+def flip(path: Path) -> None:
+    """Another byte, at the same size and time stamp: what a failing disk does."""
+    before, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
