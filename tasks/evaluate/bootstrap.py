@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from statistics import NormalDist
@@ -83,69 +83,69 @@ def _finite(interval: Interval) -> list[float] | None:
     return list(interval) if all(map(math.isfinite, interval)) else None
 
 
-def weights(
-    seed: int, resamples: int, n: int, stream: int = PICTURES, prompts: Prompts | None = None
-) -> Float64:
-    """Bootstrap weights f64 [resamples, n] of n pictures, with sum 1. Do not change them."""
-    return _weights(seed, resamples, n, stream, prompts)
+@dataclass(frozen=True)
+class Resampling:
+    """How often pictures are resampled, and by which prompts."""
+
+    count: int
+    seed: int
+    prompts: Prompts | None = None  # of the pictures; None: each has one of its own
+
+    @property
+    def of_references(self) -> Resampling:
+        """The resampling of reference pictures, which have no prompts."""
+        return replace(self, prompts=None)
+
+    @property
+    def clusters(self) -> int:
+        """The number of prompts to resample; 0 if each picture is resampled by itself.
+
+        So it is if every prompt has one picture. Of one prompt alone, the spread between prompts
+        is unknown: an interval then speaks of this prompt.
+        """
+        if self.prompts is None:
+            return 0
+        distinct = len(set(self.prompts))
+        return distinct if 1 < distinct < len(self.prompts) else 0
+
+    def counts(self, n: int, stream: int = PICTURES) -> NDArray[np.int64]:
+        """How often each of n pictures is in each resample [count, n].
+
+        All pictures of a prompt are in it equally often. `clusters` says when `prompts` count.
+        """
+        drawn = self.clusters or n
+        rng = np.random.default_rng((self.seed, stream, drawn))
+        found = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=self.count)
+        if self.clusters:
+            _, prompt_of = np.unique(np.array(self.prompts), return_inverse=True)
+            found = found[:, prompt_of]
+        return np.asarray(found)
+
+    @lru_cache(maxsize=8)  # noqa: B019 (an instance is a few numbers)
+    def weights(self, n: int, stream: int = PICTURES) -> Float64:
+        """Bootstrap weights f64 [count, n] of n pictures, with sum 1. They are read-only."""
+        found = self.counts(n, stream)
+        shares = found / found.sum(axis=1, keepdims=True)
+        shares.setflags(write=False)
+        return np.asarray(shares)
 
 
-def counts(
-    seed: int, resamples: int, n: int, stream: int = PICTURES, prompts: Prompts | None = None
-) -> NDArray[np.int64]:
-    """How often each of n pictures is in each resample [resamples, n].
-
-    All pictures of a prompt are in it equally often. `clusters` says when `prompts` count.
-    """
-    drawn = clusters(prompts) or n
-    rng = np.random.default_rng((seed, stream, drawn))
-    found = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples)
-    if clusters(prompts):
-        _, prompt_of = np.unique(np.array(prompts), return_inverse=True)
-        found = found[:, prompt_of]
-    return np.asarray(found)
-
-
-def clusters(prompts: Prompts | None) -> int:
-    """The number of prompts to resample; 0 if each picture is resampled by itself.
-
-    So it is if every prompt has one picture. Of one prompt alone, the spread between prompts is
-    unknown: an interval then speaks of this prompt.
-    """
-    if prompts is None:
-        return 0
-    distinct = len(set(prompts))
-    return distinct if 1 < distinct < len(prompts) else 0
-
-
-@lru_cache(maxsize=8)
-def _weights(seed: int, resamples: int, n: int, stream: int, prompts: Prompts | None) -> Float64:
-    found = counts(seed, resamples, n, stream, prompts)
-    shares = found / found.sum(axis=1, keepdims=True)
-    shares.setflags(write=False)
-    return np.asarray(shares)
-
-
-def mean(
-    values: NDArray[Any], resamples: int, seed: int, prompts: Prompts | None = None
-) -> Estimate:
+def mean(values: NDArray[Any], resampling: Resampling) -> Estimate:
     """The mean of values [N]. Raises ValueError if N is 0."""
     values = values.astype(np.float64)
     if len(values) == 0:
         raise ValueError("the mean needs at least one value")
-    resampled = weights(seed, resamples, len(values), prompts=prompts) @ values
-    average, drawn = float(values.mean()), clusters(prompts)
+    resampled = resampling.weights(len(values)) @ values
+    average, drawn = float(values.mean()), resampling.clusters
     return Estimate(average, len(values), resampled, is_mean=True, prompts=drawn)
 
 
-def share(
-    passed: NDArray[np.bool_], resamples: int, seed: int, prompts: Prompts | None = None
-) -> Estimate:
+def share(passed: NDArray[np.bool_], resampling: Resampling) -> Estimate:
     """The share of True in bool [N]. Raises ValueError if N is 0."""
     if len(passed) == 0:
         raise ValueError("no pictures to judge")
-    resampled = weights(seed, resamples, len(passed), prompts=prompts) @ passed
-    drawn = clusters(prompts)
+    resampled = resampling.weights(len(passed)) @ passed
+    drawn = resampling.clusters
     return Estimate(
         float(np.mean(passed)),
         len(passed),

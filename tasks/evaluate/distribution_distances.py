@@ -1,8 +1,7 @@
 """Metrics of a set of pictures against a reference set: CMMD, KID, Fréchet, precision, recall.
 
 Each function has the features [N, D] of the pictures and [M, D] of the references. Its bootstrap
-draws weights of both sets; one matrix product computes all resamples of a kernel metric. `prompts`
-has the number of each picture's prompt; by default, each picture has a prompt of its own.
+draws weights of both sets; one matrix product computes all resamples of a kernel metric.
 """
 
 from __future__ import annotations
@@ -15,16 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.evaluate.bootstrap import (
-    PICTURES,
-    REFERENCES,
-    Estimate,
-    Float64,
-    Prompts,
-    clusters,
-    counts,
-    weights,
-)
+from tasks.evaluate.bootstrap import REFERENCES, Estimate, Float64, Resampling
 from tasks.evaluate.clip_score import normalise
 
 CMMD_SIGMA = 10.0
@@ -36,13 +26,7 @@ FRECHET_BUDGET = 3e9
 MIN_RESAMPLES = 40
 
 
-def cmmd(
-    images: NDArray[Any],
-    reference: NDArray[Any],
-    resamples: int,
-    seed: int,
-    prompts: Prompts | None = None,
-) -> Estimate:
+def cmmd(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
     """CLIP maximum mean discrepancy.
 
     Jayasumana et al. 2024 (arXiv 2401.09603): 1000 times the squared MMD with a Gaussian kernel of
@@ -57,17 +41,11 @@ def cmmd(
         yy = ((wy @ k_yy) * wy).sum(axis=1)
         return CMMD_SCALE * (xx + yy - 2.0 * ((wx @ k_xy) * wy).sum(axis=1))
 
-    found = _estimate(distance, len(x), len(y), resamples, seed, prompts)
+    found = _estimate(distance, len(x), len(y), resampling)
     return replace(found, value=max(found.value, 0.0), low=0.0)
 
 
-def kid(
-    images: NDArray[Any],
-    reference: NDArray[Any],
-    resamples: int,
-    seed: int,
-    prompts: Prompts | None = None,
-) -> Estimate:
+def kid(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
     """Kernel inception distance: the unbiased squared MMD with the kernel (x.y / D + 1)³.
 
     Bińkowski et al. 2018 (arXiv 1801.01401), over all pictures instead of random subsets. It may
@@ -86,16 +64,10 @@ def kid(
         cross = ((wx @ k_xy) * wy).sum(axis=1)
         return _off_diagonal(k_xx, wx) + _off_diagonal(k_yy, wy) - 2.0 * cross
 
-    return _estimate(distance, len(x), len(y), resamples, seed, prompts)
+    return _estimate(distance, len(x), len(y), resampling)
 
 
-def frechet(
-    images: NDArray[Any],
-    reference: NDArray[Any],
-    resamples: int,
-    seed: int,
-    prompts: Prompts | None = None,
-) -> Estimate:
+def frechet(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
     """Fréchet distance between Gaussian fits.
 
     Heusel et al. 2017 (arXiv 1706.08500), on unnormalised features (Kynkäänniemi et al. 2023, arXiv
@@ -108,12 +80,13 @@ def frechet(
     x, y = images.astype(np.float64), reference.astype(np.float64)
     value = frechet_distance(x, y)
     size = min(len(x), len(y), x.shape[1])
-    resamples = int(min(resamples, max(MIN_RESAMPLES, FRECHET_BUDGET / max(size, 64) ** 3)))
-    rows_x = _rows(counts(seed, resamples, len(x), PICTURES, prompts))
-    rows_y = _rows(counts(seed, resamples, len(y), REFERENCES))
+    most = max(MIN_RESAMPLES, FRECHET_BUDGET / max(size, 64) ** 3)
+    resampling = replace(resampling, count=int(min(resampling.count, most)))
+    rows_x = _rows(resampling.counts(len(x)))
+    rows_y = _rows(resampling.of_references.counts(len(y), REFERENCES))
     pairs = zip(rows_x, rows_y, strict=True)
     resampled = np.array([frechet_distance(x[a], y[b]) for a, b in pairs])
-    return Estimate(value, len(x), resampled, low=0.0, prompts=clusters(prompts))
+    return Estimate(value, len(x), resampled, low=0.0, prompts=resampling.clusters)
 
 
 def frechet_distance(x: Float64, y: Float64) -> float:
@@ -134,13 +107,7 @@ def frechet_distance(x: Float64, y: Float64) -> float:
     return max(float(shift + (a**2).sum() + (b**2).sum() - 2.0 * root), 0.0)
 
 
-def precision(
-    images: NDArray[Any],
-    reference: NDArray[Any],
-    resamples: int,
-    seed: int,
-    prompts: Prompts | None = None,
-) -> Estimate:
+def precision(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
     """Share of the pictures within the references' manifold: are they realistic.
 
     Kynkäänniemi et al. 2019 (arXiv 1904.06991): the manifold is the union of balls, one around each
@@ -151,24 +118,18 @@ def precision(
     def value(wx: Float64, wy: Float64) -> Float64:
         return np.asarray(((wy > 0) @ inside.T.astype(np.float64) > 0.5) * wx).sum(axis=1)
 
-    found = _estimate(value, len(images), len(reference), resamples, seed, prompts)
+    found = _estimate(value, len(images), len(reference), resampling)
     return replace(found, is_share=True, counted=len(images))
 
 
-def recall(
-    images: NDArray[Any],
-    reference: NDArray[Any],
-    resamples: int,
-    seed: int,
-    prompts: Prompts | None = None,
-) -> Estimate:
+def recall(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
     """Share of the references within the pictures' manifold: are they as diverse. See precision."""
     inside = _within(reference, images)
 
     def value(wx: Float64, wy: Float64) -> Float64:
         return np.asarray(((wx > 0) @ inside.T.astype(np.float64) > 0.5) * wy).sum(axis=1)
 
-    found = _estimate(value, len(images), len(reference), resamples, seed, prompts)
+    found = _estimate(value, len(images), len(reference), resampling)
     return replace(found, is_share=True, counted=len(reference))
 
 
@@ -176,12 +137,7 @@ class Distance(Protocol):
     """A metric of image features [N, D] and reference features [M, D]."""
 
     def __call__(
-        self,
-        images: NDArray[Any],
-        reference: NDArray[Any],
-        resamples: int,
-        seed: int,
-        prompts: Prompts | None = None,
+        self, images: NDArray[Any], reference: NDArray[Any], resampling: Resampling
     ) -> Estimate: ...
 
 
@@ -200,15 +156,13 @@ def _estimate(
     value: Callable[[Float64, Float64], Float64],
     n: int,
     m: int,
-    resamples: int,
-    seed: int,
-    prompts: Prompts | None,
+    resampling: Resampling,
 ) -> Estimate:
     """The estimate of a function of weights [B, N] and [B, M]."""
     all_equal = value(np.full((1, n), 1 / n), np.full((1, m), 1 / m))
-    wx = weights(seed, resamples, n, PICTURES, prompts)
-    wy = weights(seed, resamples, m, REFERENCES)
-    return Estimate(float(all_equal[0]), n, value(wx, wy), prompts=clusters(prompts))
+    wx = resampling.weights(n)
+    wy = resampling.of_references.weights(m, REFERENCES)
+    return Estimate(float(all_equal[0]), n, value(wx, wy), prompts=resampling.clusters)
 
 
 def _within(points: NDArray[Any], manifold: NDArray[Any]) -> NDArray[np.bool_]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
-from tasks.evaluate.bootstrap import Estimate, mean
+from tasks.evaluate.bootstrap import Estimate, Resampling, mean
 
 #: As MLPerf's text-to-image benchmark validates: equidistant levels with equal counts. Ours are the
 #: middles of eight equal bands, so that their mean approximates the loss over all levels.
@@ -15,7 +15,7 @@ LEVELS = 8
 BANDS = tuple(f"{HOLDOUT_LOSS}/level{number}" for number in range(1, LEVELS + 1))
 
 
-def holdout_losses(losses: NDArray[np.float64], resamples: int, seed: int) -> dict[str, Estimate]:
+def holdout_losses(losses: NDArray[np.float64], resampling: Resampling) -> dict[str, Estimate]:
     """The mean loss, and that of each band. Intervals resample held-out samples.
 
     Args:
@@ -23,5 +23,5 @@ def holdout_losses(losses: NDArray[np.float64], resamples: int, seed: int) -> di
     """
     if not len(losses):
         return {}
-    bands = {name: mean(losses[:, n], resamples, seed) for n, name in enumerate(BANDS)}
-    return {HOLDOUT_LOSS: mean(losses.mean(axis=1), resamples, seed), **bands}
+    bands = {name: mean(losses[:, n], resampling) for n, name in enumerate(BANDS)}
+    return {HOLDOUT_LOSS: mean(losses.mean(axis=1), resampling), **bands}

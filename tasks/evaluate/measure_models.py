@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from artifacts.store import Shard, Store
 from configs.settings.evaluate import Memorization
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import bootstrap, memorization
-from tasks.evaluate.bootstrap import Estimate, Prompts
+from tasks.evaluate.bootstrap import Estimate, Prompts, Resampling
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES, cmmd
 from tasks.evaluate.draw_pictures import read_losses, read_pictures
@@ -71,8 +71,7 @@ class MetricSuite:
     sets: PromptSets
     compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out ones
     judges: Mapping[str, Judge]  # by metric name
-    resamples: int  # bootstrap resamples per interval
-    seed: int  # of the bootstrap
+    resampling: Resampling  # of held-out samples; that of drawn pictures has their prompts
     encoders: Mapping[str, ImageEncoder]
     text_features: Float32  # [N, D] of CLIP, one row per picture
     held_out: References
@@ -95,8 +94,7 @@ class MetricSuite:
             sets=sets,
             compared=compared_sets(recipe),
             judges=open_judges(settings.judges, given.measuring.preference_models, settings.device),
-            resamples=settings.bootstrap,
-            seed=settings.seed,
+            resampling=Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,
             text_features=clip.texts(all_prompts(sets)),
             held_out=_references(given, store, encoders, "holdout", LIMIT, progress),
@@ -117,6 +115,9 @@ class MetricSuite:
         """The number of every picture's prompt."""
         return prompt_numbers(self.sets)
 
+    def _by_prompt(self, prompts: Prompts) -> Resampling:
+        return replace(self.resampling, prompts=prompts)
+
     def measure(
         self,
         store: Store,
@@ -132,10 +133,10 @@ class MetricSuite:
         """
         features, scores = self._look(store, drawn, model, progress)
         found = self._clip_scores(features[CLIP]) | self._distances(features)
-        found |= holdout_losses(read_losses(store, drawn), self.resamples, self.seed)
+        found |= holdout_losses(read_losses(store, drawn), self.resampling)
         closest = self._nearest(features)
         if closest is not None:
-            found |= closest.metrics(self.memorization, self.resamples, self.seed, self.prompts)
+            found |= closest.metrics(self.memorization, self._by_prompt(self.prompts))
         return Measured(with_ranges(found | self._judged(scores)), closest)
 
     def _look(
@@ -164,13 +165,13 @@ class MetricSuite:
         return self._whole_and_by_set(CLIP_SCORE, clip_scores(features, self.text_features))
 
     def _whole_and_by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
-        whole = {name: bootstrap.mean(scores, self.resamples, self.seed, self.prompts)}
+        whole = {name: bootstrap.mean(scores, self._by_prompt(self.prompts))}
         return whole | self._by_set(name, scores)
 
     def _by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
         summary = bootstrap.share if scores.dtype == bool else bootstrap.mean
         return {
-            f"{name}/{which}": summary(scores[part], self.resamples, self.seed, self.prompts[part])
+            f"{name}/{which}": summary(scores[part], self._by_prompt(self.prompts[part]))
             for which, part in slices_by_set(self.sets).items()
         }
 
@@ -179,16 +180,16 @@ class MetricSuite:
         chosen = np.array([n for name in self.compared for n in _numbers(parts[name])], int)
         if min(len(self.held_out[CLIP].features), len(chosen)) < LEAST_COMPARED:
             return {}
-        drawing = (self.resamples, self.seed, tuple(self.prompts[n] for n in chosen))
+        resampling = self._by_prompt(tuple(self.prompts[n] for n in chosen))
         by_clip, by_image = features[CLIP][chosen], features[IMAGE][chosen]
         reference = self.held_out[IMAGE].features
-        found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, *drawing)}
+        found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, resampling)}
         for name, distance in DISTANCES.items():
-            found[name] = distance(by_image, reference, *drawing)
+            found[name] = distance(by_image, reference, resampling)
         if INCEPTION in features:
             drawn, reference = features[INCEPTION][chosen], self.held_out[INCEPTION].features
             for name, distance in INCEPTION_DISTANCES.items():
-                found[name] = distance(drawn, reference, *drawing)
+                found[name] = distance(drawn, reference, resampling)
         return found
 
     def _nearest(self, features: Mapping[str, Float32]) -> NearestTraining | None:
@@ -221,7 +222,7 @@ def memorization_facts(suite: MetricSuite) -> dict[str, object]:
             nearest(suite.held_out[IMAGE].features, suite.training[IMAGE].features),
             nearest(suite.held_out[PIXELS].features, suite.training[PIXELS].features),
         )
-        held_out = by_chance.metrics(suite.memorization, 1, suite.seed)
+        held_out = by_chance.metrics(suite.memorization, Resampling(1, suite.resampling.seed))
         facts["closest_held_out"] = {
             memorization.FEATURES: float(by_chance.features.similarity.max()),
             memorization.PIXELS: float(by_chance.pixels.similarity.max()),

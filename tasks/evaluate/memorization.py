@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from configs.settings.evaluate import Memorization
-from tasks.evaluate.bootstrap import Estimate, Prompts, share
+from tasks.evaluate.bootstrap import Estimate, Resampling, share
 from tasks.evaluate.clip_score import normalise
 from tasks.evaluate.reference_features import ReferenceFeatures
 from tasks.picture_grid import picture_grid, to_png
@@ -38,16 +38,11 @@ class NearestTraining:
     features: Nearest
     pixels: Nearest
 
-    def metrics(
-        self, given: Memorization, resamples: int, seed: int, prompts: Prompts | None = None
-    ) -> dict[str, Estimate]:
-        """The share of samples over each threshold; `prompts` as for `share`."""
+    def metrics(self, given: Memorization, resampling: Resampling) -> dict[str, Estimate]:
+        """The share of samples over each threshold."""
         features = self.features.similarity >= given.similarity
         pixels = self.pixels.similarity >= given.pixel_similarity
-        return {
-            FEATURES: share(features, resamples, seed, prompts),
-            PIXELS: share(pixels, resamples, seed, prompts),
-        }
+        return {FEATURES: share(features, resampling), PIXELS: share(pixels, resampling)}
 
 
 def nearest(samples: NDArray[Any], training: NDArray[Any]) -> Nearest:

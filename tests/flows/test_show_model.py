@@ -27,7 +27,11 @@ def publish(tmp_path: Path) -> Callable[..., None]:
     registry = Registry(store.url_of("registry"), "tiny")
 
     def estimates(score: float) -> bootstrap.Estimates:
-        return {"clip_score": bootstrap.mean(np.array([score, score + 1, score + 2]), 20, 0)}
+        return {
+            "clip_score": bootstrap.mean(
+                np.array([score, score + 1, score + 2]), bootstrap.Resampling(20, 0)
+            )
+        }
 
     def make(
         score: float, fingerprint: str, compared_with: str = "", champion: float | None = None

@@ -6,6 +6,7 @@ import pytest
 from tasks.evaluate import bootstrap
 from tasks.evaluate.bootstrap import (
     Estimate,
+    Resampling,
     difference,
     differences,
     from_npz,
@@ -31,14 +32,20 @@ def binomial_bounds(level: float) -> tuple[float, float]:
 def test_the_interval_of_a_mean_covers_the_truth_at_its_level(count: int) -> None:
     rng = np.random.default_rng(0)
     for level in (0.8, 0.95):
-        found = [mean(rng.normal(size=count), 300, n % SEEDS).interval(level) for n in range(DRAWS)]
+        found = [
+            mean(rng.normal(size=count), Resampling(300, n % SEEDS)).interval(level)
+            for n in range(DRAWS)
+        ]
         covered = np.mean([low <= 0.0 <= high for low, high in found])
         low, high = binomial_bounds(level)
         assert low < covered < high
 
 
 def test_a_mean_of_one_value_has_no_interval() -> None:
-    tuned, base = mean(np.array([0.2999]), 300, 0), mean(np.array([0.3]), 300, 0)
+    tuned, base = (
+        mean(np.array([0.2999]), Resampling(300, 0)),
+        mean(np.array([0.3]), Resampling(300, 0)),
+    )
     assert tuned.interval() == difference(tuned, base) == (-np.inf, np.inf)
     assert tuned.metric()["ci"] is None
     assert differences({"loss": tuned}, {"loss": base})["loss"]["ci"] is None
@@ -48,7 +55,7 @@ def test_a_mean_of_one_value_has_no_interval() -> None:
 def test_the_interval_of_few_resamples_covers_the_truth_at_its_level(level: float) -> None:
     """A Fréchet distance of long features has 40."""
     rng = np.random.default_rng(4)
-    models = [mean(rng.normal(size=80), 40, n) for n in range(DRAWS)]
+    models = [mean(rng.normal(size=80), Resampling(40, n)) for n in range(DRAWS)]
     found = [one.interval(level) for one in models]
     covered = np.mean([low <= 0.0 <= high for low, high in found])
     low, high = binomial_bounds(level)
@@ -63,7 +70,7 @@ def test_the_interval_of_a_paired_difference_covers_the_truth_and_is_the_narrowe
         seed = number % SEEDS
         prompt = rng.normal(size=100)
         tuned, base = (prompt + 0.3 * rng.normal(size=100) + shift for shift in (0.1, 0.0))
-        a, b = mean(tuned, 300, seed), mean(base, 300, seed)
+        a, b = mean(tuned, Resampling(300, seed)), mean(base, Resampling(300, seed))
         low, high = difference(a, b)
         covered += low <= 0.1 <= high
         widths.append(high - low)
@@ -81,20 +88,22 @@ def test_the_interval_of_two_shares_covers_the_truth_and_has_a_width_at_one() ->
         seed = number % SEEDS
         hard = rng.random(200)
         tuned, base = hard < 0.95, np.where(rng.random(200) < 0.8, hard, rng.random(200)) < 0.9
-        low, high = difference(share(tuned, 200, seed), share(base, 200, seed))
+        low, high = difference(
+            share(tuned, Resampling(200, seed)), share(base, Resampling(200, seed))
+        )
         covered += low <= 0.05 <= high
     low, high = binomial_bounds(0.95)
     assert low - 0.01 < covered / DRAWS < high + 0.02
-    perfect = share(np.ones(200, bool), 200, 0)
+    perfect = share(np.ones(200, bool), Resampling(200, 0))
     low, high = difference(perfect, perfect)
     assert low < -0.01 and high > 0.01
 
 
 def test_shares_of_models_that_agree_on_few_pictures_may_differ() -> None:
     """Two models agree on 27 passes and 27 failures. Expected: Newcombe 1998, method 10."""
-    passed = share(np.repeat([True, False], 27), 2000, 0)
+    passed = share(np.repeat([True, False], 27), Resampling(2000, 0))
     assert difference(passed, passed) == pytest.approx((-0.0351, 0.0351), abs=1e-3)
-    few = share(np.array([True, True, False, False]), 2000, 0)
+    few = share(np.array([True, True, False, False]), Resampling(2000, 0))
     assert difference(few, few) == pytest.approx((-0.35, 0.35), abs=0.02)
 
 
@@ -109,7 +118,10 @@ def test_the_difference_of_means_over_several_pictures_per_prompt_covers_the_tru
     for number in range(DRAWS):
         hard, gain = rng.normal(0, 2, PROMPTS), rng.normal(0, 1, PROMPTS)
         tuned, base = (
-            mean(one[list(PROMPT_OF)] + rng.normal(size=32), 300, number % SEEDS, PROMPT_OF)
+            mean(
+                one[list(PROMPT_OF)] + rng.normal(size=32),
+                Resampling(300, number % SEEDS, PROMPT_OF),
+            )
             for one in (hard + gain, hard)
         )
         low, high = difference(tuned, base)
@@ -130,9 +142,7 @@ def test_a_share_over_several_pictures_per_prompt_covers_the_truth(
         tuned, base = (
             share(
                 rng.random(len(prompt_of)) < rng.beta(6, 2, prompts)[prompt_of],
-                200,
-                number % SEEDS,
-                tuple(prompt_of.tolist()),
+                Resampling(200, number % SEEDS, tuple(prompt_of.tolist())),
             )
             for _ in range(2)
         )
@@ -149,17 +159,17 @@ def test_one_picture_per_prompt_or_one_prompt_is_resampled_by_picture() -> None:
     values = np.random.default_rng(0).normal(size=9)
     counts = np.random.default_rng((3, 0, 9)).multinomial(9, np.full(9, 1 / 9), size=50)
     for prompts in (None, tuple(range(9)), (0,) * 9):
-        found = mean(values, 50, 3, prompts)
+        found = mean(values, Resampling(50, 3, prompts))
         np.testing.assert_array_equal(found.resampled, (counts / 9) @ values)
         assert "prompts" not in found.metric()
-        judged = share(values > 0, 50, 3, prompts)
-        assert judged.metric() == share(values > 0, 50, 3).metric()
+        judged = share(values > 0, Resampling(50, 3, prompts))
+        assert judged.metric() == share(values > 0, Resampling(50, 3)).metric()
 
 
 def test_all_passes_of_few_prompts_have_a_wider_interval_than_those_of_many() -> None:
     passed = np.ones(32, bool)
     few, many, apart = (
-        share(passed, 50, 0, prompts).interval()[0]
+        share(passed, Resampling(50, 0, prompts)).interval()[0]
         for prompts in (PROMPT_OF, tuple(n // 2 for n in range(32)), None)
     )
     assert 0.5 < few < many < apart < 1.0
@@ -210,7 +220,7 @@ def test_the_interval_of_a_difference_of_distances_covers_the_truth(
             POINTS[rng.choice(6, size=n, p=p)]
             for n, p in ((150, REFERENCE), (120, TUNED), (120, BASE))
         )
-        a, b = (distance(one, reference, 200, number % SEEDS) for one in (tuned, base))
+        a, b = (distance(one, reference, Resampling(200, number % SEEDS)) for one in (tuned, base))
         low, high = difference(a, b)
         covered.append(low <= expected <= high)
     low, high = binomial_bounds(0.95)
@@ -219,15 +229,15 @@ def test_the_interval_of_a_difference_of_distances_covers_the_truth(
 
 def test_a_resample_has_the_same_pictures_for_every_metric_and_model() -> None:
     values = np.random.default_rng(0).normal(size=50)
-    a, b = mean(values, 100, 7), mean(values + 2, 100, 7)
+    a, b = mean(values, Resampling(100, 7)), mean(values + 2, Resampling(100, 7))
     np.testing.assert_allclose(b.resampled - a.resampled, 2.0)
     assert difference(b, a) == pytest.approx((2.0, 2.0))
     assert difference(b, a, factor=2.0, offset=1.0)[0] < 2 - values.mean() - 1
-    assert not np.allclose(mean(values, 100, 8).resampled, a.resampled)
+    assert not np.allclose(mean(values, Resampling(100, 8)).resampled, a.resampled)
 
 
 def test_metrics_of_different_pictures_have_no_difference() -> None:
-    a, b = mean(np.arange(5.0), 20, 0), mean(np.arange(6.0), 20, 0)
+    a, b = mean(np.arange(5.0), Resampling(20, 0)), mean(np.arange(6.0), Resampling(20, 0))
     with pytest.raises(ValueError, match="different pictures"):
         difference(a, b)
     assert differences({"x": a, "y": a}, {"x": b, "y": a, "z": a}).keys() == {"y"}
@@ -235,12 +245,12 @@ def test_metrics_of_different_pictures_have_no_difference() -> None:
 
 def test_resampled_values_survive_the_file() -> None:
     models = {
-        "base": {"clip_score/new": mean(np.arange(9.0), 30, 0)},
-        "tuned": {"clip_score/new": mean(np.arange(9.0) ** 2, 30, 0)},
+        "base": {"clip_score/new": mean(np.arange(9.0), Resampling(30, 0))},
+        "tuned": {"clip_score/new": mean(np.arange(9.0) ** 2, Resampling(30, 0))},
     }
-    models["tuned"]["digit/new"] = share(np.array([True, False, True]), 30, 0)
-    models["tuned"]["clip_score/old"] = mean(np.arange(32.0), 30, 0, PROMPT_OF)
-    models["tuned"]["digit/old"] = share(np.arange(32) < 29, 30, 0, PROMPT_OF)
+    models["tuned"]["digit/new"] = share(np.array([True, False, True]), Resampling(30, 0))
+    models["tuned"]["clip_score/old"] = mean(np.arange(32.0), Resampling(30, 0, PROMPT_OF))
+    models["tuned"]["digit/old"] = share(np.arange(32) < 29, Resampling(30, 0, PROMPT_OF))
     metrics: dict[str, dict[str, bootstrap.Metric]] = {}
     for model, estimates in models.items():
         for name, one in estimates.items():
@@ -256,11 +266,13 @@ def test_resampled_values_survive_the_file() -> None:
 
 
 def test_a_share_has_wilsons_interval() -> None:
-    found = share(np.array([True] * 8 + [False] * 2), 20, 0).metric()
+    found = share(np.array([True] * 8 + [False] * 2), Resampling(20, 0)).metric()
     assert found["value"] == 0.8 and found["n"] == 10
     assert found["ci"] == pytest.approx([0.4902, 0.9433], abs=1e-4)
-    assert share(np.ones(200, bool), 20, 0).metric()["ci"] == pytest.approx([0.9812, 1], abs=1e-4)
-    assert share(np.zeros(200, bool), 20, 0).interval()[0] == 0.0
+    assert share(np.ones(200, bool), Resampling(20, 0)).metric()["ci"] == pytest.approx(
+        [0.9812, 1], abs=1e-4
+    )
+    assert share(np.zeros(200, bool), Resampling(20, 0)).interval()[0] == 0.0
 
 
 def test_an_interval_of_a_distance_has_the_percentiles_of_its_level() -> None:
@@ -275,6 +287,6 @@ def test_an_interval_stays_in_the_range_of_its_metric() -> None:
 
 def test_empty_input_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one value"):
-        mean(np.zeros(0), 10, 0)
+        mean(np.zeros(0), Resampling(10, 0))
     with pytest.raises(ValueError, match="no pictures"):
-        share(np.zeros(0, bool), 10, 0)
+        share(np.zeros(0, bool), Resampling(10, 0))

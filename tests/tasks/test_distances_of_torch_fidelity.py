@@ -8,6 +8,7 @@ import pytest
 from inception_weights import in_fidelity, require_fidelity
 
 from tasks.evaluate import distribution_distances as distances
+from tasks.evaluate.bootstrap import Resampling
 
 pytestmark = pytest.mark.soak
 #: Reads two arrays, prints torch-fidelity's metrics.
@@ -49,4 +50,4 @@ def test_distances_equal_those_of_torch_fidelity(tmp_path: Path, dims: int) -> N
     for name, distance in distances.DISTANCES.items():
         expected = theirs[NAMES[name]]
         assert abs(expected) > 1e-3 and expected != 1.0, "a value that can differ"
-        assert distance(x, y, 2, 0).value == pytest.approx(expected, rel=1e-3), name
+        assert distance(x, y, Resampling(2, 0)).value == pytest.approx(expected, rel=1e-3), name

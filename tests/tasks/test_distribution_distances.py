@@ -10,7 +10,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
 from tasks.evaluate import distribution_distances as distances
-from tasks.evaluate.bootstrap import difference, from_npz, to_npz
+from tasks.evaluate.bootstrap import Resampling, difference, from_npz, to_npz
 from tasks.evaluate.clip_score import normalise
 from tasks.evaluate.feature_encoders import Clip
 from tasks.evaluate.metric_names import with_ranges
@@ -55,14 +55,14 @@ def test_cmmd_equals_a_direct_implementation() -> None:
         return float(np.mean(pairs))
 
     slow = 1000 * (kernel(nx, nx) + kernel(ny, ny) - 2 * kernel(nx, ny))
-    assert distances.cmmd(x, y, 50, 0).value == pytest.approx(slow, rel=1e-9)
-    assert distances.cmmd(x * 7, y, 50, 0).value == pytest.approx(slow, rel=1e-9)
+    assert distances.cmmd(x, y, Resampling(50, 0)).value == pytest.approx(slow, rel=1e-9)
+    assert distances.cmmd(x * 7, y, Resampling(50, 0)).value == pytest.approx(slow, rel=1e-9)
 
 
 def test_the_distance_of_a_set_to_itself_is_zero() -> None:
     x = _features(64, 8, 1)
-    assert distances.cmmd(x, x, 50, 0).value == pytest.approx(0.0, abs=1e-9)
-    assert distances.frechet(x, x, 50, 0).value == pytest.approx(0.0, abs=1e-9)
+    assert distances.cmmd(x, x, Resampling(50, 0)).value == pytest.approx(0.0, abs=1e-9)
+    assert distances.frechet(x, x, Resampling(50, 0)).value == pytest.approx(0.0, abs=1e-9)
 
 
 NAMED = {"cmmd": distances.cmmd, **distances.DISTANCES}
@@ -71,13 +71,15 @@ NAMED = {"cmmd": distances.cmmd, **distances.DISTANCES}
 @pytest.mark.parametrize("name", NAMED)
 def test_intervals_contain_the_value_and_narrow_with_more_pictures(name: str) -> None:
     distance = NAMED[name]
-    few, many = (distance(_features(n, 8, 1), _features(n, 8, 2, 0.4), 200, 0) for n in (40, 640))
+    few, many = (
+        distance(_features(n, 8, 1), _features(n, 8, 2, 0.4), Resampling(200, 0)) for n in (40, 640)
+    )
     for found in (few, many):
         low, high = found.interval()
         assert low < found.value < high
     assert np.ptp(many.interval()) < 0.5 * np.ptp(few.interval())
     assert few.n == 40
-    again = distance(_features(40, 8, 1), _features(40, 8, 2, 0.4), 200, 0)
+    again = distance(_features(40, 8, 1), _features(40, 8, 2, 0.4), Resampling(200, 0))
     np.testing.assert_array_equal(again.resampled, few.resampled)
 
 
@@ -85,11 +87,11 @@ def test_the_frechet_bootstrap_has_as_many_resamples_as_its_cost_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, y = _features(70, 70, 1), _features(70, 70, 2)
-    assert len(distances.frechet(x, y, 60, 0).resampled) == 60
+    assert len(distances.frechet(x, y, Resampling(60, 0)).resampled) == 60
     monkeypatch.setattr(distances, "FRECHET_BUDGET", 45 * 70**3)
-    assert len(distances.frechet(x, y, 60, 0).resampled) == 45
+    assert len(distances.frechet(x, y, Resampling(60, 0)).resampled) == 45
     monkeypatch.setattr(distances, "FRECHET_BUDGET", 1)
-    assert len(distances.frechet(x, y, 60, 0).resampled) == distances.MIN_RESAMPLES
+    assert len(distances.frechet(x, y, Resampling(60, 0)).resampled) == distances.MIN_RESAMPLES
 
 
 class _Encoder(torch.nn.Module):
@@ -110,9 +112,9 @@ def test_distances_equal_those_of_torchmetrics_on_the_same_pictures(tiny_clip: P
     encoder = _Encoder(tiny_clip)
     x, y = (encoder.clip.images(pictures) for pictures in (dark, light))
     for ours, theirs in (
-        (distances.frechet(x, y, 2, 0).value, FrechetInceptionDistance(encoder)),
+        (distances.frechet(x, y, Resampling(2, 0)).value, FrechetInceptionDistance(encoder)),
         (
-            distances.kid(x, y, 2, 0).value,
+            distances.kid(x, y, Resampling(2, 0)).value,
             KernelInceptionDistance(encoder, subsets=1, subset_size=60),
         ),
     ):
@@ -143,8 +145,8 @@ def test_precision_and_recall_equal_the_paper_s_pseudocode() -> None:
 
     pictures = _features(50, 3, 1)
     reference = np.concatenate([_features(40, 3, 2), _features(25, 3, 3, shift=6.0)])
-    precision = distances.precision(pictures, reference, 20, 0)
-    recall = distances.recall(pictures, reference, 20, 0)
+    precision = distances.precision(pictures, reference, Resampling(20, 0))
+    recall = distances.recall(pictures, reference, Resampling(20, 0))
     assert precision.value == pytest.approx(manifold_share(reference, pictures))
     assert recall.value == pytest.approx(manifold_share(pictures, reference))
     assert precision.value > 0.8 and recall.value < 0.7  # a mode is missing
@@ -156,7 +158,7 @@ def test_precision_and_recall_equal_the_paper_s_pseudocode() -> None:
 @pytest.mark.parametrize("name", ["cmmd", *distances.DISTANCES, *distances.INCEPTION_DISTANCES])
 def test_a_stored_distance_has_the_range_of_its_metric(name: str) -> None:
     known = {"cmmd": distances.cmmd, **distances.DISTANCES, **distances.INCEPTION_DISTANCES}
-    found = known[name](_features(9, 4, 1), _features(9, 4, 2), 20, 0)
+    found = known[name](_features(9, 4, 1), _features(9, 4, 2), Resampling(20, 0))
     models, metrics = {"tuned": {name: found}}, {name: {"tuned": found.metric()}}
     read = with_ranges(from_npz(to_npz(models), metrics, "tuned"))[name]
     assert (read.low, read.high) == (found.low, found.high)
@@ -168,8 +170,10 @@ def test_perfect_precision_and_no_recall_have_an_interval_with_a_width(n: int) -
     """Within the range, whatever the resamples: no rule may pass by a lack of pictures."""
     references = _features(40, 4, 1)
     near = np.resize(references, (n, 4)) * 0.1
-    precise, other = (distances.precision(near * k, references, 100, 0) for k in (1.0, 1.1))
-    lost = distances.recall(near + 50, references, 100, 0)
+    precise, other = (
+        distances.precision(near * k, references, Resampling(100, 0)) for k in (1.0, 1.1)
+    )
+    lost = distances.recall(near + 50, references, Resampling(100, 0))
     assert (precise.value, other.value, lost.value) == (1.0, 1.0, 0.0)
     assert precise.interval() == pytest.approx((n / (n + 1.96**2), 1.0), abs=1e-4)  # Wilson's
     assert lost.interval() == pytest.approx((0.0, 1.96**2 / (40 + 1.96**2)), abs=1e-4)
@@ -181,7 +185,7 @@ def test_perfect_precision_and_no_recall_have_an_interval_with_a_width(n: int) -
 def test_the_interval_of_precision_holds_its_value_in_its_range(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pictures, references = rng.normal(size=(12, 4)) * 0.5, rng.normal(size=(40, 4))
-    found = distances.precision(pictures, references, 100, 0)
+    found = distances.precision(pictures, references, Resampling(100, 0))
     low, high = found.interval()
     assert 0.0 <= low <= found.value <= high <= 1.0 and low < high
 
@@ -191,18 +195,20 @@ def test_a_resample_has_all_pictures_of_a_prompt(name: str) -> None:
     """With equal pictures per prompt, those of one prompt each tell as much."""
     references, prompts = _features(40, 8, 2, 0.4), tuple(range(6)) * 3
     pictures = np.tile(_features(6, 8, 1), (3, 1))
-    found = NAMED[name](pictures, references, 60, 0, prompts)
+    found = NAMED[name](pictures, references, Resampling(60, 0, prompts))
     assert found.prompts == 6
     if name in ("cmmd", "precision"):  # they do not change with copies of all pictures
-        once = NAMED[name](pictures[:6], references, 60, 0)
+        once = NAMED[name](pictures[:6], references, Resampling(60, 0))
         np.testing.assert_allclose(found.resampled, once.resampled, atol=1e-9)
 
 
 def test_a_resample_of_one_picture_has_a_finite_kernel_distance() -> None:
-    assert np.isfinite(distances.kid(_features(2, 4, 1), _features(2, 4, 2), 50, 0).resampled).all()
+    assert np.isfinite(
+        distances.kid(_features(2, 4, 1), _features(2, 4, 2), Resampling(50, 0)).resampled
+    ).all()
 
 
 def test_too_few_pictures_are_an_error() -> None:
     for distance in (distances.frechet, distances.kid):
         with pytest.raises(ValueError, match="at least two"):
-            distance(np.zeros((1, 4)), np.zeros((5, 4)), 2, 0)
+            distance(np.zeros((1, 4)), np.zeros((5, 4)), Resampling(2, 0))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tasks.evaluate.bootstrap import Estimate, mean, share
+from tasks.evaluate.bootstrap import Estimate, Resampling, mean, share
 from tasks.publish.promotion_gate import (
     GateError,
     check_rules,
@@ -90,8 +90,8 @@ def test_with_a_level_the_whole_interval_of_the_paired_difference_complies() -> 
         prompt = rng.normal(size=n)
         champion, tuned = prompt, prompt + rng.normal(0.1, 0.5, n)
         models = {
-            "champion": {"clip_score": mean(champion, 200, 0)},
-            "tuned": {"clip_score": mean(tuned, 200, 0)},
+            "champion": {"clip_score": mean(champion, Resampling(200, 0))},
+            "tuned": {"clip_score": mean(tuned, Resampling(200, 0))},
         }
         plain, confident, worse = judge(
             [
@@ -112,15 +112,15 @@ def test_with_a_level_the_whole_interval_of_the_paired_difference_complies() -> 
 def test_with_a_level_a_share_is_judged_by_its_interval() -> None:
     """Nine of nine may be luck."""
     for n, passed in ((9, False), (200, True)):
-        models = {"tuned": {"digit/new": share(np.ones(n, bool), 100, 0)}}
+        models = {"tuned": {"digit/new": share(np.ones(n, bool), Resampling(100, 0))}}
         plain, confident = judge(["digit/new >= 0.9", "digit/new >= 0.9 at 95%"], models)
         assert plain.passed and confident.passed is passed
 
 
 def test_a_metric_of_one_sample_passes_no_rule_with_a_level() -> None:
     models = {
-        "base": {"holdout_loss": mean(np.array([0.3]), 20, 0)},
-        "tuned": {"holdout_loss": mean(np.array([0.2]), 20, 0)},
+        "base": {"holdout_loss": mean(np.array([0.3]), Resampling(20, 0))},
+        "tuned": {"holdout_loss": mean(np.array([0.2]), Resampling(20, 0))},
     }
     plain, confident, bound = judge(
         ["holdout_loss < base", "holdout_loss < base at 95%", "holdout_loss < 1 at 95%"], models
@@ -131,8 +131,8 @@ def test_a_metric_of_one_sample_passes_no_rule_with_a_level() -> None:
 
 def test_metrics_of_different_pictures_pass_no_rule_with_a_level() -> None:
     models = {
-        "base": {"fd": mean(np.arange(9.0), 20, 0)},
-        "tuned": {"fd": mean(np.arange(8.0), 20, 0)},
+        "base": {"fd": mean(np.arange(9.0), Resampling(20, 0))},
+        "tuned": {"fd": mean(np.arange(8.0), Resampling(20, 0))},
     }
     plain, confident = judge(["fd < base", "fd < base at 95%"], models)
     assert plain.passed and not confident.passed and confident.interval is None

@@ -18,6 +18,7 @@ from PIL import Image
 
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError
+from tasks.evaluate.bootstrap import Resampling
 from tasks.evaluate.distribution_distances import INCEPTION_DISTANCES
 from tasks.evaluate.inception import Inception, check_inception
 
@@ -77,7 +78,7 @@ def test_distances_equal_those_that_torch_fidelity_computes_from_folders(
     for name, distance in INCEPTION_DISTANCES.items():
         expected = theirs[NAMES[name]]
         assert abs(expected) > 1e-3, "a value that can differ"
-        assert distance(x, y, 2, 0).value == pytest.approx(expected, rel=1e-3), name
+        assert distance(x, y, Resampling(2, 0)).value == pytest.approx(expected, rel=1e-3), name
 
 
 def test_pictures_of_several_sizes_keep_their_order(network: Inception) -> None:

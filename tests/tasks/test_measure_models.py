@@ -20,6 +20,7 @@ from configs.settings.evaluate import Memorization
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout
 from tasks.evaluate import before_after_grid
+from tasks.evaluate.bootstrap import Resampling
 from tasks.evaluate.clip_score import clip_scores
 from tasks.evaluate.distribution_distances import cmmd, frechet, kid
 from tasks.evaluate.draw_pictures import _commit
@@ -86,8 +87,7 @@ def suite(tiny_clip: Path) -> MetricSuite:
         sets=SETS,
         compared=("new",),
         judges={},
-        resamples=20,
-        seed=0,
+        resampling=Resampling(20, 0),
         encoders=encoders,
         text_features=clip.images(noise(*range(80, 85))),
         held_out=references(noise(*range(90, 98))),
@@ -107,8 +107,12 @@ def test_the_metric_of_a_set_uses_its_pictures_and_encoder(
     assert found["clip_score/new"].value == pytest.approx(scores[:2].mean())
     assert found["clip_score/old"].value == pytest.approx(scores[2:].mean())
     held_out = {name: one.features for name, one in suite.held_out.items()}
-    assert found["cmmd"].value == pytest.approx(cmmd(by_clip[:2], held_out["clip"], 20, 0).value)
-    assert found["fd"].value == pytest.approx(frechet(by_image[:2], held_out["image"], 20, 0).value)
+    assert found["cmmd"].value == pytest.approx(
+        cmmd(by_clip[:2], held_out["clip"], Resampling(20, 0)).value
+    )
+    assert found["fd"].value == pytest.approx(
+        frechet(by_image[:2], held_out["image"], Resampling(20, 0)).value
+    )
 
 
 def test_every_metric_of_drawn_pictures_resamples_prompts_with_all_their_pictures(
@@ -143,8 +147,8 @@ def test_the_distances_of_inception_use_its_features(
     )
     found, by_corner = inception.measure(store, shard).metrics, Corner().images(pictures[:2])
     assert set(found) - set(without) == {"fd_inception", "kid_inception"}
-    assert found["fd_inception"].value == frechet(by_corner, held_out, 20, 0).value
-    assert found["kid_inception"].value == kid(by_corner, held_out, 20, 0).value
+    assert found["fd_inception"].value == frechet(by_corner, held_out, Resampling(20, 0)).value
+    assert found["kid_inception"].value == kid(by_corner, held_out, Resampling(20, 0)).value
     assert found["fd"].value == without["fd"].value != found["fd_inception"].value
 
 
