@@ -76,11 +76,9 @@ class Train(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
         "adamw",
         description="AdamW (arXiv 1711.05101), AdamW with 8-bit moments (arXiv 2110.02861), or "
-        "Adafactor (arXiv 1804.04235).",
+        "Adafactor (arXiv 1804.04235) at an absolute learning rate.",
     )
-    learning_rate: float = Field(
-        1e-5, gt=0, description="Peak learning rate; Adafactor's is relative to a weight's RMS."
-    )
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         Field(
             "constant",

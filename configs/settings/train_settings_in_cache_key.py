@@ -74,6 +74,8 @@ def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
     found = settings.model_dump(mode="json", exclude=excluded)
     if not settings.timesteps.resolution_shift:  # diffusion has none
         del found["timesteps"]["resolution_shift"]
+    if settings.optimizer == "adafactor":  # its rate was relative to a weight's size once
+        found["optimizer"] = "adafactor, absolute rate"
     if settings.divergence.factor is not None:
         # A finished run without it may have passed the threshold. `action` is no part, so that a
         # stopped run can continue with `skip`.

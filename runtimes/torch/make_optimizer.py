@@ -118,21 +118,24 @@ def _count_on_device(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _adafactor(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimizer:
-    """torch.optim.Adafactor (arXiv 1804.04235), without a first moment.
+    """Adafactor (arXiv 1804.04235) without a first moment, at the learning rate of the settings.
 
-    As in the paper, the step size is relative to the root mean square of the weight.
+    The paper's rate, and PyTorch's, is relative to a weight's size. A LoRA's `up` starts at 0.
     """
-    return torch.optim.Adafactor(groups, weight_decay=settings.weight_decay)
+    from transformers.optimization import Adafactor
+
+    absolute = {"scale_parameter": False, "relative_step": False}
+    return Adafactor(groups, weight_decay=settings.weight_decay, **absolute)
 
 
 def _start_adafactor(optimizer: Any, parameter: torch.nn.Parameter, at: int, index: int) -> None:
     """Second moments per row and per column of the last two dimensions; unfactored for vectors."""
     state, shape = optimizer.state[parameter], parameter.shape
     if len(shape) > 1:
-        state["row_var"] = parameter.new_zeros((*shape[:-1], 1)).detach()
-        state["col_var"] = parameter.new_zeros((*shape[:-2], 1, shape[-1])).detach()
+        state["exp_avg_sq_row"] = parameter.new_zeros(shape[:-1]).detach()
+        state["exp_avg_sq_col"] = parameter.new_zeros(shape[:-2] + shape[-1:]).detach()
     else:
-        state["variance"] = torch.zeros_like(parameter.detach())
+        state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
 
 
 def _count_on_host(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -169,7 +172,8 @@ def _count(step: int, parameter: torch.nn.Parameter) -> int:
 _KINDS = {
     "adamw": _Kind(_adamw, _start_adamw, _count_on_device, ("exp_avg", "exp_avg_sq")),
     "adafactor": _Kind(
-        _adafactor, _start_adafactor, _count_on_host, ("row_var", "col_var", "variance")
+        *(_adafactor, _start_adafactor, _count),
+        ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
     ),
     # 8-bit codes and the scale of each block (arXiv 2110.02861); small tensors stay float32.
     "adamw_8bit": _Kind(

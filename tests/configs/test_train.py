@@ -96,6 +96,11 @@ def test_resolved_settings_are_valid(settings: dict[str, Any]) -> None:
     assert Train(**resolved.model_dump(mode="json")) == resolved
 
 
+def test_key_of_adafactor_is_not_that_of_its_relative_rate() -> None:
+    """Weights of the rule that scaled each update by the weight's size are not reused."""
+    assert key_settings(Train(optimizer="adafactor"))["optimizer"] == "adafactor, absolute rate"
+
+
 #: Setting that affects the weights -> another value, and the settings that it requires.
 IN_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "method": ("lora", {}),

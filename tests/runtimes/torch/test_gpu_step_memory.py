@@ -191,6 +191,11 @@ def test_eight_bit_moments_need_a_quarter(tiny_sdxl: Path) -> None:
     assert 2 * found.parameters < found.optimizer_8bit < 4 * found.parameters
 
 
+def test_adafactor_has_a_plan_in_which_its_moments_are_small(tiny_sdxl: Path) -> None:
+    found = ask(tiny_sdxl, optimizer="adafactor")
+    assert 0 < found.optimizer < 2 * found.parameters  # 512 bytes at least
+
+
 def test_sampling_needs_all_weights_of_the_pipeline_and_no_gradients(tiny_sdxl: Path) -> None:
     train = Train().model_dump(mode="json")
     found = step_memory(GpuStepRequest(str(tiny_sdxl), train, 64, sampling_dtype="bfloat16"))

@@ -1,10 +1,12 @@
-"""Adafactor is PyTorch's and resumes to the bit; what cannot be had is refused in a line."""
+"""Updates are those of the libraries and resume to the bit; what cannot be had is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.optimization import Adafactor
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
@@ -33,11 +35,16 @@ def settings(optimizer: str, **more: object) -> Train:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_updates_are_pytorch_s(name: str) -> None:
+def test_updates_are_the_library_s(name: str) -> None:
+    """Adafactor's are those of kohya's documented arguments, which make its rate absolute."""
     ours, theirs = parameters(), parameters()
     update = Update(ours, settings(name, ema_decay=0.5))
-    kind = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[name]
-    plain = kind(theirs.values(), lr=1e-2, weight_decay=0.1)
+    given: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    if name == "adamw":
+        plain: Any = torch.optim.AdamW(theirs.values(), **given)
+    else:
+        given |= {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+        plain = Adafactor(theirs.values(), **given)
     for step in range(4):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -51,7 +58,7 @@ def test_updates_are_pytorch_s(name: str) -> None:
     ("name", "memory"),
     [
         ("adamw", {"exp_avg", "exp_avg_sq"}),
-        ("adafactor", {"row_var", "col_var", "variance"}),
+        ("adafactor", {"exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"}),
     ],
 )
 def test_state_goes_out_and_in_to_the_bit(name: str, memory: set[str]) -> None:
@@ -76,15 +83,26 @@ def test_state_goes_out_and_in_to_the_bit(name: str, memory: set[str]) -> None:
 
 def test_adafactor_remembers_rows_and_columns(make_job: MakeJob) -> None:
     state = Update(parameters(), settings("adafactor")).state()
-    shapes = {g: {n: a.shape for n, a in state[g].items()} for g in ("row_var", "col_var")}
-    assert shapes["row_var"] == {"unet.conv": (6, 4, 3, 1), "unet.linear": (5, 1)}
-    assert shapes["col_var"] == {"unet.conv": (6, 4, 1, 3), "unet.linear": (1, 7)}
-    assert state["variance"].keys() == {"text_encoder.bias"}
+    shapes = {group: {n: a.shape for n, a in arrays.items()} for group, arrays in state.items()}
+    assert shapes["exp_avg_sq_row"] == {"unet.conv": (6, 4, 3), "unet.linear": (5,)}
+    assert shapes["exp_avg_sq_col"] == {"unet.conv": (6, 4, 3), "unet.linear": (7,)}
+    assert shapes["exp_avg_sq"] == {"text_encoder.bias": (5,)}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_weights_of_zero_move_by_the_learning_rate(name: str) -> None:
+    """As `up` of an adapter, which starts at 0: a rate relative to its size would train nothing."""
+    up = torch.nn.Parameter(torch.zeros(64, 4))
+    optimizer = Optimizer({"unet.up": up}, settings(name))
+    for step in range(10):
+        up.grad = torch.randn(up.shape, generator=torch.Generator().manual_seed(step)) + 5
+        optimizer.step(1e-3)
+    assert up.detach().mean() == pytest.approx(-1e-2, rel=0.1)
 
 
 def test_state_of_another_optimizer_is_refused() -> None:
     state = Update(parameters(), settings("adamw")).state()
-    with pytest.raises(WrongInput, match="row_var"):
+    with pytest.raises(WrongInput, match="exp_avg_sq_row"):
         Update(parameters(), settings("adafactor")).restore(state, 1)
 
 
