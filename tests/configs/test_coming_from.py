@@ -36,6 +36,9 @@ def test_table_names_only_settings_of_a_recipe(foreign: coming_from.Foreign) -> 
         ("train.network_dim", "unknown setting (called train.lora.rank here)"),
         ("learning_rate", "unknown setting (called train.learning_rate here)"),
         ("retrain.lr", "unknown setting (did you mean retrain.learning_rate?)"),
+        ("train.network_alpha", "called train.lora.alpha here: null here is the rank; kohya's "),
+        ("train.timestep_sampling", "which also need `distribution: logit_normal`"),
+        ("train.optimizer_type", "with `scale_parameter=False relative_step=False`"),
         ("train.scale_lr", "no equivalent here: learning_rate is not scaled"),
     ],
 )
