@@ -67,7 +67,7 @@ class Collector:
     """
 
     def __init__(
-        self, store: Store, mark: Callable[[], Marks], *, days: float = 30, min_age: float = DAY
+        self, store: Store, mark: Callable[[], Marks], *, days: float, min_age: float
     ) -> None:
         self._store, self._mark = store, mark
         self._days, self._min_age = days, min_age

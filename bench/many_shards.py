@@ -127,7 +127,7 @@ def _mark(store: Store, _: int) -> None:
 
 def _collect(store: Store, _: int) -> None:
     """List the store and find its garbage; all shards are needed."""
-    assert not list(Collector(store, lambda: mark(store, [], 30), min_age=0).garbage())
+    assert not list(Collector(store, lambda: mark(store, [], 30), days=30, min_age=0).garbage())
 
 
 #: Step -> its function of (store, shards); a run calls them in this order.

@@ -13,7 +13,7 @@ import diffusers_script
 import numpy as np
 import pytest
 import torch
-from diffusers_script import read_pictures
+from diffusers_script import Script, assert_figures, read_pictures
 from jobs import HOLDOUT, MakeJob, predicted, trained
 from safetensors.torch import save_file
 from training import history, roll_back, train, weights
@@ -92,6 +92,13 @@ def tiered(cases: Collection[str], in_soak: Collection[str]) -> list[Any]:
         )
         for one in cases
     ]
+
+
+def assert_figures_of_case(job: TrainJob, script: Script, case: str, targets: list[str]) -> None:
+    """Twenty steps of a job of `cases` have the figures of diffusers' script."""
+    if case == "lora":
+        script.add_adapters(4, 8.0, targets)
+    assert_figures(job, script)
 
 
 def assert_latents_of_vae(encoder: Encoder, vae: Any, *, frames: bool = False) -> None:

@@ -9,7 +9,6 @@ import termios
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 
 class Terminal:
@@ -67,10 +66,5 @@ class Terminal:
             self._reading.join(60)
             os.close(self._ours)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from artifacts.clock import REAL, Clock
@@ -47,12 +46,7 @@ class Prefetch(Generic[Batch]):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(JOIN_SECONDS)  # a stalled read must not block the process's exit
 

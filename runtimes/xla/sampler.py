@@ -69,19 +69,7 @@ class Sampler:
     def draw(
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
-        """Sample one image per prompt, in batches of `batch_size`.
-
-        Args:
-            prompts: N prompts.
-            sampler: as GenerateJob.sampler.
-            first: number of the first image; it selects the noise stream.
-
-        Returns:
-            Images [N, H, W, 3] uint8.
-
-        Raises:
-            ImagesNotFinite: an image has pixels without a value.
-        """
+        """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
         return image_levels(self.pixels(prompts, sampler, first=first))
 
     @torch.no_grad()

@@ -259,7 +259,7 @@ def test_gc_waits_a_clock_tick_between_listing_and_reading_the_runs(
     listed = Collector._run_records
     monkeypatch.setattr(Collector, "_run_records", lambda c: acts.append("list") or listed(c))
     monkeypatch.setattr("artifacts.gc_delete_unneeded.time.sleep", acts.append)
-    Collector(local, lambda: acts.append("read") or mark(local, [], 30))
+    Collector(local, lambda: acts.append("read") or mark(local, [], 30), days=30, min_age=DAY)
     assert acts == ["list", TICK, "read"]
 
 

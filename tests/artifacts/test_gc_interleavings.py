@@ -213,7 +213,7 @@ def test_a_run_keeps_what_it_finds_during_a_collection(
     for number, order in enumerate(chosen()):
         store = Store(f"{url}/{number}")
         run = case(store, tmp_path)
-        collector = Collector(store, lambda store=store: mark(store, [], 30), min_age=0)  # type: ignore[misc]
+        collector = Collector(store, lambda store=store: mark(store, [], 30), days=30, min_age=0)  # type: ignore[misc]
         items = list(collector.garbage())
         assert {item.kind for item in items} >= {
             "shard" if case is built_from_a_shard else "artifact"

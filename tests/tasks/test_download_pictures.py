@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from download_stage import PICTURES, build, make_recipe, rows, rows_of, samples_of
+from encoder_inputs import SQUARE
 from picture_server import Web, picture, rotated_picture
 from PIL import Image
 
@@ -22,7 +24,7 @@ from tasks import download
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
 from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
 from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import TransformSettings, transform
+from tasks.encode.decode_and_crop import transform
 from tasks.panels import PicturePanel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -86,17 +88,7 @@ def test_a_picture_with_an_exif_orientation_is_stored_upright(tmp_path: Path, we
     (sample,) = samples_of(build(make_recipe(tmp_path, web, listed)))
     assert [sample.meta[name] for name in ("width", "height")] == [20, 16]
     assert [sample.meta[f"original_{name}"] for name in ("width", "height")] == [40, 32]
-    square = TransformSettings(
-        resolution=16,
-        aspect_buckets=False,
-        bucket_step=8,
-        max_aspect=2.0,
-        crop="center",
-        flip=False,
-        seed=0,
-        holdout=0.0,
-        max_pixels=10_000,
-    )
+    square = replace(SQUARE, resolution=16, bucket_step=8, holdout=0.0, max_pixels=10_000)
     sha256 = hashlib.sha256(sample.image).digest()
     (seen,) = transform(sample.image, sha256, sample.meta, square, bucket_sizes(square, 4))
     assert seen.original_size == (32, 40)

@@ -43,15 +43,21 @@ def test_moments_are_the_vaes_own(tiny_sdxl: Path, pixels: np.ndarray) -> None:
     assert mean.shape == (3, 4, 8, 10)
 
 
-def test_sdxl_texts_equal_encode_prompt(tiny_sdxl: Path) -> None:
-    embeds, pooled = Encoder(tiny_sdxl, device="cpu").texts(CAPTIONS)
-    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
+def texts_as_encode_prompt(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings and pooled ones of the captions, equal to those of SDXL's pipeline."""
+    embeds, pooled = Encoder(folder, device="cpu").texts(CAPTIONS)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
     with torch.no_grad():
         theirs, _, their_pooled, _ = pipeline.encode_prompt(
             CAPTIONS, do_classifier_free_guidance=False
         )
     np.testing.assert_allclose(embeds, theirs.numpy(), atol=1e-6)
     np.testing.assert_allclose(pooled, their_pooled.numpy(), atol=1e-6)
+    return embeds, pooled
+
+
+def test_sdxl_texts_equal_encode_prompt(tiny_sdxl: Path) -> None:
+    embeds, pooled = texts_as_encode_prompt(tiny_sdxl)
     assert embeds.shape == (4, 77, 64) and pooled.shape == (4, 24)
     assert np.abs(embeds[0] - embeds[2]).max() > 0.1
 
@@ -63,14 +69,7 @@ def test_sdxl_texts_equal_encode_prompt_where_the_first_encoder_projects(
     folder = Path(shutil.copytree(sdxl_projecting, tmp_path / "model"))
     config = CLIPTextConfig.from_pretrained(folder / "text_encoder", projection_dim=16)
     CLIPTextModelWithProjection(config).save_pretrained(folder / "text_encoder")
-    embeds, pooled = Encoder(folder, device="cpu").texts(CAPTIONS)
-    pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
-    with torch.no_grad():
-        theirs, _, their_pooled, _ = pipeline.encode_prompt(
-            CAPTIONS, do_classifier_free_guidance=False
-        )
-    np.testing.assert_allclose(embeds, theirs.numpy(), atol=1e-6)
-    np.testing.assert_allclose(pooled, their_pooled.numpy(), atol=1e-6)
+    _, pooled = texts_as_encode_prompt(folder)
     assert pooled.shape == (4, 16) and describe_encoders(folder)["pooled_dim"] == 16
 
 

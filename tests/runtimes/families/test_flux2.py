@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-from diffusers_script import Script, assert_figures, levels, start_noise
+from diffusers_script import Script, levels, start_noise
 from flow_families import (
     GUIDANCE,
     SIZE,
@@ -22,6 +22,7 @@ from flow_families import (
     assert_a_run_moves_to_jax_and_back,
     assert_adapters_load,
     assert_drawn_measured_and_published,
+    assert_figures_of_case,
     assert_latents_of_vae,
     assert_pictures,
     assert_pictures_with_and_without_negative_prompt,
@@ -89,10 +90,7 @@ def test_twenty_steps_have_the_figures_of_diffusers_script(
     flux2_job: MakeJob, tiny_flux2: Path, case: str
 ) -> None:
     job = flux2_job(tiny_flux2, **CASES[case])
-    script = script_of(job)
-    if case == "lora":
-        script.add_adapters(4, 8.0, TARGETS)
-    assert_figures(job, script)
+    assert_figures_of_case(job, script_of(job), case, TARGETS)
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(tiny_flux2: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers_script import Script, assert_figures, levels, start_noise
+from diffusers_script import Script, levels, start_noise
 from flow_families import (
     GUIDANCE,
     SIZE,
@@ -22,6 +22,7 @@ from flow_families import (
     assert_a_run_moves_to_jax_and_back,
     assert_adapters_load,
     assert_drawn_measured_and_published,
+    assert_figures_of_case,
     assert_jax_encodes_as_torch,
     assert_latents_of_vae,
     assert_pictures_with_and_without_negative_prompt,
@@ -87,10 +88,7 @@ def test_twenty_steps_have_the_figures_of_diffusers_script(
     qwen_image_job: MakeJob, tiny_qwen_image: Path, case: str
 ) -> None:
     job = qwen_image_job(tiny_qwen_image, **CASES[case])
-    script = script_of(job)
-    if case == "lora":
-        script.add_adapters(4, 8.0, TARGETS)
-    assert_figures(job, script)
+    assert_figures_of_case(job, script_of(job), case, TARGETS)
 
 
 def test_the_plain_call_cuts_captions_that_the_training_reads(

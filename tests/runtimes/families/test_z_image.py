@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
-from diffusers_script import Script, assert_figures, levels, start_noise
+from diffusers_script import Script, levels, start_noise
 from flow_families import (
     GUIDANCE,
     SIZE,
@@ -21,6 +21,7 @@ from flow_families import (
     assert_a_run_moves_to_jax_and_back,
     assert_adapters_load,
     assert_drawn_measured_and_published,
+    assert_figures_of_case,
     assert_jax_encodes_as_torch,
     assert_latents_of_vae,
     assert_pictures,
@@ -78,10 +79,7 @@ def test_twenty_steps_have_the_figures_of_diffusers_script(
     z_image_job: MakeJob, tiny_z_image: Path, case: str
 ) -> None:
     job = z_image_job(tiny_z_image, **CASES[case])
-    script = script_of(job)
-    if case == "lora":
-        script.add_adapters(4, 8.0, TARGETS)
-    assert_figures(job, script)
+    assert_figures_of_case(job, script_of(job), case, TARGETS)
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
