@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from configs import coming_from
 from configs.nearest_name import did_you_mean, hint_of, longer_names
@@ -42,14 +43,14 @@ def explain(
     return without_secrets("\n".join(dict.fromkeys(lines)))
 
 
-def _path(item: Any) -> list[str]:
+def _path(item: ErrorDetails) -> list[str]:
     where = [str(part) for part in item["loc"]]
     if len(where) > 1 and where[0] == "source" and _source_model(where[1]) is not None:
         where.pop(1)  # pydantic adds the union's tag, which the file does not contain
     return where
 
 
-def _origin(item: Any, where: str, overridden: Collection[str]) -> str:
+def _origin(item: ErrorDetails, where: str, overridden: Collection[str]) -> str:
     """The start of a line: a value comes from the file, an override, or a section from both."""
     path = ".".join(_path(item))
     if any(f"{path}.".startswith(f"{name}.") for name in overridden):
@@ -59,7 +60,7 @@ def _origin(item: Any, where: str, overridden: Collection[str]) -> str:
     return "override " if item["type"] == "extra_forbidden" else f"{where} with overrides: "
 
 
-def _explain_one(item: Any, settings: dict[str, Any], model: type[BaseModel]) -> str:
+def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseModel]) -> str:
     where = _path(item)
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from configs.load_and_extend_recipe import RecipeError
 from configs.redact_urls import without_secrets
@@ -152,7 +152,7 @@ def is_hub_id(path: str) -> bool:
     return named and not Path(path).exists()
 
 
-def _is_loopback(address: Any) -> bool:
+def _is_loopback(address: object) -> bool:
     host = _split(str(address)).hostname or ""
     if host == "localhost":
         return True
@@ -162,5 +162,5 @@ def _is_loopback(address: Any) -> bool:
         return False
 
 
-def _split(address: str) -> Any:
+def _split(address: str) -> SplitResult:
     return urlsplit(address if "://" in address else f"tcp://{address}")

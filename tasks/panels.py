@@ -159,7 +159,7 @@ def render_html(template: str, **values: Any) -> str:
     return templates.get_template(template).render(values)
 
 
-def escape_markdown(text: Any) -> str:
+def escape_markdown(text: object) -> str:
     """The text without HTML, links, pictures, tables and emphasis in markdown."""
     line = html.escape(" ".join(str(text).split()), quote=False)
     line = re.sub(r"([\\`*_{}\[\]()#|!~])", r"\\\1", line)
@@ -167,7 +167,7 @@ def escape_markdown(text: Any) -> str:
     return line.replace("://", ":&#47;&#47;").replace("www.", "www&#46;")
 
 
-def human(value: Any) -> str:
+def human(value: object) -> str:
     """A value for people: four significant digits, whole above 9,999, thousands separated."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:,.4g}"
@@ -185,7 +185,7 @@ def aligned(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
 
 
-def markdown_fact(name: str, value: Any) -> str:
+def markdown_fact(name: str, value: object) -> str:
     """An item of a list in markdown, with all external text escaped."""
     return f"* **{escape_markdown(name)}**: {escape_markdown(human(value))}"
 
