@@ -206,7 +206,7 @@ def test_the_time_of_training_is_told_for_a_known_gpu(monkeypatch: pytest.Monkey
     gpus = [NvidiaGpu("NVIDIA H100 80GB HBM3", 80 * GIB)]
     monkeypatch.setattr(module, "find_gpus", lambda: gpus)
     recipe = load_recipe("sd2")
-    assert module.training_time(recipe) == "training about 4.1 h on H100 (at 20% of its peak)"
+    assert module.training_time(recipe) == "training about 0.3 h on H100 (at 20% of its peak)"
     changed = load_recipe("sd2", {"train.micro_batch_size": 3})
     assert module.training_time(changed) is None
     gpus[0] = NvidiaGpu("NVIDIA Unheard-of", 80 * GIB)
