@@ -6,7 +6,9 @@ import atexit
 import json
 import logging
 import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +40,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 DEFAULT_STORE = "store"
+RESUME = "interrupted; run the same command to resume"
 
 
 def _existing(store: str) -> str:
@@ -537,6 +540,8 @@ def main() -> None:
     atexit.register(_close_stderr)
     collect_garbage_rarely()
     redact_logs()
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, _say_and_end)
     try:
         with redacted_errors():
             if (code := app(standalone_mode=False)) == INTERRUPTED:  # Typer has caught it
@@ -546,7 +551,7 @@ def main() -> None:
         error.show()  # type: ignore[attr-defined]
         sys.exit(WRONG_INPUT)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; run the same command to resume", INTERRUPTED)
+        _fail(RESUME, INTERRUPTED)
     except Exception as error:
         from flows.prefect_settings import wrong_prefect_setting
         from tasks.build_or_reuse import is_ours, storage_error
@@ -560,6 +565,13 @@ def main() -> None:
         if not is_ours(found):
             raise
         _fail(str(found), WRONG_INPUT if isinstance(found, ValueError) else FAILED)
+
+
+def _say_and_end(number: int, _: object) -> None:
+    """Say how to resume, then end as by default; Prefect sends the signal again after the run."""
+    print(f"kiln: {RESUME}", file=sys.stderr, flush=True)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _fail(message: Any, code: int) -> None:

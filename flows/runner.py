@@ -50,7 +50,7 @@ def run(
         if not has_server:
             for recipe in recipes:
                 _check_before_server(recipe, arguments.get("until", STAGES[-1]))
-            if flow == "sweep":
+            if len(recipes) > 1:
                 _check_metric(recipes[0])
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     for line in closing_lines(report):

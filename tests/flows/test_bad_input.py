@@ -4,7 +4,10 @@ import errno
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,3 +360,19 @@ def test_the_error_of_the_command_is_one_line(
     assert "no such folder" in only_line(said)
     said = kiln(tmp_path, "generate", "nosuch", "a cat", code=2, api=api)
     assert "model nosuch: it is neither a folder nor a champion in" in only_line(said)
+
+
+def test_a_terminated_command_says_how_to_resume(tmp_path: Path) -> None:
+    """As Ctrl-C does; the process ends by the signal."""
+    code = (
+        "import os, signal; from flows import cli; cli.app = lambda **_: os.kill(os.getpid(), 15)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; cli.main()"],
+        env=kiln_command.environment(tmp_path),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert only_line(done.stderr) == "kiln: interrupted; run the same command to resume"
