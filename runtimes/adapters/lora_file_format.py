@@ -69,6 +69,24 @@ def metadata(arrays: Mapping[str, Any], lora: Lora) -> dict[str, str]:
     return {METADATA: json.dumps(described, sort_keys=True)}
 
 
+def with_alpha_in_weights(
+    arrays: Mapping[str, Any], header: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Arrays and header of equal adapters, with `up` multiplied by alpha / r and alpha = r.
+
+    Programs that do not read the header, such as ComfyUI, load this layout with a scale of 1.
+    """
+    settings = parse_json(header[METADATA])
+    scaled = dict(arrays)
+    for name, array in arrays.items():
+        if name.endswith(UP):
+            part, _, _ = name.partition(".")
+            scaled[name] = array * (settings[f"{part}.lora_alpha"] / settings[f"{part}.r"])
+    ranks = {name: rank for name, rank in settings.items() if name.endswith(".r")}
+    settings |= {f"{n.removesuffix('r')}lora_alpha": float(rank) for n, rank in ranks.items()}
+    return scaled, {**header, METADATA: json.dumps(settings, sort_keys=True)}
+
+
 def read_adapters(path: Path) -> Adapters:
     """Read an adapter file of this project, in any floating-point precision, as float32.
 

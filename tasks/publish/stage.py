@@ -17,6 +17,7 @@ from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft
 from configs.load_and_extend_recipe import dump
 from configs.settings.recipe import Recipe
+from runtimes.adapters.initialise_lora import alpha
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import unusual_text_length
@@ -75,8 +76,11 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
     Adapters alone need their base: their recipe.yaml says where it is.
     """
     settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
-    if recipe.train.method == "lora" and not recipe.publish.merge:
+    has_lora, lora = recipe.train.method == "lora", recipe.train.lora
+    if has_lora and not recipe.publish.merge:
         settings["base"] = recipe.model.model_dump(mode="json")
+    if has_lora and alpha(lora) != lora.rank:
+        settings["alpha"] = "in the weights"  # earlier files have it in their header alone
     return settings | ({} if force is None else {"force": force})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from artifacts.safetensors import Arrays
 from runtimes.adapters import kohya_format as kohya
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters, with_alpha_in_weights
 from runtimes.families import detect_family
 from tasks.publish.assemble_pipeline import cast
 
@@ -40,7 +40,8 @@ def write_adapters(
     out.mkdir(parents=True, exist_ok=True)
     with safe_open(lora, framework="pt") as stream:
         tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-        _save(tensors, out / LORA_WEIGHTS, dtype, stream.metadata())
+        tensors, header = with_alpha_in_weights(tensors, stream.metadata())
+    _save(tensors, out / LORA_WEIGHTS, dtype, header)
     if scheduler is not None:
         shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
     if arrays := _as_kohya(lora, base):

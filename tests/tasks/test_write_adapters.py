@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_adapters import RANK, make_lora
 
@@ -27,7 +26,7 @@ from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble
-from tasks.publish.stage import build, registry_of, show
+from tasks.publish.stage import build, registry_of, settings_for_key, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
@@ -105,7 +104,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipe.load_lora_weights(version.uri)
     layer = pipe.unet.conv_in
-    assert layer.scaling["default_0"] == 2.5
+    assert layer.scaling["default_0"] == 1.0
     stored = load_file(Path(version.uri) / LORA_WEIGHTS)["unet.conv_in.lora_A.weight"]
     assert stored.dtype == torch.float16
     assert torch.equal(layer.lora_A["default_0"].weight, stored.float())
@@ -151,7 +150,7 @@ def test_merged_adapters_make_a_whole_pipeline(tmp_path: Path, tiny_sdxl: Path) 
             torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_alpha_is_exact_in_half_precision(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_alpha_of_a_kohya_file_is_exact_in_half_precision(tmp_path: Path, tiny_sdxl: Path) -> None:
     artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl))
     kohya = load_file(Path(artifact.path) / "digits_kohya.safetensors")
     alphas = {
@@ -159,8 +158,51 @@ def test_alpha_is_exact_in_half_precision(tmp_path: Path, tiny_sdxl: Path) -> No
     }
     kinds = {tensor.dtype for name, tensor in kohya.items() if not name.endswith(".alpha")}
     assert alphas == {(5.0, torch.float32)} and kinds == {torch.float16}
-    with safe_open(Path(artifact.path) / LORA_WEIGHTS, "pt") as stream:
-        assert json.loads(stream.metadata()["lora_adapter_metadata"])["unet.lora_alpha"] == 5.0
+
+
+def test_both_files_have_the_trained_strength_without_the_header(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    """ComfyUI reads the keys `.alpha` and no header; without such keys, its scale is 1."""
+    artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl, **{"publish.dtype": "float32"}))
+    file, kohya_file = (Path(artifact.path) / n for n in (LORA_WEIGHTS, "digits_kohya.safetensors"))
+    weights, kohya = load_file(file), load_file(kohya_file)
+    expected = read_adapters(tmp_path / "lora.safetensors")["unet"]["conv_in"]
+    assert expected.scale == 2.5
+    down, up = (weights[f"unet.conv_in.lora_{side}.weight"].numpy() for side in "AB")
+    np.testing.assert_array_equal(down, expected.down)
+    np.testing.assert_array_equal(up, np.float32(2.5) * expected.up)
+    assert not any(name.endswith("alpha") for name in weights)
+    layer = "lora_unet_input_blocks_0_0"
+    np.testing.assert_array_equal(kohya[f"{layer}.lora_up.weight"].numpy(), expected.up)
+    assert kohya[f"{layer}.alpha"] == 2.5 * RANK
+
+
+def test_adapters_with_another_alpha_are_not_those_of_an_earlier_layout(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    given = {None: False, RANK: False, 5.0: True}
+    for alpha, differs in given.items():
+        recipe = digits(tmp_path, tiny_sdxl, **{"train.lora.alpha": alpha})
+        assert ("alpha" in settings_for_key(recipe)) == differs
+
+
+def test_published_adapters_are_read_with_the_trained_strength(
+    tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    artifact = publish(tmp_path, digits(tmp_path, tiny_sdxl, **{"publish.dtype": "float32"}))
+    trained, read = (
+        read_adapters(path)
+        for path in (tmp_path / "lora.safetensors", Path(artifact.path) / LORA_WEIGHTS)
+    )
+    assert trained.keys() == read.keys() == {"unet", "text_encoder", "text_encoder_2"}
+    for part, layers in trained.items():
+        for name, adapter in layers.items():
+            base = np.ones((len(adapter.up), *adapter.down.shape[1:]), np.float32)
+            np.testing.assert_allclose(
+                read[part][name].merged(base), adapter.merged(base), rtol=1e-5, atol=1e-6
+            )
+            assert read[part][name].scale == 1.0
 
 
 def test_adapters_of_another_base_are_not_merged(
