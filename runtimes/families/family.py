@@ -70,11 +70,14 @@ class KohyaLayer:
 
 @dataclass(frozen=True)
 class KohyaNames:
-    """The names of a family's adapters in kohya's sd-scripts."""
+    """The names of a family's adapters in kohya's layout, and what reads them."""
 
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
     #: (layer name in diffusers, denoiser's config) -> the layer's place in sd-scripts.
     place: Callable[[str, Mapping[str, Any]], KohyaLayer]
+    trainer: str = "kohya's sd-scripts"
+    network_module: str = "networks.lora"  # of the trainer
+    in_comfyui: bool = True  # whether ComfyUI maps these names; else it reads diffusers' layout
 
 
 class Family:

@@ -111,7 +111,9 @@ class Flux(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({"text_encoder": "lora_te1"}, original_layer)
+    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+        {"text_encoder": "lora_te1"}, original_layer, network_module="networks.lora_flux"
+    )
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         return bool(config.get("guidance_embeds", False))

@@ -89,7 +89,9 @@ class Flux2(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, original_layer)
+    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+        *({}, original_layer, "musubi-tuner", "networks.lora_flux_2")
+    )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         messages = [{"role": "user", "content": caption}]

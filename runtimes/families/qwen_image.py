@@ -42,7 +42,10 @@ class QwenImage(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: KohyaLayer(layer))
+    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+        *({}, lambda layer, config: KohyaLayer(layer)),
+        *("musubi-tuner", "networks.lora_qwen_image"),
+    )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         return template().format(caption)

@@ -43,7 +43,11 @@ class ZImage(Family):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames({}, lambda layer, config: KohyaLayer(layer))
+    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+        *({}, lambda layer, config: KohyaLayer(layer)),
+        *("musubi-tuner", "networks.lora_zimage"),
+        in_comfyui=False,
+    )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
         messages = [{"role": "user", "content": caption}]

@@ -17,6 +17,7 @@ from configs.redact_urls import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.strict_yaml import dump_yaml, parse_yaml
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families.family import Family
 from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import absent_text_parts
@@ -24,6 +25,7 @@ from runtimes.pipeline_folder.weight_files import pipeline_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.promotion_gate import Verdict, as_rows
+from tasks.publish.write_adapters import KOHYA_SUFFIX
 from tasks.result_files import GRID
 from tasks.trained_weights import TrainedWeights
 
@@ -41,13 +43,16 @@ class Weights:
     scheduler: str | None = None  # class of a scheduler that differs from the base's
     variant: str | None = None  # of the base's weight files, such as fp16
     absent: tuple[str, ...] = ()  # text encoders and tokenizers that the pipeline goes without
+    kohya: bool = False  # whether the adapters are there in kohya's layout, too
 
     @classmethod
-    def of(cls, tuned: TrainedWeights, base: Path, *, merged: bool) -> Weights:
+    def of(cls, tuned: TrainedWeights, base: Path, out: Path, *, merged: bool) -> Weights:
+        """Of the folder `out`, in which the weights are."""
         has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
         absent = absent_text_parts(base)
-        return cls(merged or not has_lora, has_lora, scheduler, pipeline_variant(base), absent)
+        variant, kohya = pipeline_variant(base), any(out.rglob(f"*{KOHYA_SUFFIX}"))
+        return cls(merged or not has_lora, has_lora, scheduler, variant, absent, kohya)
 
 
 def base_card(base: Path) -> dict[str, str]:
@@ -136,6 +141,7 @@ def write_card(
         base_path=f"path/to/{named}" if _is_local(recipe.model.path) else named,
         vae=None if recipe.model.vae is None else base_name(recipe.model.vae),
         weights=weights,
+        adapter_rows=_adapter_rows(recipe, weights, family),
         prompt=next(iter(_first_prompts(recipe)), "a prompt"),
         training=training,
         guidance=_guidance(given, family),
@@ -201,6 +207,28 @@ def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
         found |= {"true_cfg_scale": given.true_cfg_scale, "negative_prompt": ""}
     first = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
     return {name: value for name, value in first.items() if value is not None}
+
+
+def _adapter_rows(
+    recipe: Recipe, weights: Weights, family: Family | None
+) -> list[tuple[str, str, str]]:
+    """(tool, file, use) of the tools, other than diffusers, that read the adapters."""
+    lora, folder = recipe.train.lora, "lora/" if weights.pipeline else ""
+    kohya_file = f"{folder}{recipe.publish.name}{KOHYA_SUFFIX}"
+    names = family.kohya if family is not None and weights.kohya else None
+    load = "copy it to `models/loras`, and add the node *Load LoRA*"
+    if names is None or not names.in_comfyui:
+        no_dora = "not with DoRA, whose magnitudes ComfyUI does not read in this layout"
+        rows = [("ComfyUI", f"{folder}{LORA_WEIGHTS}", no_dora if lora.dora else load)]
+    else:
+        rows = [("ComfyUI", kohya_file, load)]
+    if names is not None:
+        load = f"`--network_module {names.network_module} --network_weights FILE`"
+        if lora.target_modules in ("linear", "all"):
+            load += "; it ignores layers outside of blocks"
+        no_dora = "not with DoRA, whose magnitudes it ignores"
+        rows.append((names.trainer, kohya_file, no_dora if lora.dora else load))
+    return rows
 
 
 def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def build(
     ):
         out = Path(scratch) / "model"
         _write_weights(recipe, tuned, base, vae, out)
-        facts = model_card.Weights.of(tuned, base, merged=recipe.publish.merge)
+        facts = model_card.Weights.of(tuned, base, out, merged=recipe.publish.merge)
         training = model_card.training_facts(trained.manifest["run"], trained.summary)
         card = model_card.write_card(
             *(recipe, base, measured, verdicts, lineage, facts, training),

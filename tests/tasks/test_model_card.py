@@ -9,6 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from configs.load_and_extend_recipe import load_recipe
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families import family_named
 from tasks.evaluate.metric_table import metric_rows
 from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
@@ -76,7 +77,45 @@ def test_the_code_of_every_kind_of_card_is_python(
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
     folder = "lora/" if weights.pipeline else ""
-    assert (f"| ComfyUI | `{folder}digits_kohya.safetensors`" in card) == weights.adapters
+    assert (f"| ComfyUI | `{folder}{LORA_WEIGHTS}` |" in card) == weights.adapters
+
+
+USE = "copy it to `models/loras`, and add the node *Load LoRA*"
+KOHYA = "`digits_kohya.safetensors`"
+
+
+@pytest.mark.parametrize(
+    ("family", "comfyui", "trainer"),
+    [
+        ("sd", KOHYA, "kohya's sd-scripts | {} | `--network_module networks.lora "),
+        ("sdxl", KOHYA, "kohya's sd-scripts | {} | `--network_module networks.lora "),
+        ("flux", KOHYA, "kohya's sd-scripts | {} | `--network_module networks.lora_flux "),
+        ("flux2", KOHYA, "musubi-tuner | {} | `--network_module networks.lora_flux_2 "),
+        (
+            "z_image",
+            f"`{LORA_WEIGHTS}`",
+            "musubi-tuner | {} | `--network_module networks.lora_zimage ",
+        ),
+        ("qwen_image", KOHYA, "musubi-tuner | {} | `--network_module networks.lora_qwen_image "),
+    ],
+)
+def test_the_card_has_each_family_s_files_and_trainers(
+    family: str, comfyui: str, trainer: str, tmp_path: Path
+) -> None:
+    def table(**lora: object) -> list[str]:
+        changes = {"train.method": "lora", **{f"train.lora.{n}": v for n, v in lora.items()}}
+        given = (load_recipe("digits", changes), tmp_path, {"metrics": {}, "differences": {}}, [])
+        weights = Weights(False, True, kohya=True)
+        card = write_card(*given, {}, weights, family=family_named(family))
+        rows = card.partition("| tool | file | use |\n|---|---|---|\n")[2].partition("\n\n")[0]
+        return rows.splitlines()
+
+    plain, linear, dora = table(), table(target_modules="linear"), table(dora=True)
+    row = f"| {trainer.format(KOHYA)}--network_weights FILE`"
+    assert plain == [f"| ComfyUI | {comfyui} | {USE} |", f"{row} |"]
+    assert linear == [plain[0], f"{row}; it ignores layers outside of blocks |"]
+    assert ("not with DoRA" in dora[0]) == (comfyui != KOHYA)
+    assert "not with DoRA" in dora[1]
 
 
 @pytest.mark.parametrize("weights", [Weights(True), Weights(False, True, "DDIMScheduler")])

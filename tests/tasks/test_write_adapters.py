@@ -109,6 +109,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     assert stored.dtype == torch.float16
     assert torch.equal(layer.lora_A["default_0"].weight, stored.float())
     assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+    assert "| ComfyUI | `digits_kohya.safetensors` |" in artifact.read("README.md").decode()
 
 
 def here(code: str, published: Artifact, base: Path) -> str:
