@@ -53,9 +53,6 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
             (one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts), "a prompt"
         )
     ]
-    scale = recipe.evaluate.guidance_scale
-    if scale != Generate.model_fields["guidance_scale"].default:
-        words += ["-o", f"guidance_scale={scale:g}"]
     yield f"next:      {shlex.join(words)}"
     if _other_champion(report):
         version = report["model"].rpartition("/")[2]

@@ -31,6 +31,7 @@ log = logging.getLogger("kiln")
 def draw(settings: Generate, run_id: str) -> StageResult:
     """Sample the pictures of all prompts."""
     found = stage.find_model(settings)
+    settings = stage.with_sampler(settings, found)
     stage.check(settings, found)
     store, parts = Store(settings.store), stage.key_parts(settings, found)
     progress = begin(store, run_id, parts, settings.model, {"settings": parts.settings})

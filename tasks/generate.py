@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from pydantic import ValidationError
 
 from artifacts.artifact_key import KeyParts
 from artifacts.check_model_available import check_on_hub
 from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_model
 from artifacts.store import Artifact, Draft
+from configs.explain_recipe_errors import explain
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
+from configs.settings.sampling import Sampling
 from runtimes import check_support, registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
@@ -25,7 +28,7 @@ from runtimes.process.job import GenerateJob
 from runtimes.sample.guidance import is_guided
 from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
-from tasks.check_guidance import check_guidance
+from tasks.check_guidance import check_guidance, ignores_guidance
 from tasks.child_process import run_job
 from tasks.evaluate.draw_pictures import (
     EvalModel,
@@ -44,6 +47,7 @@ from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.picture_grid import picture_grid, to_png
 from tasks.progress import Progress
 from tasks.publish.model_registry import Registry, registry_url
+from tasks.result_files import RECIPE
 
 STAGE = "generate"
 VERSION = 1
@@ -92,17 +96,44 @@ def check_before_server(settings: Generate) -> None:
         if "://" not in place:
             check_on_hub(place, revision=None)
     elif is_complete_here(folder):
-        check(settings, find_parts(folder))
+        model = find_parts(folder)
+        check(with_sampler(settings, model), model)
+
+
+def with_sampler(settings: Generate, model: EvalModel) -> Generate:
+    """The settings with a complete sampler: given, else of the model's recipe, else of its family.
+
+    Raises WrongInput for a recipe.yaml with values that no evaluation has.
+    """
+    family = detect_family(model.folder)
+    found = {
+        "num_inference_steps": family.num_inference_steps,
+        "guidance_scale": 1 if ignores_guidance(family, model.folder) else family.guidance_scale,
+    }
+    given = settings.model_dump(exclude_unset=True)
+    given = {name: value for name, value in given.items() if name not in found or value is not None}
+    names = (found.keys() | Sampling.model_fields) & model.evaluated.keys()
+    found |= {name: model.evaluated[name] for name in names} | given
+    try:
+        return Generate.model_validate(found)
+    except ValidationError as error:
+        told = explain(f"{RECIPE} of {settings.model}: evaluate", error, found, Generate)
+        raise WrongInput(f"{told}: give it with -o") from None
 
 
 def check(settings: Generate, model: EvalModel) -> None:
-    """Raise WrongInput for settings that the model or the runtime does not support."""
+    """Raise WrongInput for settings that the model or the runtime does not support.
+
+    Args:
+        settings: of `with_sampler`.
+    """
     check_support.check_installed(settings.runtime)
     if settings.device not in ("auto", "cpu"):
         check_support.check_devices(settings.runtime, {"device": settings.device})
     check_support.check_family(settings.runtime, detect_family(model.folder).name, settings.device)
     own = read_scheduler_config(model.part("scheduler"))
     chosen, steps = settings.scheduler, settings.num_inference_steps
+    assert steps is not None  # with_sampler
     check_support.check_scheduler(settings.runtime, own, chosen, steps, section="")
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
@@ -155,7 +186,11 @@ def build(
     *,
     run: RunJob = run_job,
 ) -> dict[str, Any]:
-    """Write `samples/00000.png`, ... and their index `pictures.json` into the draft."""
+    """Write `samples/00000.png`, ... and their index `pictures.json` into the draft.
+
+    Args:
+        settings: of `with_sampler`.
+    """
     prompts = ordered(settings)
     with scratch(draft) as folder:
         job = _job(settings, model, prompts, folder, draft)

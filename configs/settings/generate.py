@@ -15,7 +15,11 @@ from configs.settings.sampling import Prompts, Sampling
 
 
 class Generate(Prompts, Sampling):
-    """Settings of a `generate` run."""
+    """Settings of a `generate` run.
+
+    Of a model with a recipe, settings of `Sampling` that are not given are those of the recipe's
+    `evaluate`.
+    """
 
     model: StoredUrl = Field(
         description="Model: registry name (`digits` for its champion, `digits@v2`, "
@@ -31,15 +35,18 @@ class Generate(Prompts, Sampling):
     grid_columns: PositiveInt | None = Field(
         None, description="Pictures per row of the grid; null: num_images_per_prompt."
     )
-    num_inference_steps: PositiveInt = Field(50, description="Denoising steps.")
+    num_inference_steps: PositiveInt | None = Field(
+        None, description="Denoising steps; null: as guidance_scale."
+    )
     ddim_eta: float = Field(
         0.0, ge=0, le=1, description="DDIM's eta (arXiv 2010.02502); 0 is deterministic."
     )
-    guidance_scale: float = Field(
-        7.5,
+    guidance_scale: float | None = Field(
+        None,
         ge=0,
         description="Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). "
-        "For FLUX.1 dev it is an input of the denoiser.",
+        "For FLUX.1 dev it is an input of the denoiser. Null: as the model's recipe evaluated it; "
+        "without a recipe, the default of the family's pipeline in diffusers.",
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of the noise, which the host draws.")
     fixed_noise: bool = Field(

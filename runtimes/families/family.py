@@ -111,6 +111,9 @@ class Family:
     #: Whether the guidance scale is a denoiser input, `guidance` [B], which replaces the
     #: unconditional pass.
     guidance_input: ClassVar[bool] = False
+    #: Defaults of the call of diffusers' pipeline, for models without a recipe.
+    num_inference_steps: ClassVar[int] = 50
+    guidance_scale: ClassVar[float] = 5.0
     kohya: ClassVar[KohyaNames | None] = None
     #: Kind of device -> why the denoiser does not run on it.
     refused_devices: ClassVar[Mapping[str, str]] = {}

@@ -108,6 +108,7 @@ class Flux(Family):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
     )
     guidance_input = True
+    num_inference_steps, guidance_scale = 28, 3.5
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }

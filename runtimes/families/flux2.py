@@ -81,6 +81,7 @@ class Flux2(Family):
         TextEncoder("text_encoder", ("Qwen3ForCausalLM",), "llm", tokens=512, layers=(9, 18, 27)),
     )
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    guidance_scale = 4.0
     attention_layers: ClassVar[tuple[str, ...]] = (
         *Family.attention_layers,
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream

@@ -35,6 +35,7 @@ class QwenImage(Family):
         ),
     )
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    guidance_scale = 4.0  # the pipeline's true_cfg_scale
     attention_layers: ClassVar[tuple[str, ...]] = (
         *Family.attention_layers,
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream

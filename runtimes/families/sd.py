@@ -22,6 +22,7 @@ class SD(Family):
     )
     clip_states: ClassVar[ClipStates] = "last"
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    guidance_scale = 7.5
     pipeline_options: ClassVar[Mapping[str, Any]] = {
         "safety_checker": None,
         "feature_extractor": None,

@@ -27,6 +27,7 @@ class SD3(Family):
         TextEncoder("text_encoder_2", _CLIP, pooled="text_embeds"),
         TextEncoder("text_encoder_3", ("T5EncoderModel",), "t5", tokens=256, optional=True),
     )
+    num_inference_steps, guidance_scale = 28, 7.0
     attention_layers: ClassVar[tuple[str, ...]] = (
         *Family.attention_layers,
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream

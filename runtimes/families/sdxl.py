@@ -92,6 +92,7 @@ class SDXL(SD):
     )
     clip_states: ClassVar[ClipStates] = "penultimate"
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+    guidance_scale = 5.0
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},

@@ -7,9 +7,9 @@ import logging
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class EvalModel:
     folder: Path
     weights: TrainedWeights = BASE
     vae: Path | None = None
+    evaluated: Mapping[str, Any] = field(default_factory=dict)  # `evaluate` of its recipe.yaml
 
     def part(self, name: str) -> Path:
         """The folder of a part: the trained one if there is one, else the pipeline's."""

@@ -48,22 +48,24 @@ def load_published_model(folder: Path) -> EvalModel:
 
 def find_parts(folder: Path) -> EvalModel:
     """As `load_published_model`, without reading the weights: the digest is empty."""
+    evaluated = _section(folder, "evaluate")
     if (folder / "model_index.json").is_file():
-        return EvalModel("", folder, TrainedWeights(_trained_texts(folder), None))
+        weights = TrainedWeights(_trained_texts(folder), None)
+        return EvalModel("", folder, weights, evaluated=evaluated)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     base, vae = _base_of(folder)
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    return EvalModel("", base, TrainedWeights(own, lora), vae)
+    return EvalModel("", base, TrainedWeights(own, lora), vae, evaluated)
 
 
 def is_complete_here(folder: Path) -> bool:
     """Whether nothing must be fetched: adapters need their base, which may be on the hub."""
     if (folder / "model_index.json").is_file():
         return True
-    model = _recipe(folder).get("model")
-    named = [model.get("path"), model.get("vae")] if isinstance(model, dict) else []
+    model = _section(folder, "model")
+    named = [model.get("path"), model.get("vae")]
     return all(Path(place).is_dir() for place in named if place)
 
 
@@ -107,25 +109,25 @@ def _trained_texts(folder: Path) -> dict[str, Path]:
     They also encode the held-out captions, so the loss differs from that with the embeddings stored
     in the latents. The digest must differ too.
     """
-    train = _recipe(folder).get("train")
-    if not (isinstance(train, dict) and train.get("train_text_encoder")):
+    if not _section(folder, "train").get("train_text_encoder"):
         return {}
     return {name: folder / name for name in detect_family(folder).clip_encoders}
 
 
-def _recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a published folder; empty without one."""
+def _section(folder: Path, name: str) -> dict[str, Any]:
+    """A section of a published folder's recipe; empty without one."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return recipe if isinstance(recipe, dict) else {}
+    found = recipe.get(name) if isinstance(recipe, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _base_of(folder: Path) -> tuple[Path, Path | None]:
     """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
     try:
-        model = _recipe(folder)["model"]
+        model = _section(folder, "model")
         base = resolve_model(model["path"], revision=model.get("revision"))
         given = model.get("vae")
         return base, None if given is None else vae_path(base, resolve_model(given))

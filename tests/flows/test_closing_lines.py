@@ -57,12 +57,10 @@ def test_a_published_model_comes_with_the_command_that_draws_with_it(
     found = report(champion={"version": champion, "why": ""})
     prompt = "'a handwritten zero in white chalk on a green board'"
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/kiln")
-    told = f"next:      kiln generate {named} {prompt} -o guidance_scale=3"
+    told = f"next:      kiln generate {named} {prompt}"
     assert next_of(found, **settings)[:1] == [told]
     monkeypatch.setattr("shutil.which", lambda _: None)
-    first, *_, second = next_of(
-        found, has_server=False, **{"evaluate.guidance_scale": 7.5}, **settings
-    )
+    first, *_, second = next_of(found, has_server=False, **settings)
     assert first == f"next:      .venv/bin/kiln generate {named} {prompt}"
     assert second.split("#")[0].strip() == "make ui"
     assert next_of({**found, "status": "built"}) == []

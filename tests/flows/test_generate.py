@@ -14,17 +14,20 @@ from artifacts.run_records import runs
 from artifacts.store import Store
 from flows.task_states import _earlier_stages
 from tasks.publish.model_registry import Registry
+from tasks.result_files import RECIPE
 
 pytestmark = pytest.mark.slow
-COMMON = ("num_inference_steps=2", "num_images_per_prompt=2", "guidance_scale=3", "device=cpu")
+COMMON = ("num_images_per_prompt=2", "device=cpu")
+EVALUATED = {"num_inference_steps": 2, "guidance_scale": 3.0, "seed": 9}
 
 
 @pytest.fixture
 def registry(tiny_sdxl: Path, tmp_path: Path) -> Path:
-    """A registry with the tiny pipeline as the champion."""
+    """A registry with the tiny pipeline as the champion, and a recipe."""
     draft = Store(str(tmp_path / "made")).draft(KeyParts("publish", 1, {}, {}))
     for path in sorted(p for p in tiny_sdxl.rglob("*") if p.is_file()):
         draft.upload(str(path), str(path.relative_to(tiny_sdxl)))
+    draft.write(RECIPE, json.dumps({"evaluate": EVALUATED}).encode())
     registry = Registry(str(tmp_path / "registry"), "tiny")
     registry.promote(registry.publish(draft.commit({}, {"parents": {}})).name)
     return tmp_path / "registry"
@@ -60,11 +63,13 @@ def test_pictures_have_their_settings(
         said = json.loads(Image.open(path).text["parameters"])  # type: ignore[attr-defined]
         assert {**one, **listed["settings"]} == {**said, "file": one["file"]}
         assert (said["prompt"], said["noise"], said["seed"]) == (one["prompt"], one["noise"], 42)
+    assert listed["settings"].items() >= (EVALUATED | {"seed": 42}).items()
     grid = np.asarray(Image.open(folder / "grid.png"))
     assert grid.shape == (2 * 32 + 2, 4 * 32 + 6, 3)
     np.testing.assert_array_equal(grid[34:, 34:66], pictures[5])
 
-    again = draw("num_rounds=2", "grid_columns=4")
+    said = ("num_inference_steps=2", "guidance_scale=3", "scheduler=null")
+    again = draw("num_rounds=2", "grid_columns=4", *said)  # as the recipe and the model have it
     assert again["outcome"] == "reused" and again["folder"] == first["folder"]
     assert draw("num_rounds=2", "grid_columns=8")["outcome"] == "reused"  # and laid out anew
     assert Image.open(folder / "grid.png").size == (8 * 32 + 14, 32)

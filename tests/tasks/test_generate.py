@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -14,14 +15,16 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import RecipeError
+from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.generate import read_settings
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, Job
 from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress
+from tasks.result_files import RECIPE
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +44,7 @@ def draw(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
         given = {**COMMON, "device": "cpu", "store": str(tmp_path / "store"), **more}
         settings = read_settings(str(tiny_sdxl), prompts, given)
         model = generate.find_model(settings)
+        settings = generate.with_sampler(settings, model)
         generate.check(settings, model)
         key = generate.settings_for_key(settings)
         parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": model.digest})
@@ -132,14 +136,100 @@ def test_a_guidance_scale_without_effect_is_refused(
 
     def check(**given: Any) -> None:
         settings = read_settings(folder, ["a cat"], {"device": "cpu", **given})
-        generate.check(settings, generate.find_model(settings))
+        found = generate.find_model(settings)
+        generate.check(generate.with_sampler(settings, found), found)
 
-    for accepted in ({}, {"guidance_scale": 1}):  # by default it is 7.5, which nobody chose
+    for accepted in ({}, {"guidance_scale": 1}):
         check(**accepted)
     with pytest.raises(WrongInput, match=r"^guidance_scale: this model .*: set 1"):
         check(guidance_scale=3)
     with pytest.raises(WrongInput, match="negative_prompt: it has no effect without guidance"):
         check(negative_prompt="blue")
+
+
+def sampler(model: Path, **given: Any) -> dict[str, Any]:
+    """The settings with which `kiln generate` draws."""
+    settings = read_settings(str(model), ["a cat"], given)
+    return generate.with_sampler(settings, generate.find_model(settings)).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "scale"),
+    [
+        ("tiny_sd", 50, 7.5),
+        ("tiny_sdxl", 50, 5.0),
+        ("tiny_sd3", 28, 7.0),
+        ("tiny_flux", 28, 3.5),
+        ("tiny_flux_schnell", 28, 1.0),
+        ("tiny_flux2", 50, 4.0),
+        ("tiny_flux2_distilled", 50, 1.0),
+        ("tiny_z_image", 50, 5.0),
+        ("tiny_qwen_image", 50, 4.0),
+    ],
+)
+def test_a_model_without_a_recipe_is_drawn_with_the_defaults_of_its_family(
+    request: pytest.FixtureRequest, model: str, steps: int, scale: float
+) -> None:
+    folder = request.getfixturevalue(model)
+    found = sampler(folder)
+    assert (found["num_inference_steps"], found["guidance_scale"]) == (steps, scale)
+    assert sampler(folder, num_inference_steps=None, guidance_scale=None) == found
+    assert sampler(folder, guidance_scale=2)["guidance_scale"] == 2
+    assert (found["scheduler"], found["dtype"], found["true_cfg_scale"]) == (None, "float32", 1)
+
+
+def publish(pipeline: Path, folder: Path, evaluate: Any, *, alone: bool = False) -> Path:
+    """A folder with a recipe: of the pipeline's files, or of adapters for it, without weights."""
+    if alone:
+        folder.mkdir()
+        (folder / LORA_WEIGHTS).touch()
+    else:
+        shutil.copytree(pipeline, folder)
+    recipe = {"model": {"path": str(pipeline)}, "evaluate": evaluate}
+    (folder / RECIPE).write_text(json.dumps(recipe), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_published_model_is_drawn_as_it_was_evaluated(
+    tiny_flux_schnell: Path, tmp_path: Path, alone: bool
+) -> None:
+    recipe = load_recipe(
+        "flux-schnell",
+        {
+            **{"evaluate.scheduler": "euler", "evaluate.true_cfg_scale": 2, "evaluate.seed": 5},
+            **{"evaluate.height": 48, "evaluate.width": 32, "evaluate.batch_size": 7},
+        },
+    )
+    evaluated = json.loads(recipe.evaluate.model_dump_json())
+    folder = publish(tiny_flux_schnell, tmp_path / "published", evaluated, alone=alone)
+    found = sampler(folder)
+    expected = {"num_inference_steps": 4, "guidance_scale": 1, "true_cfg_scale": 2}
+    expected |= {"scheduler": "euler", "height": 48, "width": 32, "dtype": "bfloat16"}
+    assert expected.items() <= found.items()
+    assert (found["seed"], found["num_images_per_prompt"]) == (42, 4)  # no sampler's: defaults
+    given = {"scheduler": None, "num_inference_steps": 9, "dtype": "float32", "true_cfg_scale": 1}
+    assert sampler(folder, **given) == {**found, **given}
+
+
+@pytest.mark.parametrize("evaluate", [None, ["cmmd"], {"metrics": "all"}])
+def test_a_recipe_of_another_program_is_ignored(
+    tiny_sdxl: Path, tmp_path: Path, evaluate: Any
+) -> None:
+    found = sampler(publish(tiny_sdxl, tmp_path / "other", evaluate))
+    assert (found["num_inference_steps"], found["guidance_scale"]) == (50, 5)
+
+
+def test_a_recipe_with_a_value_that_no_evaluation_has_is_a_one_line_error(
+    tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    folder = publish(tiny_sdxl, tmp_path / "edited", {"num_inference_steps": "many"})
+    with pytest.raises(
+        WrongInput, match=r"^recipe.yaml of .*: num_inference_steps: .*'many'.*-o"
+    ) as caught:
+        sampler(folder)
+    assert len(str(caught.value).splitlines()) == 1
+    assert sampler(folder, num_inference_steps=3)["num_inference_steps"] == 3
 
 
 def test_a_scheduler_that_lacks_the_noise_of_the_model_is_refused(

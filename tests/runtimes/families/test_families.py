@@ -76,6 +76,15 @@ def clip_encoders(folder: Path) -> list[Any]:
     return [load_text_encoder(folder, part) for part in family.clip_encoders]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_defaults_of_sampling_are_those_of_the_pipeline(name: str) -> None:
+    family = FAMILIES[name]
+    theirs = signature(getattr(diffusers, family.pipelines[0]).__call__).parameters
+    guidance = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
+    assert family.num_inference_steps == theirs["num_inference_steps"].default
+    assert family.guidance_scale == theirs[guidance].default
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.clip])
 def test_encoded_in_the_step_captions_are_what_was_encoded_before(
