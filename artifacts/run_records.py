@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import yaml
@@ -102,7 +102,12 @@ def runs(store: Store) -> Iterator[RunRecord]:
 def _recipe_name(record: dict[str, Any]) -> str | None:
     """`name` in a record's dump of the recipe; the rest, which is long, is not parsed."""
     named = re.search(r"^name:.*(?:\n(?: .*)?$)*", str(record.get("recipe", "")), re.MULTILINE)
-    return None if named is None else str(yaml.safe_load(named[0])["name"])
+    return None if named is None else _parsed_name(named[0])
+
+
+@cache  # of thousands of records of a few recipes
+def _parsed_name(line: str) -> str:
+    return str(yaml.safe_load(line)["name"])
 
 
 def _read(store: Store, path: str) -> dict[str, Any] | None:

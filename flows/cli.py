@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import select
 import signal
 import sys
 from contextlib import suppress
@@ -569,8 +570,10 @@ def main() -> None:
 
 def _say_and_end(number: int, _: object) -> None:
     """Say how to resume, then end as by default; Prefect sends the signal again after the run."""
-    print(f"kiln: {RESUME}", file=sys.stderr, flush=True)
     signal.signal(number, signal.SIG_DFL)
+    with suppress(OSError):
+        if select.select([], [2], [], 0)[1]:  # not a full pipe
+            os.write(2, f"kiln: {RESUME}\n".encode())
     os.kill(os.getpid(), number)
 
 

@@ -17,6 +17,7 @@ from configs.settings.recipe import STAGES, Recipe, StageName
 from flows.check_disk import check_disk
 from flows.send_stage import send_stage
 from flows.task_states import begin
+from runtimes.families import detect_family
 from tasks import download
 from tasks.build_or_reuse import StageFailed, StageResult, storing
 from tasks.check_places import settings_to_send
@@ -72,8 +73,12 @@ class Run:
         return EvalInputs(self.recipe, images, latents, *models, training_images=training)
 
     def model_digests(self) -> dict[str, str]:
-        """Model -> sha256 of the base, the VAE and the models that measure pictures."""
-        return model_digests(self.base, self.vae) | self.measuring.digests()
+        """Model -> sha256 of the base, the VAE and the models that measure pictures.
+
+        With the facts of the base's family.
+        """
+        of_base = model_digests(self.base, self.vae) | detect_family(self.base).key_facts
+        return of_base | self.measuring.digests()
 
     def plan(self) -> download.DownloadPlan:
         """The shards of the source; a retraining keeps those of the champion.

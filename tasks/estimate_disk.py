@@ -99,7 +99,7 @@ def _training_bytes(recipe: Recipe, trained: int, rows: int) -> int:
     arrays = 4.0 * trained * (1 + (settings.ema_decay is not None)) + moment_bytes(
         settings, trained
     )
-    checkpoints = settings.checkpoints_total_limit + settings.keep_best + 1
+    checkpoints = settings.checkpoints_total_limit + settings.kept_best + 1
     drawn = 0
     if settings.sample_every_n_steps:
         times = settings.steps // settings.sample_every_n_steps

@@ -110,10 +110,10 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
         "num_inference_steps": family.num_inference_steps,
         "guidance_scale": 1 if ignores_guidance(family, model.folder) else family.guidance_scale,
     }
-    given = settings.model_dump(exclude_unset=True)
-    given = {name: value for name, value in given.items() if name not in found or value is not None}
-    names = (found.keys() | Sampling.model_fields) & model.evaluated.keys()
-    found |= {name: model.evaluated[name] for name in names} | given
+    required, names = set(found), found.keys() | Sampling.model_fields
+    evaluated = {name: value for name, value in model.evaluated.items() if name in names}
+    for chosen in (evaluated, settings.model_dump(exclude_unset=True)):
+        found |= {n: value for n, value in chosen.items() if n not in required or value is not None}
     try:
         return Generate.model_validate(found)
     except ValidationError as error:

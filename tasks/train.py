@@ -72,10 +72,8 @@ def key_parts(
         holdout: latents with the held-out samples, which count if their loss chooses the
             checkpoint; None: `latents`.
     """
-    settings, base = settings_for_key(recipe), digest_base(recipe, model_folder)
-    family = detect_family(model_folder)
-    if not family.draws_latents:
-        settings["latents"] = "mean"
+    family, base = detect_family(model_folder), digest_base(recipe, model_folder)
+    settings = settings_for_key(recipe) | family.key_facts
     inputs = {"latents": latents.digest, "base": base}
     if start is not None:
         inputs["start"] = start.digest

@@ -328,6 +328,11 @@ class Train(Section):
         return min(self.micro_batch_size or share, share)
 
     @property
+    def kept_best(self) -> int:
+        """Number of best checkpoints that are kept beside the newest ones."""
+        return max(self.keep_best, int(self.best_checkpoint is not None))
+
+    @property
     def holdout_loss_inputs(self) -> dict[str, float]:
         """The settings that a held-out loss depends on; guidance where it is not the default."""
         guidance = {} if self.guidance_scale == 1 else {"guidance_scale": self.guidance_scale}

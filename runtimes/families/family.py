@@ -119,6 +119,11 @@ class Family:
     refused_devices: ClassVar[Mapping[str, str]] = {}
 
     @property
+    def key_facts(self) -> dict[str, str]:
+        """What the keys of trained weights and of losses have of the family, if anything."""
+        return {} if self.draws_latents else {"posterior": "mean"}
+
+    @property
     def clip(self) -> tuple[TextEncoder, ...]:
         """The CLIP encoders, in the order of their rows in input_ids."""
         return tuple(encoder for encoder in self.text_encoders if encoder.kind == "clip")

@@ -58,7 +58,7 @@ class TrainingRun:
         self._checkpoints = Checkpoints(
             job.work,
             settings.checkpoints_total_limit,
-            best=max(settings.keep_best, int(settings.best_checkpoint is not None)),
+            best=settings.kept_best,
             shard_bytes=settings.checkpoint_shard_bytes,
             writers=runtime.writers,
             check=job.check_lock,

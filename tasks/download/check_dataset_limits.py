@@ -70,12 +70,12 @@ def check_data(summary: Mapping[str, Any], settings: Download) -> None:
 
 
 def warn_of_illegible_captions(summary: Mapping[str, Any]) -> None:
-    """Log a warning if captions are no UTF-8; older downloads have not counted them."""
+    """Log a warning if captions have lost letters; older downloads have not counted them."""
     found = summary["data"].get("illegible", {"rows": 0})
     if found["rows"]:
         log.warning(
-            "download: the captions of %s pictures are no UTF-8, so letters are lost (%s): save "
-            "them as UTF-8",
+            "download: the captions of %s pictures have U+FFFD in place of letters (%s): their "
+            "file is no UTF-8, or was made from one that was not",
             *(f"{found['rows']:,}", ", ".join(found["examples"])),
         )
 

@@ -46,6 +46,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
             "seed": settings.seed,
             **recipe.train.holdout_loss_inputs,
         },
+        family_facts=detect_family(given.base).key_facts,
         text_dtype=recipe.encode.text_dtype if has_holdout else None,
         flash_attention=recipe.train.mindspore.flash_attention,
     )
@@ -56,8 +57,7 @@ def loss_facts(
 ) -> dict[str, Any]:
     """The facts that define a held-out loss; losses are comparable only if they are equal."""
     encoders = describe_encoders(folder, vae)
-    facts = {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
-    return facts if detect_family(folder).draws_latents else {**facts, "latents": "mean"}
+    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
 
 
 def fingerprint(given: EvalInputs) -> str:

@@ -98,16 +98,17 @@ class SamplingSpec:
     latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
     holdout: dict[str, Any]  # samples, levels, seed, noise_offset; guidance_scale unless it is 1
+    family_facts: dict[str, str] = field(default_factory=dict)  # Family.key_facts
     text_dtype: str | None = None  # as GenerateJob.text_dtype
     flash_attention: bool = True  # as train.mindspore.flash_attention
 
     def facts(self) -> dict[str, Any]:
         """The settings that affect pictures or losses; runtime, device and batch size do not."""
-        held_out = {"latents": self.latents_digest, **self.holdout} if self.latents else None
+        held_out = {"latents": self.latents_digest, **self.holdout, **self.family_facts}
         return {
             "prompts": list(self.prompts),
             "sampler": self.sampler,
-            "held_out": held_out,
+            "held_out": held_out if self.latents else None,
         }
 
     def key(self, model: EvalModel) -> str:

@@ -64,10 +64,10 @@ def _check_input_size(folder: Path, setting: str) -> None:
     vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
     side = vision.get("image_size", CLIP_SIDE)
     cropped = config.get("do_center_crop", True)
-    given = config.get("crop_size" if cropped else "size", CLIP_SIDE)
+    given = config.get("crop_size" if cropped else "size") or CLIP_SIDE
     if isinstance(given, dict):
         given = [given.get(name, given.get("shortest_edge")) for name in ("height", "width")]
-    else:
+    elif isinstance(given, int):
         given = [given, given]
     if given != [side, side]:
         raise WrongInput(

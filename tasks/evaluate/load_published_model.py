@@ -5,6 +5,7 @@ A version of a registry has a manifest: its files are compared with it before th
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def is_complete_here(folder: Path) -> bool:
         return True
     model = _section(folder, "model")
     named = [model.get("path"), model.get("vae")]
-    return all(Path(place).is_dir() for place in named if place)
+    return all(os.path.isdir(place) for place in named if isinstance(place, str))
 
 
 def _check_files(folder: Path) -> None:

@@ -264,7 +264,7 @@ def hub_id(path: str) -> str | None:
 
 def base_name(path: str) -> str:
     """A base as readers on other machines know it: hub id or URL, of a local folder its name."""
-    return Path(path).name if _is_local(path) else without_secrets(path)
+    return Path(path).absolute().name if _is_local(path) else without_secrets(path)
 
 
 def _is_local(path: str) -> bool:
@@ -282,16 +282,18 @@ def _base(recipe: Recipe, digest: str | None) -> str:
 
 
 def _settings(recipe: Recipe) -> str:
-    """recipe.yaml with the base, and what lies in its folder, by the name of `base_name`."""
-    path, name = recipe.model.path, base_name(recipe.model.path)
+    """recipe.yaml with base and VAE, and what lies in their folders, by the name of `base_name`."""
+    folders = [path for path in (recipe.model.path, recipe.model.vae) if path is not None]
 
     def shown(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: shown(one) for key, one in value.items()}
         if isinstance(value, list):
             return [shown(one) for one in value]
-        is_inside = isinstance(value, str) and f"{value}/".startswith(f"{path}/")
-        return f"{name}{value[len(path) :]}" if is_inside else value
+        for path in folders:
+            if isinstance(value, str) and f"{value}/".startswith(f"{path}/"):
+                return f"{base_name(path)}{value[len(path) :]}"
+        return value
 
     return dump_yaml(shown(parse_yaml(dump(recipe))))
 

@@ -69,9 +69,17 @@ def registry_url(store: str, registry: str | None) -> str:
 
 
 def _key_without_champion(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """A version's key, whichever champion its gate compared it with."""
+    """A version's key, whichever champion its gate compared it with.
+
+    Where alpha is written does not count either: earlier releases wrote it elsewhere.
+    """
+    own = {name: value for name, value in settings.items() if name != "alpha"}
     others = {name: value for name, value in inputs.items() if name != "champion"}
-    return digest_json([settings, others])
+    return digest_json([own, others])
+
+
+def _key_of(manifest: Mapping[str, Any]) -> str:
+    return _key_without_champion(manifest["settings"], manifest["inputs"])
 
 
 class Registry:
@@ -154,8 +162,7 @@ class Registry:
                 raise ChampionChanged(f"{self.name}: the champion is {champion}, not {expected}")
             return version
 
-        key = _key_without_champion(found.manifest["settings"], found.manifest["inputs"])
-        self._champions.move(chosen, why, **{SAME_MODEL: key})
+        self._champions.move(chosen, why, **{SAME_MODEL: _key_of(found.manifest)})
         return found
 
     def version(self, name: str) -> Version:
@@ -273,14 +280,16 @@ class Registry:
         manifest = self._manifest(version)
         if not isinstance(manifest, dict):
             return False
-        mine = _key_without_champion(manifest["settings"], manifest["inputs"])
+        mine = _key_of(manifest)
         same = {move["version"] for move in moves if move.get(SAME_MODEL) == mine}
         return bool(same) and last(moves) not in same
 
     def earlier_champion(
         self, settings: Mapping[str, Any], inputs: Mapping[str, str]
     ) -> Version | None:
-        """The last champion that was published with these settings and inputs, if it is kept.
+        """The last champion that was published with these settings and inputs, or its copy.
+
+        None if there is no version of it.
 
         Args:
             settings: of a publish artifact's key.
@@ -288,7 +297,11 @@ class Registry:
         """
         mine = _key_without_champion(settings, inputs)
         same = [m["version"] for m in reversed(self.history()) if m.get(SAME_MODEL) == mine]
-        return next(filter(None, map(self._version, dict.fromkeys(same))), None)
+        kept = next(filter(None, map(self._version, dict.fromkeys(same))), None)
+        if kept is not None or not same:
+            return kept
+        # `keep` deleted it, and a run published a copy.
+        return next((v for v in self.versions() if _key_of(v.manifest) == mine), None)
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""

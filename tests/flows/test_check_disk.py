@@ -202,6 +202,15 @@ def test_adapters_are_counted_as_they_are_trained() -> None:
     assert found["train"] - samples == pytest.approx((kept * copies + 1) * 4 * 298_560)
 
 
+def test_the_best_checkpoint_counts_on_disk() -> None:
+    held_out = {"train.holdout_loss.every_n_steps": 50}
+    found = []
+    for more in ({}, {"train.best_checkpoint": {}}, {"train.keep_best": 1}):
+        recipe = load_recipe("digits", {**held_out, **more})
+        found.append(estimate_disk(recipe, base(recipe), None, 1, STAGES).stages["train"])
+    assert found[0] < found[1] == found[2]
+
+
 def test_the_time_of_training_is_told_for_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [NvidiaGpu("NVIDIA H100 80GB HBM3", 80 * GIB)]
     monkeypatch.setattr(module, "find_gpus", lambda: gpus)

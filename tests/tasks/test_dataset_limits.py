@@ -97,7 +97,7 @@ def test_captions_that_are_no_utf8_are_counted_and_told(caplog: pytest.LogCaptur
     named = [f"/pictures/{n}.png" for n in (1, 2, 3)]
     assert summary["data"]["illegible"] == {"rows": 10, "examples": named}
     warn_of_illegible_captions(summary)
-    assert f"captions of 10 pictures are no UTF-8, so letters are lost ({named[0]}," in caplog.text
+    assert f"captions of 10 pictures have U+FFFD in place of letters ({named[0]}," in caplog.text
     caplog.clear()
     warn_of_illegible_captions({"data": statistics(facts([1])).summary()})
     warn_of_illegible_captions({"data": {}})

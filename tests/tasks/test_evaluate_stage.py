@@ -369,6 +369,18 @@ def test_the_content_of_inceptions_weights_is_in_key_and_fingerprint(world: Worl
         assert len(set(pairs)) == 3
 
 
+def test_losses_on_draws_are_not_compared_with_losses_on_the_mean(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of FLUX.2, whose base an earlier release measured on draws."""
+    world.evaluate(world.trained(0.5))
+    before = fingerprint(world.inputs(world.recipe))
+    monkeypatch.setattr("runtimes.families.sdxl.SDXL.draws_latents", False)
+    world.evaluate(world.trained(0.6))
+    assert [len(job.drawings) for job in world.jobs] == [2, 2]
+    assert fingerprint(world.inputs(world.recipe)) != before
+
+
 @pytest.mark.soak
 def test_inceptions_features_of_held_out_pictures_are_stored_by_its_weights(world: World) -> None:
     require_fidelity()

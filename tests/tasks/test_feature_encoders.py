@@ -408,6 +408,7 @@ def test_a_missing_part_is_reported_before_any_work(
         ({"crop_size": 24}, "gives 24 x 24 pixels"),
         ({"do_center_crop": False, "size": {"height": 16, "width": 32}}, "gives 16 x 32 pixels"),
         ({"crop_size": 32, "size": {"shortest_edge": 40}}, None),
+        ({"crop_size": [32, 32]}, None),
     ],
 )
 def test_the_image_processor_of_a_clip_gives_pictures_of_its_size(

@@ -212,7 +212,10 @@ def test_a_published_model_is_drawn_as_it_was_evaluated(
     assert sampler(folder, **given) == {**found, **given}
 
 
-@pytest.mark.parametrize("evaluate", [None, ["cmmd"], {"metrics": "all"}])
+UNSET = {"num_inference_steps": None, "guidance_scale": None}
+
+
+@pytest.mark.parametrize("evaluate", [None, ["cmmd"], {"metrics": "all"}, UNSET])
 def test_a_recipe_of_another_program_is_ignored(
     tiny_sdxl: Path, tmp_path: Path, evaluate: Any
 ) -> None:

@@ -1,5 +1,6 @@
 """A published model is loaded only if its files are those that its manifest names."""
 
+import json
 import os
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from artifacts.checksummed_files import Damaged
 from artifacts.download_or_find_model import resolve_model
 from artifacts.store import Artifact, Store
 from configs.settings.generate import Generate
+from runtimes.contract import WrongInput
 from tasks import generate
-from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.load_published_model import find_parts, is_complete_here, load_published_model
 from tasks.publish.model_registry import Registry
 
 FILES = {
@@ -92,3 +94,17 @@ def test_an_edited_card_is_no_damage(tmp_path: Path) -> None:
     folder = Path(model(str(tmp_path)).path)
     (folder / "README.md").write_text("other words")
     assert load_published_model(folder).folder == folder
+
+
+@pytest.mark.parametrize("place", [5, ["base"]])
+def test_adapters_whose_recipe_names_no_base_are_explained(tmp_path: Path, place: object) -> None:
+    (tmp_path / "pytorch_lora_weights.safetensors").touch()
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"model": {"path": place}}))
+    assert is_complete_here(tmp_path), "nothing is fetched first"
+    with pytest.raises(WrongInput, match="does not name the base of its adapters"):
+        find_parts(tmp_path)
+
+
+def test_a_base_of_too_long_a_name_is_not_here(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"model": {"path": "x" * 5000}}))
+    assert not is_complete_here(tmp_path)

@@ -210,6 +210,21 @@ def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
     assert not found.was_champion(found.publish(model(store, 4)).name)
 
 
+def test_a_copy_of_a_deleted_champion_is_found_again(registry: tuple[Store, Registry]) -> None:
+    """Otherwise each run under another champion would publish a copy."""
+    store, found = registry
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    assert found.keep(1) == ["v1"]
+    one = model(store, 1)
+    parts = one.manifest["settings"], one.manifest["inputs"]
+    assert found.earlier_champion(*parts) is None
+    copy = found.publish(one)
+    assert found.earlier_champion(*parts) == copy
+    # As if a release wrote alpha elsewhere.
+    assert found.earlier_champion({**parts[0], "alpha": "in the weights"}, parts[1]) == copy
+
+
 def test_a_rolled_back_model_stays_rolled_back_whoever_is_the_champion(
     registry: tuple[Store, Registry],
 ) -> None:

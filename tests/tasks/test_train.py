@@ -21,12 +21,9 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.settings.holdout_divergence_profile_wandb import Profile
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.noise_schedule import FlowSchedule
 from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
 from tasks.build_or_reuse import StageFailed
-from tasks.evaluate.comparable_metrics import loss_facts
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
 from tasks.train import _summary, key_parts, settings_for, settings_for_key, show
@@ -180,14 +177,13 @@ def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Pa
         assert parts.inputs.get("holdout") == (holdout.digest if counts else None)
 
 
-def test_latents_that_are_no_draws_are_in_the_key_and_define_the_held_out_loss(
+def test_latents_that_are_no_draws_are_in_the_key(
     tiny_sdxl: Path, tiny_flux2: Path, tmp_path: Path
 ) -> None:
     latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
-    recipe, schedule = load_recipe("digits"), FlowSchedule.from_config({})
+    recipe = load_recipe("digits")
     for base, expected in ((tiny_sdxl, None), (tiny_flux2, "mean")):
-        assert key_parts(recipe, latents, base, base).settings.get("latents") == expected
-        assert loss_facts(schedule, base, None, ExtraInputs()).get("latents") == expected
+        assert key_parts(recipe, latents, base, base).settings.get("posterior") == expected
 
 
 def test_frozen_text_encoders_of_the_step_are_in_the_key(tmp_path: Path) -> None:

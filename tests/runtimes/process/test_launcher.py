@@ -39,7 +39,12 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrong_job(tmp_path: Path) -> Path:
     """A job that is refused before anything slow is imported."""
     path = tmp_path / "job.json"
-    job = {"kind": "train", "runtime": "torch", "model": "", "latents": str(tmp_path / "gone")}
+    job = {
+        "kind": "train",
+        "runtime": "torch",
+        "model": str(tmp_path),
+        "latents": str(tmp_path / "gone"),
+    }
     more = {"train": {}, "work": str(tmp_path / "w"), "out": str(tmp_path), "sample_prompts": []}
     path.write_text(json.dumps(job | more))
     return path
