@@ -174,10 +174,14 @@ def test_adapters_load_in_diffusers_in_both_layouts(
 @pytest.mark.extended
 @pytest.mark.parametrize("fsdp", ["all", pytest.param(1, marks=pytest.mark.soak)])
 def test_two_processes_train_as_one(z_image_job: MakeJob, tiny_z_image: Path, fsdp: Any) -> None:
-    """FSDP gathers also the parameters that no block has, such as the tokens of padding."""
-    one = z_image_job(tiny_z_image, "one", steps=4)
+    """FSDP gathers also the parameters that no block has, such as the tokens of padding.
+
+    With Adam's default epsilon, the first update of a weight may be the sign of a rounding error.
+    """
+    settings = {"steps": 4, "adam_epsilon": 1e-6}
+    one = z_image_job(tiny_z_image, "one", **settings)
     train(one)
-    two = z_image_job(tiny_z_image, "two", steps=4, processes=2, fsdp=fsdp)
+    two = z_image_job(tiny_z_image, "two", **settings, processes=2, fsdp=fsdp)
     child_process.run_job(two, lambda event: None)
     for name in ("loss", "grad_norm"):
         found, expected = ([line[name] for line in history(job)] for job in (two, one))
