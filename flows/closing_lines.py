@@ -47,12 +47,8 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
     if report["status"] != "published":
         return
     kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
-    words = [kiln, "generate", _name_for_generate(report, recipe)]
-    words += [
-        next(
-            (one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts), "a prompt"
-        )
-    ]
+    prompts = (one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts)
+    words = [kiln, "generate", _name_for_generate(report, recipe), next(prompts, "a prompt")]
     yield f"next:      {shlex.join(words)}"
     if _other_champion(report):
         version = report["model"].rpartition("/")[2]

@@ -68,6 +68,14 @@ def run(tmp_path: Path) -> Run:
     return Run(recipe, Store(recipe.store), base, None, measuring, "a-run")
 
 
+def test_a_retraining_decides_anew_where_training_takes_other_latents(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run.model_digests()
+    monkeypatch.setattr("runtimes.families.sdxl.SDXL.draws_latents", False)
+    assert run.model_digests() == {**before, "posterior": "mean"}
+
+
 def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def note(
         store: Store, parts: KeyParts, build: Any, *, parents: dict[str, Artifact], **_: Any

@@ -211,6 +211,7 @@ def test_the_base_has_a_name_that_other_machines_know(
 ) -> None:
     base = path.format(folder=tmp_path)
     given = {"model.path": base, "evaluate.clip": f"{base}/evaluator", "store": f"{base}-store"}
+    given["model.vae"] = f"{tmp_path}/vaes/fixed"
     recipe = load_recipe("digits", given)
     facts = {"hardware": "cpu"}
     measured = {"metrics": {}, "differences": {}}
@@ -218,7 +219,7 @@ def test_the_base_has_a_name_that_other_machines_know(
     card = write_card(recipe, tmp_path, measured, [], lineage, Weights(False, True), facts)
     assert f"| base | {shown} |" in card
     settings = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])
-    assert settings["model"]["path"] == name
+    assert (settings["model"]["path"], settings["model"]["vae"]) == (name, "fixed")
     assert settings["evaluate"]["clip"] == f"{name}/evaluator"
     assert settings["store"] == f"{base}-store", "a folder beside it"
     code = f"from_pretrained('{'path/to/' if name == 'tiny' else ''}{name}', "
