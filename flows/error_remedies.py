@@ -183,6 +183,7 @@ REMEDIES = {
     "DoesNotFit": "Use the settings of the message ([gpu.md](gpu.md)).",
     "TopologyMissing": "Add `--gpu` or `--topology`.",
     "TwoPlaces": "Give `--gpu` or `--topology`, not both.",
+    "NoOwnServer": "Set `PREFECT_HOME` to a folder that can be written, or use a lasting server.",
     "ServerAway": "Start the Prefect server, or unset `PREFECT_API_URL`.",
     "SliceUnavailable": "Prefect retries. Choose another zone or capacity ([tpu.md](tpu.md)).",
     "Outage": "Prefect retries. Run again when the network or the hosts are back.",

@@ -18,10 +18,10 @@ from artifacts.store import Artifact
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.recipe import STAGES, StageName
-from flows.logs import log_to_prefect
 from flows.model_events import emit_published
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import check_gate_rules, prepare
+from flows.prepare_process import prepare_process
 from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import stage_task, without_edges
@@ -239,7 +239,7 @@ def finetune(
     model adds the `champion` and its last move, a rejected one the verdicts of the `gate` and the
     artifact `verdict` with every number.
     """
-    log_to_prefect()
+    prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, overrides)

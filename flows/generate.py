@@ -15,8 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from artifacts.store import Store
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.generate import Generate, read_settings
-from flows.logs import log_to_prefect
 from flows.parameters import Settings
+from flows.prepare_process import prepare_process
 from flows.task_settings import stage_task
 from flows.task_states import begin, ended
 from runtimes.contract import WrongInput
@@ -80,7 +80,7 @@ def generate(
 
     Returns a report: `folder`, `pictures`, `seconds`, `first_seconds`, `compile_seconds`.
     """
-    log_to_prefect()
+    prepare_process()
     with redacted_errors():
         given = stage.with_prompts(read_settings(model, prompts, settings))
         folder = output_folder(out)

@@ -7,8 +7,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
+
+
+class NoOwnServer(RuntimeError):
+    """Prefect's own server does not start."""
 
 
 def start_server() -> None:
@@ -17,8 +22,13 @@ def start_server() -> None:
     Ctrl-C, or SIGTERM to the process group as of `timeout`, would otherwise end the server before
     the run. Prefect's client would then retry its last request for a minute, and the run would stay
     *Running* for good.
+
+    Raises:
+        NoOwnServer: Prefect's home cannot be written, or the server did not answer in time.
     """
     from prefect.server.api import server
+
+    check_home()
 
     class Server(server.SubprocessASGIServer):
         def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
@@ -27,7 +37,31 @@ def start_server() -> None:
             _end_after_us(process.pid)
             return process
 
-    Server().start()
+    try:
+        Server().start()
+    except RuntimeError as error:
+        raise NoOwnServer(
+            f"Prefect's own server did not start ({error}): see its log above, or start a "
+            "lasting one (`make ui`) and set PREFECT_API_URL"
+        ) from error
+
+
+def check_home() -> None:
+    """Raise NoOwnServer unless the folder of the server's database can be written.
+
+    Otherwise the server would print its tracebacks until Prefect's time limit.
+    """
+    from prefect.settings import get_current_settings
+
+    home = get_current_settings().home
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=home).close()
+    except OSError as error:
+        raise NoOwnServer(
+            f"Prefect's own server cannot write {home} ({error.strerror}): set PREFECT_HOME to a "
+            "folder that can be written, or PREFECT_API_URL to a server"
+        ) from error
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import check_gate_rules, prepare
+from flows.prepare_process import prepare_process
 from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import may_pass, stage_task, without_edges
@@ -136,7 +136,7 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     unchanged), `why` of an unchanged model, `changes` of the source, `start` (the champion), and
     what `finetune` reports.
     """
-    log_to_prefect()
+    prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, overrides)

@@ -16,9 +16,9 @@ from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, report_of
-from flows.logs import log_to_prefect
 from flows.parameters import Settings
 from flows.preflight import prepare
+from flows.prepare_process import prepare_process
 from flows.retrain import training_task
 from flows.run import Run, Sent
 from flows.send_stage import FLOW
@@ -56,7 +56,7 @@ def run_stage(
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
     was there.
     """
-    log_to_prefect()
+    prepare_process()
     with redacted_errors():
         recipe, sent = received_recipe(settings), Sent(stage, key, before)
 

@@ -13,9 +13,10 @@ from configs.expand_sweep_trials import Trial, load_trials
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.logs import each_line_once, log_to_prefect
+from flows.logs import each_line_once
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import prepare
+from flows.prepare_process import prepare_process
 from flows.run import Run
 from flows.send_stage import waiting_task
 from flows.task_settings import without_edges
@@ -47,7 +48,7 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
     Returns a report (as `kiln sweep --json` prints it): `trials`, the number of the `best` one, and
     what `finetune` reports of it.
     """
-    log_to_prefect()
+    prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
         trials = load_trials(recipe, overrides)

@@ -15,9 +15,9 @@ from prefect.states import Completed
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
-from flows.logs import log_to_prefect
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
 from flows.preflight import writable_store
+from flows.prepare_process import prepare_process
 from tasks.build_or_reuse import TransientError, storing
 from tasks.retrain.watch_source import (
     EVENT,
@@ -46,7 +46,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
     Returns {"source": resource of the event, "changed": whether it was emitted, "waits": whether a
     change waits for the end of a retraining}.
     """
-    log_to_prefect()
+    prepare_process()
     with redacted_errors():
         checked = load_recipe(recipe, overrides)
         resource = source_resource(checked.publish.name)

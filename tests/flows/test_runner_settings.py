@@ -105,6 +105,26 @@ def test_a_run_that_is_killed_leaves_no_server(tmp_path: Path, number: int) -> N
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("command", [["run", "digits"], ["doctor"]], ids=["run", "doctor"])
+def test_a_prefect_home_that_cannot_be_written_is_one_line(
+    tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    home = tmp_path / "file" / "prefect"
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", *command],
+        env=environment(tmp_path) | {"PREFECT_HOME": str(home)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 1
+    said = f"Prefect's own server cannot write {home} (Not a directory): set PREFECT_HOME"
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 DEAD = "http://127.0.0.1:9"  # no proxy answers there
 
 

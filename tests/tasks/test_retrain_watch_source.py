@@ -136,7 +136,7 @@ class Events(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Events]]:
     """The configured server; `accepted` has its events, and it refuses with another `answer`."""
     handler = type("Accepting", (Events,), {"accepted": []})
-    monkeypatch.setattr(flow, "log_to_prefect", lambda: None)
+    monkeypatch.setattr(flow, "prepare_process", lambda: None)
     with HTTPServer(("127.0.0.1", 0), handler) as found:
         threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
         with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{found.server_port}/api"}):
