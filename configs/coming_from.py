@@ -73,9 +73,12 @@ TABLE = (
     Foreign("allow_tf32", "D", "train.allow_tf32"),
     Foreign("mixed_precision", "DKS", "train.mixed_precision"),
     Foreign(
-        *("full_bf16 full_fp16 base_model_precision", "KS", "train.mixed_precision"),
+        *("full_bf16 full_fp16", "K", "train.mixed_precision"),
         "trained weights stay float32; a LoRA's frozen base has this precision",
     ),
+    Foreign("fp8_base fp8_scaled base_model_precision", "KS", "train.lora.base_precision",
+            "`int8`, such as for `fp8_base` or `int8-quanto`"),
+    Foreign("enable_model_cpu_offload", "D", "evaluate.offload", "layer by layer"),
     Foreign("save_precision", "K", "publish.dtype"),
     Foreign("gradient_checkpointing", "DKS", "train.gradient_checkpointing", "`blocks`"),
     Foreign("snr_gamma min_snr_gamma", "DKS", "train.snr_gamma"),

@@ -54,7 +54,7 @@ VERSION = 1
 LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
 #: Settings that do not affect a picture: locations, the device, the grid's layout.
-NOT_IN_KEY = {"model", "file", "store", "registry", "device", "grid_columns"}
+NOT_IN_KEY = {"model", "file", "store", "registry", "device", "grid_columns", "offload"}
 SCORES = ("aesthetic_score", "negative_aesthetic_score")
 SHOWN = 20  # pictures in the report
 
@@ -128,6 +128,8 @@ def check(settings: Generate, model: EvalModel) -> None:
         settings: of `with_sampler`.
     """
     check_support.check_installed(settings.runtime)
+    if settings.offload and settings.runtime != "torch":
+        raise WrongInput(f"offload requires runtime torch, not {settings.runtime}: set it to false")
     if settings.device not in ("auto", "cpu"):
         check_support.check_devices(settings.runtime, {"device": settings.device})
     check_support.check_family(settings.runtime, detect_family(model.folder).name, settings.device)
@@ -257,6 +259,7 @@ def _job(
         sampler=sampler,
         device=settings.device,
         dtype=settings.dtype,
+        offload=settings.offload,
         vae=None if model.vae is None else str(model.vae),
         compiled=draft.store.compiled_url,
         fixed_noise=settings.fixed_noise,

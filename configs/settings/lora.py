@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from configs.settings.base_section import Section
 
@@ -27,3 +27,14 @@ class Lora(Section):
     dora: bool = Field(
         False, description="Train magnitude and direction separately (DoRA, arXiv 2402.09353)."
     )
+    base_precision: Literal["int8"] | None = Field(
+        None,
+        description="`int8`: the linear layers of the frozen denoiser's blocks have 8-bit weights "
+        "in training, half the memory; null: the compute dtype. Runtime `torch`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_base_precision(self) -> Lora:
+        if self.base_precision is not None and self.dora:
+            raise ValueError("base_precision: int8 requires dora: false")
+        return self

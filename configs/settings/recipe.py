@@ -73,6 +73,10 @@ class Recipe(Section):
                 ("allow_tf32", "compile", "attention", "cuda_graphs", "deterministic"),
                 f"runtime: {self.runtime}",
             )
+            self.train.lora.refuse_changed(("base_precision",), f"runtime: {self.runtime}")
+            self.evaluate.refuse_changed(("offload",), f"runtime: {self.runtime}")
+        if self.evaluate.device.startswith(("hpu", "npu")):
+            self.evaluate.refuse_changed(("offload",), f"device: {self.evaluate.device}")
         if self.tpu is not None and self.runtime != "xla":
             raise ValueError(f"tpu requires runtime xla, not {self.runtime}")
         return self

@@ -71,3 +71,8 @@ class Sampling(Section):
         2.5, description="Aesthetic score of the negative prompt, for the same models."
     )
     dtype: Dtype = Field("float32", description="Precision of the sampling pipeline.")
+    offload: bool = Field(
+        False,
+        description="Keep the weights of denoiser and text encoders in the host's memory, and copy "
+        "each layer to the device when it runs. The pictures are the same. Runtime `torch`.",
+    )

@@ -280,6 +280,8 @@ class Train(Section):
             raise ValueError(
                 f"optimizer {self.optimizer} requires unsharded weights: set fsdp to 1"
             )
+        if self.fsdp != 1 and self.method == "lora" and self.lora.base_precision is not None:
+            raise ValueError("lora.base_precision requires unsharded weights: set fsdp to 1")
         if self.optimizer == "adafactor":
             self.refuse_changed(("adam_betas", "adam_epsilon"), "optimizer: adafactor")
         return self

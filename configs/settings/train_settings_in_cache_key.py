@@ -80,6 +80,8 @@ def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
         # A finished run without it may have passed the threshold. `action` is no part, so that a
         # stopped run can continue with `skip`.
         found["divergence"] = settings.divergence.model_dump(include={"factor", "patience"})
+    if settings.method == "lora" and settings.lora.base_precision is None:
+        del found["lora"]["base_precision"]
     for name in ADDED_LATER:
         if found[name] == Train.model_fields[name].default:
             del found[name]

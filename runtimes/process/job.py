@@ -92,6 +92,7 @@ class GenerateJob(_HasModel):
     vae: str | None = None  # local folder of a VAE that replaces the pipeline's own
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention
+    offload: bool = False  # whether layers are on the device only while they run
     fixed_noise: bool = False  # every batch starts from the first batch's noise
     # Metadata for each PNG, besides its prompt and noise number; None writes no metadata.
     words: dict[str, Any] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,12 +14,15 @@ from runtimes.families import detect_family
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.base_pipeline import BasePipeline
 from runtimes.sample.load_network import load_network
-from runtimes.torch.device import free_memory, make_deterministic, open_device
+from runtimes.torch.device import describe, free_memory, make_deterministic, open_device
 from runtimes.torch.npu import enable_npu_attention
+from runtimes.torch.offload import OFFLOADING, offload_layers
 from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.micro_batches import Inputs, sender
 from runtimes.torch_models.network import Network
+
+log = logging.getLogger("kiln")
 
 
 class ThePipeline(BasePipeline):
@@ -29,6 +34,9 @@ class ThePipeline(BasePipeline):
         self._device = self._device_hooks.device
         check_family("torch", detect_family(job.model_folder).name, self._device.type)
         self._dtype = getattr(torch, job.dtype)
+        self._offload = job.offload and self._device.type in OFFLOADING
+        if job.offload and not self._offload:  # `auto` has chosen another device
+            log.warning("offload has no effect on %s", describe(self._device))
         super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
 
     def _release(self) -> None:
@@ -37,8 +45,13 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         job = self._job
-        given = (self._dtype, self._device, job.text_dtype)
+        place = torch.device("cpu") if self._offload else self._device
+        given = (self._dtype, place, job.text_dtype)
         network = load_network(drawing, job.model_folder, *given)
+        if self._offload:
+            for part in network.parts.values():
+                offload_layers(part, self._device)
+            network.frozen_clip.to(self._device)
         enable_npu_attention(network.denoiser, self._device)
         self._device_hooks.prepare_sampling(network.denoiser)
         return network
@@ -47,7 +60,8 @@ class ThePipeline(BasePipeline):
         # The sampler loads its own text encoders: the next model may not have trained ones.
         denoiser = {self._network.family.denoiser: self._network.denoiser}
         job = self._job
-        return Sampler(job.model_folder, denoiser, self._device_hooks, self._dtype, job.vae_folder)
+        given = (self._device_hooks, self._dtype, job.vae_folder)
+        return Sampler(job.model_folder, denoiser, *given, offload=self._offload)
 
     def _use_network(self) -> None:
         self._sampler.use(self._network.parts, self._scheduler)

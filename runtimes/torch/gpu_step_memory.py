@@ -81,6 +81,7 @@ def _training(request: GpuStepRequest) -> StepMemory:
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
+        offloaded=0,
         encoders=encoders,
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
@@ -134,7 +135,8 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
     live = LiveMemory(samples)
     with fake_tensors, torch.no_grad():
         weights = live.exclude(_tensors(network))
-        live.exclude(_tensors(vae))
+        offloaded = live.exclude(_tensors(vae)) + 2 * _largest_layer(network, request, dtype)
+        offloaded += sum(tensor.nbytes for tensor in _tensors(network.frozen_clip))
         with live:
             passes = 1 if network.family.guidance_input else 2  # with and without the prompt
             inputs = _inputs(batch, passes * samples, dtype)
@@ -145,7 +147,7 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
             network.family.decode_latents(vae, latents)
     moments = live.moments(accumulating=False)
     return StepMemory(
-        *(0, weights + encoders, encoders, 0, 0, 0, 0),
+        *(0, weights + encoders, offloaded, encoders, 0, 0, 0, 0),
         moments=moments,
         accumulating=moments,
         flops_per_image=denoising / samples,
@@ -175,18 +177,28 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
 
 def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ()) -> int:
     """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
-    folder, kind = Path(request.model), getattr(torch, dtype)
-    index = read_index(folder)
-    names = (encoder.component for encoder in detect_family(folder).text_encoders)
-    parts = [
-        empty_text_encoder(folder, name)
-        for name in names
-        if (index.get(name) or [None])[0] and name not in trained
-    ]
-    vae = _empty_vae(request)
+    kind, vae = getattr(torch, dtype), _empty_vae(request)
+    parts = [part for name, part in _text_encoders(request) if name not in trained]
     total = sum(parameter.numel() for part in parts for parameter in part.parameters())
     of_vae = sum(parameter.numel() for parameter in vae.parameters())
     return total * kind.itemsize + of_vae * _vae_dtype(vae, kind).itemsize
+
+
+def _text_encoders(request: GpuStepRequest) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The pipeline's text encoders on `meta`, by name."""
+    folder = Path(request.model)
+    index = read_index(folder)
+    for encoder in detect_family(folder).text_encoders:
+        if (index.get(encoder.component) or [None])[0]:
+            yield encoder.component, empty_text_encoder(folder, encoder.component)
+
+
+def _largest_layer(network: Network, request: GpuStepRequest, dtype: torch.dtype) -> int:
+    """Bytes of the largest layer of the denoiser and the text encoders in a dtype."""
+    models = (network.denoiser, *(part for _, part in _text_encoders(request)))
+    layers = (layer for model in models for layer in model.modules())
+    sizes = (sum(p.numel() for p in layer.parameters(recurse=False)) for layer in layers)
+    return max(sizes) * dtype.itemsize
 
 
 def _empty_vae(request: GpuStepRequest) -> Any:

@@ -42,10 +42,13 @@ class StepMemory:
     """Memory of a step in bytes, and its FLOPs.
 
     In sampling, `weights` are those of the whole pipeline, and what training alone needs is 0.
+    `offloaded` are those of a pipeline whose layers are offloaded: the VAE, and two layers of the
+    largest size, one of which runs while the other is copied.
     """
 
     parameters: int  # number of trained parameters
     weights: int  # of the network, trained or not
+    offloaded: int  # of a pipeline whose layers are offloaded; 0 in training
     encoders: int  # of text encoders and VAE, which training loads to draw samples
     optimizer: int  # state of the requested optimizer; of AdamW if that is adamw_8bit
     optimizer_8bit: int  # state of adamw_8bit

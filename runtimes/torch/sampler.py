@@ -23,6 +23,7 @@ from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.initial_noise import NoiseBatch
 from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.offload import offload_layers
 from runtimes.torch_models.loading import load_text_encoder
 from runtimes.torch_models.make_scheduler import make_scheduler
 
@@ -36,6 +37,7 @@ class Sampler(PipelineSampler):
         device_hooks: device of the pipeline.
         dtype: of the loaded components.
         vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        offload: whether text encoders are on the device layer by layer; so is the denoiser given.
 
     Raises:
         WrongInput: a component is missing or cannot be loaded.
@@ -48,6 +50,8 @@ class Sampler(PipelineSampler):
         device_hooks: DeviceHooks,
         dtype: torch.dtype = torch.float32,
         vae: Path | None = None,
+        *,
+        offload: bool = False,
     ) -> None:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
         family = detect_family(folder)
@@ -77,7 +81,13 @@ class Sampler(PipelineSampler):
                 f"model {folder}: the pipeline does not load: {one_line(error)}"
             ) from None
         self._device_hooks = device_hooks
-        pipe = pipe.to(device_hooks.device)
+        if offload:
+            pipe.vae.to(device_hooks.device)
+            for name in (encoder.component for encoder in family.text_encoders):
+                if (part := getattr(pipe, name)) is not None:
+                    offload_layers(part, device_hooks.device)
+        else:
+            pipe = pipe.to(device_hooks.device)
         super().__init__(pipe, family, make_scheduler, pads_batches=device_hooks.pads_batches)
 
     @torch.no_grad()  # not inference_mode: FSDP trains with the tensors that it gathers here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment
+from runtimes.torch_models.int8_linear import Int8Linear
 
 _aten: Any = torch.ops.aten
 #: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.
@@ -77,7 +79,7 @@ class LiveMemory(TorchDispatchMode):
         if func._overloadpacket in FLOPS:
             flops = FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
             self.flops += flops
-            if backward and torch.is_grad_enabled():
+            if backward and (torch.is_grad_enabled() or _in_int8_linear()):
                 self.recomputed_flops += flops
         forward = torch.is_grad_enabled() and not backward
         kind = "activations" if forward else "temporaries"
@@ -134,6 +136,14 @@ class LiveMemory(TorchDispatchMode):
         changes[(*rows, 0)] = signs * np.where(grows, 0, _aligned(size))
         changes[(*rows, 1)] = signs * np.where(grows, size // self.samples, 0)
         return changes.cumsum(axis=0)
+
+
+def _in_int8_linear() -> bool:
+    """Whether an 8-bit layer's forward pass runs; its autograd function disables gradients."""
+    frame, code = sys._getframe(), Int8Linear.forward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def prime_batch_size(sizes: Iterable[int]) -> int:

@@ -25,6 +25,7 @@ from runtimes.torch_models.encode_token_ids import (
     encode_in_step,
 )
 from runtimes.torch_models.gradient_checkpointing import recompute
+from runtimes.torch_models.int8_linear import quantize_blocks
 from runtimes.torch_models.loading import (
     empty_denoiser,
     empty_text_encoder,
@@ -68,7 +69,7 @@ class Network(torch.nn.Module):
     def load(cls, job: TrainJob, settings: Train) -> Network:
         """Load the trained components to the CPU.
 
-        Trained weights are float32; base weights under adapters have the compute dtype.
+        Trained weights are float32; base weights under adapters have the compute dtype, or 8 bits.
 
         Raises:
             WrongInput: weights are missing, damaged or do not match their config.
@@ -79,6 +80,7 @@ class Network(torch.nn.Module):
         else:
             folder = job.model_folder / family.denoiser
             denoiser = load_denoiser(folder, _dtype(settings), config, settings.seed)
+            _set_base_precision(denoiser, settings)
         return cls._of(family, denoiser, job, settings)
 
     @classmethod
@@ -143,14 +145,16 @@ class Network(torch.nn.Module):
         family, dtype = detect_family(folder), _dtype(settings)
         base = folder / family.denoiser
         config = trained_config(read_denoiser_config(folder), settings, denoiser_config)
-        parts, frozen = {family.denoiser: empty_denoiser(base, config)}, list[torch.nn.Module]()
+        denoiser = empty_denoiser(base, config).to(dtype)
+        _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
+        parts, frozen = {family.denoiser: denoiser}, list[torch.nn.Module]()
         texts = ((name, empty_text_encoder(folder, name)) for name in family.clip_encoders)
         if settings.train_text_encoder:
-            parts |= texts
+            parts |= {name: text.to(dtype) for name, text in texts}
         elif text_dtype is not None:
             kind = getattr(torch, text_dtype)
             frozen = [text.to(kind).to_empty(device="cpu") for _, text in texts]
-        parts = {name: part.to(dtype).to_empty(device="cpu") for name, part in parts.items()}
+        parts = {name: part.to_empty(device="cpu") for name, part in parts.items()}
         return cls._prepared(family, parts, settings, frozen)
 
     @classmethod
@@ -259,3 +263,8 @@ def load_frozen_clip(folder: Path, family: Family, dtype: str) -> list[torch.nn.
 def _dtype(settings: Train) -> torch.dtype:
     """Dtype in which weights are loaded."""
     return torch.float32 if settings.method == "full" else getattr(torch, settings.compute_dtype)
+
+
+def _set_base_precision(denoiser: Any, settings: Train) -> None:
+    if settings.method == "lora" and settings.lora.base_precision == "int8":
+        quantize_blocks(denoiser)

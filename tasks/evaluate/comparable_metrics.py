@@ -49,6 +49,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
         family_facts=detect_family(given.base).key_facts,
         text_dtype=recipe.encode.text_dtype if has_holdout else None,
         flash_attention=recipe.train.mindspore.flash_attention,
+        offload=settings.offload,
     )
 
 

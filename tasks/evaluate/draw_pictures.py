@@ -101,9 +101,10 @@ class SamplingSpec:
     family_facts: dict[str, str] = field(default_factory=dict)  # Family.key_facts
     text_dtype: str | None = None  # as GenerateJob.text_dtype
     flash_attention: bool = True  # as train.mindspore.flash_attention
+    offload: bool = False  # as GenerateJob.offload
 
     def facts(self) -> dict[str, Any]:
-        """The settings that affect pictures or losses; runtime, device and batch size do not."""
+        """The settings that affect pictures or losses; where and how they are drawn does not."""
         held_out = {"latents": self.latents_digest, **self.holdout, **self.family_facts}
         return {
             "prompts": list(self.prompts),
@@ -235,6 +236,7 @@ def _job(
         vae=None if first.vae is None else str(first.vae),
         compiled=compiled,
         flash_attention=spec.flash_attention,
+        offload=spec.offload,
     )
 
 

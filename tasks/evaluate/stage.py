@@ -64,7 +64,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         mode="json",
         exclude={
             *("prompts", "clip", "image_encoder", "inception", "judges"),
-            *("device", "batch_size"),
+            *("device", "batch_size", "offload"),
         },
     )
     sets = list(recipe.evaluate.prompts)

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import attrgetter
 from typing import Any
 
 from configs.settings.recipe import Recipe
-from configs.settings.train import Train
 from tasks.gpu.estimate_peak_memory import Planner, executed_flops, micro_batch, with_train
 
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
@@ -19,6 +19,7 @@ CHANGES: tuple[Change, ...] = (
         {"gradient_checkpointing": "blocks", "cuda_graphs": False},
         "activations are computed twice",
     ),
+    ({"lora.base_precision": "int8"}, "8-bit weights of the frozen base"),
     ({"optimizer": "adamw_8bit"}, "8-bit moments; needs bitsandbytes"),
     ({"ema_decay": None, "ema_every_n_steps": 1}, "publishes the last weights, not their average"),
     ({"method": "lora"}, "trains adapters, not all weights; needs a higher learning_rate"),
@@ -50,7 +51,7 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
         usable: bytes for tensors.
     """
     smaller, sampling = _smaller_sampling(planner, recipe, usable)
-    changes = [change for change in CHANGES if _applies(change[0], recipe.train)]
+    changes = [change for change in CHANGES if _applies(change[0], recipe)]
     cheap = [change for change in changes if "method" not in change[0]]
     before = executed_flops(planner.step(recipe.train))
     found: list[Advice] = []
@@ -59,7 +60,7 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
     ):
         variant = with_train(smaller, settings)
         ratio = executed_flops(planner.step(variant.train)) / before
-        changed = {n: v for n, v in settings.items() if getattr(recipe.train, n) != v}
+        changed = {n: v for n, v in settings.items() if attrgetter(n)(recipe.train) != v}
         dotted = {f"train.{name}": value for name, value in changed.items()} | sampling
         found.append(Advice(dotted, planner.peaks(variant).largest, ratio, notes))
     return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
@@ -97,18 +98,32 @@ def _merged(changes: Sequence[Change]) -> tuple[dict[str, Any], tuple[str, ...]]
 def _smaller_sampling(
     planner: Planner, recipe: Recipe, usable: int
 ) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe with the largest evaluate.batch_size whose sampling fits, and that setting."""
-    for size in range(recipe.evaluate.batch_size, 0, -1):
-        evaluate = recipe.evaluate.model_copy(update={"batch_size": size})
-        variant = recipe.model_copy(update={"evaluate": evaluate})
-        if planner.peaks(variant).sampling <= usable:
-            unchanged = size == recipe.evaluate.batch_size
-            return variant, {} if unchanged else {"evaluate.batch_size": size}
+    """The recipe with the largest evaluate.batch_size whose sampling fits, and what it changes.
+
+    Layers are offloaded only if no batch fits without.
+    """
+    given = recipe.evaluate
+    sizes = range(given.batch_size, 0, -1)
+    for offload in sorted({given.offload, given.offload or recipe.runtime == "torch"}):
+        for size in sizes:
+            evaluate = given.model_copy(update={"batch_size": size, "offload": offload})
+            variant = recipe.model_copy(update={"evaluate": evaluate})
+            if planner.peaks(variant).sampling <= usable:
+                changed = {"batch_size": size, "offload": offload}
+                return variant, {
+                    f"evaluate.{name}": value
+                    for name, value in changed.items()
+                    if getattr(given, name) != value
+                }
     return recipe, {}
 
 
-def _applies(change: dict[str, Any], settings: Train) -> bool:
+def _applies(change: dict[str, Any], recipe: Recipe) -> bool:
     """Whether a change is one, and is permitted."""
+    settings = recipe.train
+    if "lora.base_precision" in change:
+        is_possible = recipe.runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
+        return is_possible and settings.method == "lora" and settings.lora.base_precision is None
     if "optimizer" in change:
         return settings.optimizer == "adamw"
     if "method" in change:

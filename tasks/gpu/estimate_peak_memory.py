@@ -22,7 +22,7 @@ from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
 from tasks.evaluate.prompts import sample_prompts
 
 #: Increment when the recorded step or the meaning of its bytes changes.
-VERSION = 1
+VERSION = 2
 PROCESSES = 2  # planners at once
 #: Train settings that affect the recorded step.
 STEP_SETTINGS = {
@@ -144,9 +144,10 @@ class Planner:
             within = self._get(self._sampling(settings.compute_dtype)).peak(batch)
             drawn = held + step.encoders + sum(within.values())
         evaluated = self._get(self._sampling(recipe.evaluate.dtype))
+        weights = evaluated.offloaded if recipe.evaluate.offload else evaluated.weights
         return Peaks(
             training=state | step.peak(samples, accumulating=several),
-            sampling=evaluated.weights + sum(evaluated.peak(recipe.evaluate.batch_size).values()),
+            sampling=weights + sum(evaluated.peak(recipe.evaluate.batch_size).values()),
             samples=drawn,
             checkpoint=held + step.largest,  # one array at a time is copied to the host
         )
@@ -164,8 +165,14 @@ class Planner:
 
 
 def with_train(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    """The recipe with other train settings."""
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
+    """The recipe with other train settings; names of nested ones are dotted."""
+    train = recipe.train
+    for name, value in settings.items():
+        section, _, nested = name.rpartition(".")
+        if section:
+            value = getattr(train, section).model_copy(update={nested: value})
+        train = train.model_copy(update={section or name: value})
+    return recipe.model_copy(update={"train": train})
 
 
 def micro_batch(settings: Train) -> tuple[int, bool]:

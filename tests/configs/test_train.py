@@ -29,6 +29,7 @@ def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[st
     [
         ({}, {"learning_rate": 1.0}),
         ({"method": "lora"}, {"lora": {"rank": 4}}),
+        ({"method": "lora"}, {"lora": {"base_precision": "int8"}}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"processes": 2}),
         ({"method": "lora", "lora": {"dropout": 0.1}}, {"micro_batch_size": 2}),
         ({"lr_scheduler": "polynomial"}, {"lr_power": 2.0}),
@@ -38,6 +39,10 @@ def test_key_ignores_settings_without_effect(one: dict[str, Any], other: dict[st
 )
 def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, Any]) -> None:
     assert key_settings(Train(**common)) != key_settings(Train(**common, **change))
+
+
+def test_keys_of_adapters_are_those_of_before_their_base_had_a_precision() -> None:
+    assert "base_precision" not in key_settings(Train(method="lora"))["lora"]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +67,11 @@ def test_key_has_settings_with_effect(common: dict[str, Any], change: dict[str, 
             {"cuda_graphs": True, "gradient_checkpointing": "selective"},
             "requires gradient_checkpointing: none",
         ),
+        (
+            {"method": "lora", "lora": {"base_precision": "int8"}, "processes": 2, "fsdp": "all"},
+            "base_precision requires unsharded weights: set fsdp to 1",
+        ),
+        ({"lora": {"base_precision": "int8", "dora": True}}, "int8 requires dora: false"),
         ({"ema_every_n_steps": 2}, "ema_every_n_steps has no effect with ema_decay: null"),
         ({"allow_tf32": True, "mixed_precision": "bf16"}, "allow_tf32 has no effect with"),
         ({"cuda_graphs": True, "lora": {"dropout": 0.1}}, "requires lora.dropout: 0"),

@@ -45,7 +45,8 @@ class Steps:
         }
         found = StepMemory(
             parameters=trained // 4,
-            weights=GIB,
+            weights=GIB // 4 if "int8" in json.dumps(train) else GIB,
+            offloaded=GIB // 8 if sampling else 0,
             encoders=GIB,
             optimizer=2 * trained,
             optimizer_8bit=trained // 2,
@@ -178,6 +179,21 @@ def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -
     found = plan(1.8 / USABLE, **lora)
     assert not found.fits
     assert found.advice[0].settings == {"evaluate.batch_size": 3}
+
+
+def test_an_8_bit_base_and_offloading_are_advised(plan: Callable[..., GpuPlan]) -> None:
+    """Offloading is, only if no sampling batch fits without."""
+    lora = {"method": "lora", "gradient_checkpointing": "blocks", "micro_batch_size": 1}
+    (only,) = plan(1.1 / USABLE, **lora).advice
+    assert only.settings == {
+        "train.lora.base_precision": "int8",
+        "evaluate.batch_size": 3,
+        "evaluate.offload": True,
+    }
+    assert gib(only.peak) == 1.0
+    assert only.options.startswith("-o train.lora.base_precision=int8 -o evaluate.batch_size=3")
+    (dora,) = plan(1.3 / USABLE, **lora, lora={"dora": True}).advice or [None]
+    assert dora is None
 
 
 def test_a_plan_is_that_of_a_linked_folders_config(tmp_path: Path) -> None:

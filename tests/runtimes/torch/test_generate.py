@@ -83,6 +83,20 @@ def elsewhere(job: GenerateJob, folder: Path) -> GenerateJob:
     return replace(job, drawings=tuple(moved))
 
 
+def test_offloaded_layers_draw_the_same_pictures(job: GenerateJob, tmp_path: Path) -> None:
+    """Without a GPU, nothing moves: the hooks are there, and change no picture."""
+    from diffusers.hooks.group_offloading import _is_group_offload_enabled
+
+    plain, _ = generate(job)
+    pipeline = torch_generate.ThePipeline(replace(job, offload=True))
+    pipeline.load(job.drawings[0])
+    pipeline.draw(PROMPTS[:1], 0)
+    drawn_by = pipeline._sampler._pipe
+    assert all(map(_is_group_offload_enabled, (drawn_by.unet, drawn_by.text_encoder_2)))
+    again, _ = generate(elsewhere(replace(job, offload=True), tmp_path / "offloaded"))
+    assert again == plain
+
+
 def test_the_device_holds_one_denoiser_at_a_time(
     job: GenerateJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
