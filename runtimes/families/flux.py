@@ -9,12 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.patch_transformer import PATCH, TEXT_STREAM, PatchTransformer, pack, unpack
 
-_PATCH = 2  # latent pixels along one side of a patch
 _TOP = {
     "x_embedder": "img_in",
     "context_embedder": "txt_in",
@@ -84,7 +81,7 @@ def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
     return KohyaLayer(f"{block}.{name}", position * width, rows)
 
 
-class Flux(Family):
+class Flux(PatchTransformer):
     """prompt_embeds has T5's states, with padding; pooled_prompt_embeds CLIP's pooled output.
 
     The pipeline gives T5 no attention mask, so the states of padding depend on the caption, and
@@ -96,17 +93,14 @@ class Flux(Family):
 
     name = "flux"
     pipelines = ("FluxPipeline",)
-    denoiser, denoiser_class = "transformer", "FluxTransformer2DModel"
+    denoiser_class = "FluxTransformer2DModel"
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
         TextEncoder("text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"),
         TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),
     )
-    attention_layers: ClassVar[tuple[str, ...]] = (
-        *Family.attention_layers,
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
-    )
+    attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
     guidance_input = True
     num_inference_steps, guidance_scale = 28, 3.5
     refused_devices: ClassVar[Mapping[str, str]] = {
@@ -122,25 +116,13 @@ class Flux(Family):
     def text_tokens(self, config: Mapping[str, Any]) -> int:
         return 512 if self.takes_guidance(config) else 256
 
-    def latent_multiple(self, config: Mapping[str, Any]) -> int:
-        return _PATCH
-
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
-        return int(config["in_channels"]) // _PATCH**2
-
-    def sample_size(self, config: Mapping[str, Any]) -> int:
-        return 128  # FluxPipeline.default_sample_size
-
-    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
-        return np.linspace(1.0, 1 / steps, steps)
-
     def pipeline_latents(self, noise: Any) -> Any:
         return pack(noise)
 
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        rows, columns = (size // _PATCH for size in noisy_latents.shape[-2:])
+        rows, columns = (size // PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         guided = self.takes_guidance(denoiser.config)
         predicted = denoiser(
@@ -156,26 +138,11 @@ class Flux(Family):
         return unpack(predicted, rows, columns)
 
 
-def pack(latents: Any) -> Any:
-    """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (C, 2, 2)."""
-    batch, channels, height, width = latents.shape
-    rows, columns = height // _PATCH, width // _PATCH
-    patches = latents.reshape(batch, channels, rows, _PATCH, columns, _PATCH)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
-
-
-def unpack(patches: Any, rows: int, columns: int) -> Any:
-    """The inverse of `pack`, for patches [B, rows * columns, 4 C]."""
-    batch = len(patches)
-    values = patches.reshape(batch, rows, columns, -1, _PATCH, _PATCH).permute(0, 3, 1, 4, 2, 5)
-    return values.reshape(batch, -1, rows * _PATCH, columns * _PATCH)
-
-
 def positions(latents: Any) -> Any:
     """(0, row, column) of each patch of latents [B, C, h, w], for rotary embeddings: [N, 3] f32."""
     import torch  # runtimes without PyTorch import this module too
 
-    ones = torch.ones_like(latents[0, 0, ::_PATCH, ::_PATCH], dtype=torch.float32)
+    ones = torch.ones_like(latents[0, 0, ::PATCH, ::PATCH], dtype=torch.float32)
     places = torch.stack([ones - ones, ones.cumsum(0) - 1, ones.cumsum(1) - 1], dim=-1)
     return places.reshape(-1, 3)
 

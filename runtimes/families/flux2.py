@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.flux import BLOCK, FUSED_DOUBLE, pack, positions, unpack
+from runtimes.families.flux import BLOCK, FUSED_DOUBLE, positions
+from runtimes.families.patch_transformer import PATCH, TEXT_STREAM, PatchTransformer, pack, unpack
 from runtimes.objective.resolution_shift import ResolutionShift
 
-_PATCH = 2  # latent pixels along one side of a patch
 _STATISTICS = ("bn.running_mean", "bn.running_var")
 _TOP = {
     "x_embedder": "img_in",
@@ -63,7 +63,7 @@ def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
     return KohyaLayer(f"{block}.{name}", position * width, 3 * width)
 
 
-class Flux2(Family):
+class Flux2(PatchTransformer):
     """prompt_embeds concatenates the states of three layers of the Qwen3, with padding.
 
     The transformer gets no mask and attends to padding, whose states depend on the caption: all of
@@ -72,7 +72,7 @@ class Flux2(Family):
 
     name = "flux2"
     pipelines = ("Flux2KleinPipeline",)
-    denoiser, denoiser_class = "transformer", "Flux2Transformer2DModel"
+    denoiser_class = "Flux2Transformer2DModel"
     vae_class, default_scaling_factor = "AutoencoderKLFlux2", 1.0
     draws_latents = False  # Black Forest Labs' code never reads the log-variance
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
@@ -84,7 +84,7 @@ class Flux2(Family):
     guidance_scale = 4.0
     attention_layers: ClassVar[tuple[str, ...]] = (
         *Family.attention_layers,
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
+        *TEXT_STREAM,
         *("to_qkv_mlp_proj", "attn.to_out"),  # of single blocks, fused with the MLP's
     )
     refused_devices: ClassVar[Mapping[str, str]] = {
@@ -103,12 +103,6 @@ class Flux2(Family):
 
     def is_distilled(self, index: Mapping[str, Any]) -> bool:
         return bool(index.get("is_distilled", False))
-
-    def latent_multiple(self, config: Mapping[str, Any]) -> int:
-        return _PATCH
-
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
-        return int(config["in_channels"]) // _PATCH**2
 
     def latent_statistics(self, vae: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         """Mean and standard deviation of the VAE's batch normalisation, for each patch's pixels.
@@ -130,12 +124,6 @@ class Flux2(Family):
         mean, variance = (found[name] for name in _STATISTICS)
         std = np.sqrt(variance + np.float32(config.get("batch_norm_eps", 1e-4)))
         return {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
-
-    def sample_size(self, config: Mapping[str, Any]) -> int:
-        return 128  # Flux2KleinPipeline.default_sample_size
-
-    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
-        return np.linspace(1.0, 1 / steps, steps)
 
     def sampling_shift(self, shift: ResolutionShift, tokens: int, steps: int) -> float:
         """Black Forest Labs' fit: mu is linear in tokens, and below 4300 tokens also in steps.
@@ -163,14 +151,14 @@ class Flux2(Family):
 
     def pipeline_latents(self, noise: Any) -> Any:
         """Patches as channels [B, 4 C, h / 2, w / 2]."""
-        rows, columns = (size // _PATCH for size in noise.shape[-2:])
+        rows, columns = (size // PATCH for size in noise.shape[-2:])
         patches = pack(noise).permute(0, 2, 1).reshape(len(noise), -1, rows, columns)
         return patches.contiguous()  # the reshaped view is in channels_last
 
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        rows, columns = (size // _PATCH for size in noisy_latents.shape[-2:])
+        rows, columns = (size // PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         predicted = denoiser(
             pack(noisy_latents),

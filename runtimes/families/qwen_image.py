@@ -10,18 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.flux import pack, unpack
-from runtimes.families.z_image import calling
+from runtimes.families.patch_transformer import (
+    PATCH,
+    TEXT_STREAM,
+    PatchTransformer,
+    calling,
+    pack,
+    unpack,
+)
 
-_PATCH = 2  # latent pixels along one side of a patch
 
-
-class QwenImage(Family):
+class QwenImage(PatchTransformer):
     """prompt_embeds is as long as the caption; the VAE is a video's, with pictures of one frame."""
 
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)
-    denoiser, denoiser_class = "transformer", "QwenImageTransformer2DModel"
+    denoiser_class = "QwenImageTransformer2DModel"
     vae_class, default_scaling_factor = "AutoencoderKLQwenImage", 1.0
     blocks = ("QwenImageTransformerBlock",)
     chained_blocks = blocks
@@ -36,10 +40,7 @@ class QwenImage(Family):
     )
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     guidance_scale = 4.0  # the pipeline's true_cfg_scale
-    attention_layers: ClassVar[tuple[str, ...]] = (
-        *Family.attention_layers,
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
-    )
+    attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
@@ -61,23 +62,11 @@ class QwenImage(Family):
     def decode_latents(self, vae: Any, latents: Any) -> Any:
         return vae.decode(latents.unsqueeze(2), return_dict=False)[0].squeeze(2)
 
-    def latent_multiple(self, config: Mapping[str, Any]) -> int:
-        return _PATCH
-
-    def latent_channels(self, config: Mapping[str, Any]) -> int:
-        return int(config["in_channels"]) // _PATCH**2
-
-    def sample_size(self, config: Mapping[str, Any]) -> int:
-        return 128  # QwenImagePipeline.default_sample_size
-
-    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
-        return np.linspace(1.0, 1 / steps, steps)
-
     def guide(self, unconditional: Any, conditional: Any, weight: Any) -> Any:
         """The guided prediction of a patch has the norm of the conditional one."""
         guided = super().guide(unconditional, conditional, weight)
         batch, channels, height, width = guided.shape
-        parted = (batch, channels, height // _PATCH, _PATCH, width // _PATCH, _PATCH)
+        parted = (batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
         given, wanted = guided.reshape(parted), conditional.reshape(parted)
         ratio = (_square(wanted) / _square(given)) ** 0.5
         return (given * ratio).reshape(guided.shape)
@@ -105,7 +94,7 @@ class QwenImage(Family):
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
         """The rotary factors are computed here, on the latents' device."""
-        rows, columns = (size // _PATCH for size in noisy_latents.shape[-2:])
+        rows, columns = (size // PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         rope = partial(rotations, denoiser.pos_embed, rows, columns, text.shape[1])
         with calling(denoiser.pos_embed, lambda *_, device, **__: rope(device)):

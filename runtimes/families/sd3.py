@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from runtimes.families.family import Family, TextEncoder
+from runtimes.families.patch_transformer import TEXT_STREAM
 
 _CLIP = ("CLIPTextModelWithProjection",)
 
@@ -28,10 +29,7 @@ class SD3(Family):
         TextEncoder("text_encoder_3", ("T5EncoderModel",), "t5", tokens=256, optional=True),
     )
     num_inference_steps, guidance_scale = 28, 7.0
-    attention_layers: ClassVar[tuple[str, ...]] = (
-        *Family.attention_layers,
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),  # layers of the text stream
-    )
+    attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:
         return int(config.get("patch_size", 2))

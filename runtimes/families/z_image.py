@@ -6,28 +6,26 @@ computes the same with masks, in one shape for all captions, as XLA needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.family import KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.patch_transformer import PATCH, PatchTransformer, calling
 
-_PATCH = 2  # latent pixels along one side of a patch
 #: Name of the embedder and the final layer: a patch's side, and its frames.
-_SIZES = f"{_PATCH}-1"
+_SIZES = f"{PATCH}-1"
 _MULTIPLE = 32  # captions and images are padded to such a number of tokens
 
 
-class ZImage(Family):
+class ZImage(PatchTransformer):
     """prompt_embeds is as long as the caption: the transformer has a learned token for padding."""
 
     name = "z_image"
     pipelines = ("ZImagePipeline",)
-    denoiser, denoiser_class = "transformer", "ZImageTransformer2DModel"
+    denoiser_class = "ZImageTransformer2DModel"
     draws_latents = False  # as diffusers' train_dreambooth_lora_z_image.py
     blocks = ("ZImageTransformerBlock",)
     chained_blocks = blocks
@@ -63,14 +61,8 @@ class ZImage(Family):
         """The pipeline adds scale (conditional - unconditional) to the conditional: 0 is none."""
         return super().guidance_weight(sampler) + 1
 
-    def latent_multiple(self, config: Mapping[str, Any]) -> int:
-        return _PATCH
-
-    def sample_size(self, config: Mapping[str, Any]) -> int:
-        return 128  # ZImagePipeline draws 1024 x 1024 pixels
-
-    def sigmas(self, steps: int) -> NDArray[np.float64] | None:
-        return np.linspace(1.0, 1 / steps, steps)
+    def latent_channels(self, config: Mapping[str, Any]) -> int:
+        return int(config["in_channels"])  # the transformer cuts the patches itself
 
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
@@ -79,16 +71,6 @@ class ZImage(Family):
         text, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
         with calling(denoiser, partial(forward, denoiser)):
             return -denoiser(noisy_latents, (1000 - timesteps) / 1000, text, mask)
-
-
-@contextmanager
-def calling(module: Any, function: Any) -> Iterator[None]:
-    """Within the context, calls of a module run `function`, with the module's hooks as ever."""
-    module.forward = function
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) -> Any:
@@ -103,7 +85,7 @@ def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) 
     """
     import torch
 
-    rows, columns = (size // _PATCH for size in latents.shape[-2:])
+    rows, columns = (size // PATCH for size in latents.shape[-2:])
     adaln = model.t_embedder(time * model.t_scale).type_as(latents)
     missing = -prompt_embeds.shape[1] % _MULTIPLE
     mask = torch.nn.functional.pad(mask.float(), (0, missing))
@@ -144,17 +126,15 @@ def _run(model: Any, layer: Any, *given: Any) -> Any:
 def patches(latents: Any) -> Any:
     """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (2, 2, C)."""
     batch, channels, height, width = latents.shape
-    rows, columns = height // _PATCH, width // _PATCH
-    parted = latents.reshape(batch, channels, rows, _PATCH, columns, _PATCH)
+    rows, columns = height // PATCH, width // PATCH
+    parted = latents.reshape(batch, channels, rows, PATCH, columns, PATCH)
     return parted.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
 
 
 def from_patches(values: Any, rows: int, columns: int) -> Any:
     """The inverse of `patches`, for patches [B, rows * columns, 4 C]."""
-    parted = values.reshape(len(values), rows, columns, _PATCH, _PATCH, -1)
-    return parted.permute(0, 5, 1, 3, 2, 4).reshape(
-        len(values), -1, rows * _PATCH, columns * _PATCH
-    )
+    parted = values.reshape(len(values), rows, columns, PATCH, PATCH, -1)
+    return parted.permute(0, 5, 1, 3, 2, 4).reshape(len(values), -1, rows * PATCH, columns * PATCH)
 
 
 def image_positions(latents: Any, ends: Any, padding: int) -> Any:
@@ -167,7 +147,7 @@ def image_positions(latents: Any, ends: Any, padding: int) -> Any:
     """
     import torch
 
-    ones = torch.ones_like(latents[:, 0, ::_PATCH, ::_PATCH], dtype=torch.float32)
+    ones = torch.ones_like(latents[:, 0, ::PATCH, ::PATCH], dtype=torch.float32)
     axes = [ones * (ends[:, None, None] + 1), ones.cumsum(1) - 1, ones.cumsum(2) - 1]
     places = torch.stack(axes, dim=-1).flatten(1, 2)
     return torch.nn.functional.pad(places, (0, 0, 0, padding))
