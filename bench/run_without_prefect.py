@@ -22,11 +22,6 @@ from configs.settings.recipe import Recipe
 Build = Callable[[Draft], dict[str, Any]]
 
 
-def no_scores(strip: bytes) -> dict[str, float]:
-    """Scores of sample pictures; there are none because the job has no prompts."""
-    raise AssertionError("there are no prompts")
-
-
 def no_progress(done: int, total: int, text: str = "") -> None:
     """Ignore the progress of a stage."""
 
@@ -62,12 +57,7 @@ class Stages:
         return self._stage(
             train.key_parts(self._recipe, latents, self._model, Path(self._recipe.evaluate.clip)),
             lambda draft: train.build(
-                self._recipe,
-                latents,
-                self._model,
-                None,
-                (),
-                no_scores,
+                *(self._recipe, latents, self._model, None, None),
                 draft,
                 cast(Any, no_progress),
             ),

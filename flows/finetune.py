@@ -40,8 +40,6 @@ from tasks.code_versions import versions
 from tasks.encode import stage as encode_stage
 from tasks.evaluate import stage as evaluate_stage
 from tasks.evaluate.evaluation_inputs import EvalInputs
-from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish_stage
 from tasks.publish.register import register, show_version
@@ -110,19 +108,15 @@ def train(run: Run, latents: StageResult) -> StageResult:
     encoded = latents.load(run.store)
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(encoded.uri))
-    prompts = sample_prompts(run.recipe)
-    score = SampleScorer(run.recipe.evaluate.judges, run.measuring.clip, prompts)
-    parts = train_stage.key_parts(run.recipe, encoded, run.base, run.measuring.clip)
+    clip = run.measuring.clip
+    parts = train_stage.key_parts(run.recipe, encoded, run.base, clip)
     is_judged = publish_stage.STAGE in run.stages and run.force is None and run.champion is None
     if is_judged and run.store.find(train_stage.STAGE, parts.key) is None:
         with failing("train"):  # weights in the store may have been published before
             check_rivals_held_out(run.recipe, run.store, encoded)
     progress = run.begin(parts)
-    build = partial(
-        train_stage.build,
-        *(run.recipe, encoded, run.base, run.vae, prompts, score),
-        progress=progress,
-    )
+    given = (run.recipe, encoded, run.base, run.vae, clip)
+    build = partial(train_stage.build, *given, progress=progress)
     parents = {"latents": encoded}
     result = build_or_reuse(
         run.store, parts, build, parents=parents, send=run.send(parts, progress, [latents])

@@ -29,8 +29,6 @@ from flows.task_states import ended
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.build_or_reuse import StageResult, build_or_reuse, failing
-from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.score_training_samples import SampleScorer
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, select_new_and_replayed
@@ -90,14 +88,12 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
-        models = (run.base, run.measuring.clip)
-        parts = train_stage.key_parts(recipe, selected, *models, start, encoded)
-    prompts = sample_prompts(recipe)
-    score = SampleScorer(recipe.evaluate.judges, run.measuring.clip, prompts)
+        clip = run.measuring.clip
+        parts = train_stage.key_parts(recipe, selected, run.base, clip, start, encoded)
     progress = run.begin(parts)
     build = partial(
         continue_training.build,
-        *(recipe, selected, run.base, run.vae, prompts, score, start, encoded),
+        *(recipe, selected, run.base, run.vae, clip, start, encoded),
         progress=progress,
     )
     parents = {"latents": selected, "start": start}

@@ -25,12 +25,12 @@ from tasks.child_process import run_job
 from tasks.copy_checkpoint import copy_checkpoint
 from tasks.evaluate.draw_pictures import sampler_settings
 from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.score_training_samples import sample_metrics
+from tasks.evaluate.score_training_samples import SampleScorer, sample_metrics
 from tasks.panels import Chart, Facts, Panel, Strip, Table
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress
 from tasks.tpu import launch
-from tasks.training_events import FIGURES, Score, Watch
+from tasks.training_events import FIGURES, Watch
 
 STAGE = "train"
 VERSION = 2
@@ -99,8 +99,7 @@ def build(
     latents: Artifact,
     model_folder: Path,
     vae_folder: Path | None,
-    sample_prompts: tuple[str, ...],
-    score: Score,
+    clip: Path | None,
     draft: Draft,
     progress: Progress,
     *,
@@ -112,12 +111,15 @@ def build(
     Training resumes from a checkpoint there, or of a run that differs only in its steps.
 
     Args:
+        clip: folder of the CLIP model that scores sample pictures; None: none are drawn.
         adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
         holdout: latents with the held-out samples; None: `latents`.
     """
     settings = settings_for(recipe.train, open_latents(latents.uri).training)
     if not settings.weights_depend_on_steps:
         copy_checkpoint(draft, settings)
+    prompts = () if clip is None else sample_prompts(recipe)
+    score = None if clip is None else SampleScorer(recipe.evaluate.judges, clip, prompts)
     job = TrainJob(
         runtime=recipe.runtime,
         model=str(model_folder),
@@ -126,7 +128,7 @@ def build(
         train=settings.model_dump(mode="json"),
         work=draft.uri,
         out=draft.uri,
-        sample_prompts=sample_prompts,
+        sample_prompts=prompts,
         sampler=sampler_settings(recipe.evaluate, "batch_size"),
         denoiser_config=replacement_config(recipe.train),
         compiled=draft.store.compiled_url,

@@ -36,7 +36,7 @@ class Watch:
 
     progress: Progress
     fs: AbstractFileSystem
-    score: Score
+    score: Score | None  # None: the job has no prompts, so nothing is drawn
     facts: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> of its samples
@@ -92,6 +92,7 @@ class Watch:
         return [{"step": step, **self.scores[step]} for step in sorted(self.scores)]
 
     def _score(self, step: int, path: str) -> None:
+        assert self.score is not None
         try:
             found = self.score(bytes(self.fs.cat_file(path)))
         except Exception as error:  # a score must not stop a run; the evaluation reports the error

@@ -58,7 +58,7 @@ def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
     assert latents is not None
     draft = Store(str(store)).draft(KeyParts(train.STAGE, train.VERSION, {}, {}))
     model, progress = Path(recipe.model.path), Progress(train.STAGE)
-    train.build(recipe, latents, model, None, (), lambda png: {}, draft, progress)
+    train.build(recipe, latents, model, None, None, draft, progress)
     return Path(draft.uri)
 
 

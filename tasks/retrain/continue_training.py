@@ -16,7 +16,6 @@ from runtimes.contract import WrongInput
 from tasks import train
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights
-from tasks.training_events import Score
 
 #: Settings that the weights of a start fix.
 FIXED = (
@@ -68,8 +67,7 @@ def build(
     selection: Artifact,
     base: Path,
     vae: Path | None,
-    prompts: tuple[str, ...],
-    score: Score,
+    clip: Path,
     start: Artifact,
     latents: Artifact,
     draft: Draft,
@@ -81,7 +79,7 @@ def build(
         latents: of all rows of the source. Their held-out samples validate the run, whichever
             shards are selected: few selected shards may have none.
     """
-    given = (vae, prompts, score, draft, progress)
+    given = (vae, clip, draft, progress)
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
     with starting_model(base, start) as folder:
         return train.build(recipe, selection, folder, *given, adapters=adapters, holdout=latents)

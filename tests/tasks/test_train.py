@@ -226,6 +226,6 @@ def test_the_job_checks_the_lock_of_its_builder(
     parts, latents = KeyParts("train", 1, {}, {}), Artifact(store, "encode", "0" * 64, {})
     with store.lock("train", parts.key) as lock, pytest.raises(StageFailed, match="enough"):
         draft = store.draft(parts, lock)
-        train.build(recipe, latents, tmp_path, None, (), lambda png: {}, draft, Progress("train"))
+        train.build(recipe, latents, tmp_path, None, None, draft, Progress("train"))
     with pytest.raises(LockLost):  # released
         jobs[0].check_lock()
