@@ -33,6 +33,7 @@ class Measurements:
         runtime: Runtime,
         holdout: Holdout | None,
         ranking: CheckpointRanking,
+        recorder: Recorder,
         trackers: Trackers,
         events: Events,
         stop: Stop,
@@ -41,6 +42,7 @@ class Measurements:
         self._runtime = runtime
         self._holdout = holdout
         self._ranking = ranking
+        self._recorder = recorder
         self._trackers = trackers
         self._events = events
         self._stop = stop
@@ -51,26 +53,26 @@ class Measurements:
     def holdout_loss_due(self, step: int) -> bool:
         """Whether the held-out loss is due at a step."""
         interval = self._settings.holdout_loss.every_n_steps
-        return _due(step, interval) or self._ranking.needs_holdout_loss(step)
+        return is_due(step, interval) or self._ranking.needs_holdout_loss(step)
 
     def samples_due(self, step: int) -> bool:
         """Whether sample pictures are due at a step."""
-        due = _due(step, self._settings.sample_every_n_steps) or self._ranking.needs_samples(step)
+        due = is_due(step, self._settings.sample_every_n_steps) or self._ranking.needs_samples(step)
         return self._samples.requested() and due
 
-    def lacks_holdout_loss(self, step: int, recorder: Recorder) -> bool:
+    def lacks_holdout_loss(self, step: int) -> bool:
         """Whether the held-out loss of the resumed step is due but not recorded."""
-        return self.holdout_loss_due(step) and VALIDATION_LOSS not in recorder.last_record()
+        return self.holdout_loss_due(step) and VALIDATION_LOSS not in self._recorder.last_record()
 
-    def lacks_samples(self, step: int, recorder: Recorder) -> bool:
+    def lacks_samples(self, step: int) -> bool:
         """Whether sample pictures of the resumed step, or their score, are due but missing."""
         if not self.samples_due(step):
             return False
-        scored = self._ranking.field in recorder.last_record()
+        scored = self._ranking.field in self._recorder.last_record()
         missing = self._ranking.needs_samples(step) and not scored
         return bool(self._runtime.broadcast(missing or not self._samples.exist(step)))
 
-    def measure_holdout_loss(self, step: int, recorder: Recorder) -> None:
+    def measure_holdout_loss(self, step: int) -> None:
         """Measure the held-out loss and record it."""
         if self._holdout is None:
             return
@@ -83,11 +85,11 @@ class Measurements:
             self._events.emit("warning", message=message)
             return
         figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
-        recorder.amend_last(**figures)
+        self._recorder.amend_last(**figures)
         self._events.emit("validation", step=step, loss=found.loss, error=found.error)
         self._trackers.scalars(step, figures)
 
-    def sample(self, step: int, recorder: Recorder) -> None:
+    def sample(self, step: int) -> None:
         """Draw the sample pictures; record their score if `ranking` needs it."""
         needed = self._ranking.needs_samples(step)
         if self._runtime.any_rank(self._stop.requested):
@@ -95,21 +97,22 @@ class Measurements:
             return
         drawn = self._samples.draw(step)
         if needed:
-            self._record_score(step, recorder, drawn=drawn)
+            self._record_score(step, drawn=drawn)
 
     def _is_last(self, step: int) -> bool:
         return step == self._settings.steps
 
-    def _record_score(self, step: int, recorder: Recorder, *, drawn: bool) -> None:
+    def _record_score(self, step: int, *, drawn: bool) -> None:
         """Add the score of the samples to the history of rank 0, which chooses."""
         scores: dict[str, float] | None = {}
         if drawn:
             scores = self._samples.scores(step, lambda: self._stop.requested)
         self.interrupted |= self._runtime.any_rank(scores is None)
         if scores and (score := scores.get(self._ranking.field)) is not None:
-            recorder.amend_last(**{self._ranking.field: score})
+            self._recorder.amend_last(**{self._ranking.field: score})
             self._trackers.scalars(step, {self._ranking.field: score})
 
 
-def _due(step: int, interval: int) -> bool:
+def is_due(step: int, interval: int) -> bool:
+    """Whether a step ends an interval; an interval of 0 has no end."""
     return bool(interval) and step % interval == 0

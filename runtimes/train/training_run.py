@@ -19,7 +19,7 @@ from runtimes.train.best_checkpoint import CheckpointRanking
 from runtimes.train.detect_divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
-from runtimes.train.measurements import Measurements
+from runtimes.train.measurements import Measurements, is_due
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
@@ -36,7 +36,6 @@ class TrainingRun:
         step: number of completed optimizer steps.
         done: whether the last step, or an early stop, is reached and scored.
         skipped: numbers (from 0) of the batches that divergence has excluded.
-        recorder: history and progress; `resume` creates it.
     """
 
     def __init__(
@@ -67,8 +66,28 @@ class TrainingRun:
         self._profiling = Profiling(settings.profile, job.work, runtime)
         self._divergence = DivergenceDetector(settings.divergence)
         self._ranking = CheckpointRanking(settings)
+        peak = settings.peak_tflops
+        self._recorder = Recorder(
+            events,
+            trackers,
+            runtime,
+            self._divergence,
+            total=settings.steps,
+            batch_size=settings.global_batch_size,
+            peak=runtime.peak_flops() if peak is None else peak * 1e12,
+        )
         self._measurements = Measurements(
-            job, settings, runtime, holdout, self._ranking, trackers, events, stop
+            *(
+                job,
+                settings,
+                runtime,
+                holdout,
+                self._ranking,
+                self._recorder,
+                trackers,
+                events,
+                stop,
+            )
         )
         self._stops_early = False
         self.step = 0
@@ -82,16 +101,6 @@ class TrainingRun:
             WrongInput: the checkpoint was written with other settings, or the job's adapters are
                 of another model.
         """
-        peak = self._settings.peak_tflops
-        self.recorder = Recorder(
-            self._events,
-            self._trackers,
-            self._runtime,
-            self._divergence,
-            total=self._settings.steps,
-            batch_size=self._settings.global_batch_size,
-            peak=self._runtime.peak_flops() if peak is None else peak * 1e12,
-        )
         saved = own_checkpoint(self._checkpoints, self._runtime, self._job, self._settings)
         if saved is not None:
             self._restore(saved)
@@ -121,9 +130,9 @@ class TrainingRun:
         self._measure_missing()
 
     def _measure_missing(self) -> None:
-        if self._measurements.lacks_holdout_loss(self.step, self.recorder):
+        if self._measurements.lacks_holdout_loss(self.step):
             self._paused(self._measure_holdout_loss)
-        if self._measurements.lacks_samples(self.step, self.recorder):
+        if self._measurements.lacks_samples(self.step):
             self._paused(self._sample)
         self._check_early_stop()
 
@@ -132,7 +141,7 @@ class TrainingRun:
         if self._profiling.changes(self.step):
             self._paused(lambda: self._profiling.before(self.step))
         rate = learning_rate(self.step, self._settings)
-        self.recorder.add(batch, self._runtime.step(batch, rate), rate, self._newly_skipped())
+        self._recorder.add(batch, self._runtime.step(batch, rate), rate, self._newly_skipped())
         self.step += 1
 
     def after_step(self, waited: float) -> bool:
@@ -146,18 +155,18 @@ class TrainingRun:
         """
         settings = self._settings
         ends = self.step == settings.steps or self._ranking.is_candidate(self.step)
-        report = self._due(settings.logging_steps) or ends
+        report = is_due(self.step, settings.logging_steps) or ends
         loss = self._measurements.holdout_loss_due(self.step)
         sample = self._measurements.samples_due(self.step)
-        save = self._due(settings.checkpointing_steps)
+        save = is_due(self.step, settings.checkpointing_steps)
         if not (report or loss or save or sample):
             return True
-        self.recorder.synchronize()
+        self._recorder.synchronize()
         if (event := self._divergence_event()) is not None:
             self._roll_back(event)
             return False
         if report:
-            self.recorder.report(waited)
+            self._recorder.report(waited)
         if loss:
             self._paused(self._measure_holdout_loss)
         scored = sample and self._ranking.needs_samples(self.step)
@@ -177,7 +186,7 @@ class TrainingRun:
             CheckpointNotWritten: the store did not accept the checkpoint.
             Diverged: the run has diverged and may not roll back.
         """
-        self.recorder.synchronize()
+        self._recorder.synchronize()
         if self._divergence_event() is None:
             self._checkpoint_if_new()
         error = self._saver.wait()
@@ -194,16 +203,16 @@ class TrainingRun:
         self._runtime.shutdown()
         if not self._first:
             return
-        files = write_result(self._job, state, self.recorder.history)
+        files = write_result(self._job, state, self._recorder.history)
         self._events.emit(
             "result",
             files=[file.as_dict() for file in files],
             step=self.step,
             chosen_step=chosen,
-            chosen_because=self._ranking.reason(chosen, self.recorder.history),
+            chosen_because=self._ranking.reason(chosen, self._recorder.history),
             stopped_early=self._stops_early,
             samples_seen=self.step * self._settings.global_batch_size,
-            images_per_second=self.recorder.images_per_second,
+            images_per_second=self._recorder.images_per_second,
         )
 
     def __enter__(self) -> TrainingRun:
@@ -216,15 +225,12 @@ class TrainingRun:
         finally:
             self._saver.close()
 
-    def _due(self, interval: int) -> bool:
-        return bool(interval) and self.step % interval == 0
-
     def _paused(self, work: Callable[[], None]) -> None:
         """Run `work` and exclude its duration from the reported rates."""
-        self.recorder.synchronize()  # steps that still run on the device count as training time
+        self._recorder.synchronize()  # steps that still run on the device count as training time
         since = time.perf_counter()
         work()
-        self.recorder.exclude_since(since)
+        self._recorder.exclude_since(since)
 
     def _newly_skipped(self) -> list[int]:
         """Numbers of the skipped batches between the previous step's batch and this one's."""
@@ -232,21 +238,21 @@ class TrainingRun:
         return list(range(before + 1, batch_number(self.step, self.skipped)))
 
     def _measure_holdout_loss(self) -> None:
-        self._measurements.measure_holdout_loss(self.step, self.recorder)
+        self._measurements.measure_holdout_loss(self.step)
 
     def _sample(self) -> None:
-        self._measurements.sample(self.step, self.recorder)
+        self._measurements.sample(self.step)
 
     def _check_early_stop(self) -> None:
         if self._ranking.is_candidate(self.step):
-            stops = self._ranking.is_exhausted(self.recorder.history)
+            stops = self._ranking.is_exhausted(self._recorder.history)
             self._stops_early = bool(self._runtime.broadcast(int(stops)))
 
     def _restore_best(self) -> int:
         """Restore the best checkpoint by the rule, if any; returns its step."""
         if self._settings.best_checkpoint is None:
             return self.step
-        order = self._ranking.best_first(self.recorder.history)
+        order = self._ranking.best_first(self._recorder.history)
         if self.step in order:  # the last step's weights are in memory
             order = order[: order.index(self.step)]
         best = self._checkpoints.first_valid(order, self._runtime)
@@ -276,7 +282,7 @@ class TrainingRun:
             "denoiser_config": self._job.denoiser_config,
             "processes": Ranks.here().world,
         }
-        history, prune = list(self.recorder.history), not self._divergence.is_suspicious
+        history, prune = list(self._recorder.history), not self._divergence.is_suspicious
         best_first = self._ranking.best_first(history)
         self._saver.start(
             Snapshot(self.step, state, shapes, history, facts, since, best_first, prune)
@@ -321,5 +327,5 @@ class TrainingRun:
             self._measure_missing()
 
     def _restore(self, saved: Checkpoint) -> None:
-        self.step, self.skipped = restore(saved, self._runtime, self.recorder, self.skipped)
+        self.step, self.skipped = restore(saved, self._runtime, self._recorder, self.skipped)
         self._checkpointed_step = self.step
