@@ -134,7 +134,7 @@ class MetricSuite:
         features, scores = self._look(store, drawn, model, progress)
         found = self._clip_scores(features[CLIP]) | self._distances(features)
         found |= holdout_losses(read_losses(store, drawn), self.resampling)
-        closest = self._nearest(features)
+        closest = self.nearest_training(features)
         if closest is not None:
             found |= closest.metrics(self.memorization, self._by_prompt(self.prompts))
         return Measured(with_ranges(found | self._judged(scores)), closest)
@@ -162,11 +162,9 @@ class MetricSuite:
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
 
     def _clip_scores(self, features: Float32) -> dict[str, Estimate]:
-        return self._whole_and_by_set(CLIP_SCORE, clip_scores(features, self.text_features))
-
-    def _whole_and_by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
-        whole = {name: bootstrap.mean(scores, self._by_prompt(self.prompts))}
-        return whole | self._by_set(name, scores)
+        scores = clip_scores(features, self.text_features)
+        whole = {CLIP_SCORE: bootstrap.mean(scores, self._by_prompt(self.prompts))}
+        return whole | self._by_set(CLIP_SCORE, scores)
 
     def _by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
         summary = bootstrap.share if scores.dtype == bool else bootstrap.mean
@@ -192,8 +190,9 @@ class MetricSuite:
                 found[name] = distance(drawn, reference, resampling)
         return found
 
-    def _nearest(self, features: Mapping[str, Float32]) -> NearestTraining | None:
-        if not len(self.training[IMAGE].features):
+    def nearest_training(self, features: Mapping[str, Float32]) -> NearestTraining | None:
+        """The training pictures nearest to others, by their features; None without pictures."""
+        if not len(features[IMAGE]) or not len(self.training[IMAGE].features):
             return None
         return NearestTraining(
             nearest(features[IMAGE], self.training[IMAGE].features),
@@ -217,19 +216,16 @@ def memorization_facts(suite: MetricSuite) -> dict[str, object]:
         "training_pictures": len(suite.training[IMAGE].features),
         "held_out_pictures": len(suite.held_out[IMAGE].features),
     }
-    if min(len(suite.training[IMAGE].features), len(suite.held_out[IMAGE].features)) > 0:
-        by_chance = NearestTraining(
-            nearest(suite.held_out[IMAGE].features, suite.training[IMAGE].features),
-            nearest(suite.held_out[PIXELS].features, suite.training[PIXELS].features),
-        )
-        held_out = by_chance.metrics(suite.memorization, Resampling(1, suite.resampling.seed))
+    held_out = {name: suite.held_out[name].features for name in (IMAGE, PIXELS)}
+    if (by_chance := suite.nearest_training(held_out)) is not None:
+        shares = by_chance.metrics(suite.memorization, Resampling(1, suite.resampling.seed))
         facts["closest_held_out"] = {
             memorization.FEATURES: float(by_chance.features.similarity.max()),
             memorization.PIXELS: float(by_chance.pixels.similarity.max()),
         }
         facts["held_out"] = {
-            memorization.FEATURES: held_out[memorization.FEATURES].value,
-            memorization.PIXELS: held_out[memorization.PIXELS].value,
+            memorization.FEATURES: shares[memorization.FEATURES].value,
+            memorization.PIXELS: shares[memorization.PIXELS].value,
         }
     return facts
 

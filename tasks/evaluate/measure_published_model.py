@@ -26,7 +26,7 @@ from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.measure_models import MetricSuite
 from tasks.evaluate.metric_names import with_ranges
-from tasks.evaluate.stage import estimates_of, metrics_by_name, settings_for_key
+from tasks.evaluate.stage import metrics_by_name, read_estimates, settings_for_key
 from tasks.progress import Progress
 from tasks.result_files import BOOTSTRAP, METRICS
 
@@ -76,7 +76,7 @@ def metrics_of_published(
     sent = None if send is None else send(parts, progress)
     result = build_or_reuse(evaluated.store, parts, build, parents=parents, send=sent)
     artifact = result.load(evaluated.store)
-    return PublishedMetrics(estimates_of(artifact, ("tuned",))["tuned"], artifact)
+    return PublishedMetrics(read_estimates(artifact, ("tuned",))["tuned"], artifact)
 
 
 def _build_published(

@@ -171,13 +171,8 @@ def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metr
     }
 
 
-def read_estimates(evaluated: Artifact) -> dict[str, Estimates]:
-    """Model ("base", "tuned") -> its metrics, from an evaluation."""
-    return estimates_of(evaluated, MODELS)
-
-
-def estimates_of(evaluated: Artifact, models: Sequence[str]) -> dict[str, Estimates]:
-    """The metrics of some models of an evaluation."""
+def read_estimates(evaluated: Artifact, models: Sequence[str] = MODELS) -> dict[str, Estimates]:
+    """Model -> its metrics, of some models of an evaluation."""
     metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
     return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}
 
