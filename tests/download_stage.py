@@ -7,6 +7,7 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 from picture_server import Web
+from shortest_recipe import shortest_recipe
 
 from artifacts.image_shards import Sample, read_rows, read_tar
 from artifacts.store import Artifact, Store
@@ -29,33 +30,22 @@ def make_recipe(
     pq.write_table(pa.Table.from_pylist(listed), path)
     beam = settings.pop("beam", {"direct_running_mode": "in_memory", "direct_num_workers": 1})
     sha256 = {"sha256_column": "sha256"} if "sha256" in listed[0] else {}
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": "unused"},
-            "store": str(tmp_path / store),
-            "source": {
-                "kind": "urls",
-                "path": str(path),
-                "base_url": f"http://{web.host}",
-                **sha256,
-            },
-            "download": {
-                "image_size": 16,
-                "allow_hosts": ["127.0.0.1"],
-                "max_connections": 4,
-                "max_requests_per_host": None,
-                "timeout": 60.0,
-                "backoff": 0.01,
-                "retries": 1,
-                "max_bytes": 100_000,
-                "shard_size": 8,
-                **settings,
-            },
-            "beam": beam,
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
+    return shortest_recipe(
+        store=str(tmp_path / store),
+        source={"kind": "urls", "path": str(path), "base_url": f"http://{web.host}", **sha256},
+        download={
+            "image_size": 16,
+            "allow_hosts": ["127.0.0.1"],
+            "max_connections": 4,
+            "max_requests_per_host": None,
+            "timeout": 60.0,
+            "backoff": 0.01,
+            "retries": 1,
+            "max_bytes": 100_000,
+            "shard_size": 8,
+            **settings,
+        },
+        beam=beam,
     )
 
 

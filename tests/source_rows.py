@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
+from shortest_recipe import shortest_recipe
 
 from configs.settings.recipe import Recipe
 from tasks import download
@@ -24,17 +25,7 @@ ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumera
 
 
 def make_recipe(source: dict[str, Any], store: Any = "memory://store", **settings: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": "unused"},
-            "source": source,
-            "store": str(store),
-            "download": {"shard_size": 4, **settings},
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
-    )
+    return shortest_recipe(source=source, store=str(store), download={"shard_size": 4, **settings})
 
 
 def write_list(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -15,13 +15,13 @@ import torch
 from driver_process import DriverProcess
 from numpy.typing import NDArray
 from PIL import Image
+from shortest_recipe import shortest_recipe
 from sklearn.datasets import load_digits
 
 from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Store
-from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.families import FAMILIES
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
@@ -152,17 +152,12 @@ def _draws(seed: bytes, shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 def _encode(folder: Path, model: Path) -> str:
     """URL of the latents of the pictures, as large as those of `model`."""
-    recipe = Recipe.model_validate(
-        {
-            "name": "conformance",
-            "store": str(folder / "store"),
-            "model": {"path": str(model)},
-            "source": {"kind": "folder", "path": ".", "aesthetic_column": "score"},
-            "encode": {"resolution": 32, "holdout": 0.2, "masks": 3, "device": "cpu"},
-            "train": {"inpainting": True, "aesthetic_score": True},
-            "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
-            "publish": {"name": "conformance"},
-        }
+    recipe = shortest_recipe(
+        store=str(folder / "store"),
+        model={"path": str(model)},
+        source={"kind": "folder", "path": ".", "aesthetic_column": "score"},
+        encode={"resolution": 32, "holdout": 0.2, "masks": 3, "device": "cpu"},
+        train={"inpainting": True, "aesthetic_score": True},
     )
     store = Store(recipe.store)
     _pictures(folder / "shard.tar")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shortest_recipe import shortest_recipe
 
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.recipe import Recipe
@@ -24,17 +25,9 @@ def address() -> Iterator[str]:
 
 
 def recipe(**settings: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": "/models/base"},
-            "store": "gs://bucket/store",
-            "source": {"kind": "urls", "path": "urls.parquet"},
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-            **settings,
-        }
-    )
+    base, source = {"path": "/models/base"}, {"kind": "urls", "path": "urls.parquet"}
+    given = {"model": base, "store": "gs://bucket/store", "source": source, **settings}
+    return shortest_recipe(**given)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 from PIL import Image
+from shortest_recipe import shortest_recipe
 from store_servers import REMOTE, RequestsTo, UrlOf
 from webdataset import TarWriter
 
@@ -37,18 +38,12 @@ Files = Iterable[tuple[str, bytes]]
 def make_recipe(
     path: Any, store: Any = "memory://tars", *, shard_size: int = 4, **source: Any
 ) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": "unused"},
-            "source": {"kind": "tars", "path": str(path), **source},
-            "store": str(store),
-            "download": {"shard_size": shard_size, "image_size": 16, "min_image_size": 0},
-            "beam": {"direct_running_mode": "in_memory", "direct_num_workers": 1},
-            "train": {"aesthetic_score": "aesthetic_column" in source},
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
+    return shortest_recipe(
+        source={"kind": "tars", "path": str(path), **source},
+        store=str(store),
+        download={"shard_size": shard_size, "image_size": 16, "min_image_size": 0},
+        beam={"direct_running_mode": "in_memory", "direct_num_workers": 1},
+        train={"aesthetic_score": "aesthetic_column" in source},
     )
 
 

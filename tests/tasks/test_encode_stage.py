@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from shortest_recipe import shortest_recipe
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
@@ -37,23 +38,8 @@ Pictures = dict[str, tuple[bytes, tuple[str, ...]]]  # sample key -> (picture, c
 
 
 def _recipe(store: Path | str, model: Path, **settings: object) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "store": str(store),
-            "model": {"path": str(model)},
-            "source": {"kind": "folder", "path": "."},
-            "encode": {
-                "resolution": 32,
-                "holdout": 0.25,
-                "batch_size": 4,
-                "device": "cpu",
-                **settings,
-            },
-            "evaluate": {"prompts": {"new": {"prompts": ["a"]}}, "clip": "clip"},
-            "publish": {"name": "test"},
-        }
-    )
+    encode = {"resolution": 32, "holdout": 0.25, "batch_size": 4, "device": "cpu", **settings}
+    return shortest_recipe(store=str(store), model={"path": str(model)}, encode=encode)
 
 
 def _picture(seed: int, width: int = 40, height: int = 32) -> bytes:

@@ -10,6 +10,7 @@ from engines import dask_cluster, job_service
 from kill_training import kill_when_told
 from kiln_command import ROOT
 from picture_sources import make_pictures, write_folder
+from shortest_recipe import shortest_recipe
 
 from artifacts.store import Artifact, Store
 from configs.settings.recipe import Recipe
@@ -26,24 +27,14 @@ def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) 
     if not (folder / "pictures").exists():
         write_folder(folder / "pictures", make_pictures(24))
     sizes = {"image_size": 32, "min_image_size": 16, "shard_size": 4}
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "model": {"path": str(model)},
-            "store": str(folder / store),
-            "source": {"kind": "folder", "path": str(folder / "pictures")},
-            "download": {**sizes, "beam": dict(beam)},
-            "encode": {
-                "resolution": 32,
-                "holdout": 0.25,
-                "batch_size": 4,
-                "device": "cpu",
-                "beam": dict(beam),
-            },
-            "shared_folders": [str(folder)],
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
+    encode = {"resolution": 32, "holdout": 0.25, "batch_size": 4, "device": "cpu"}
+    return shortest_recipe(
+        model={"path": str(model)},
+        store=str(folder / store),
+        source={"kind": "folder", "path": str(folder / "pictures")},
+        download={**sizes, "beam": dict(beam)},
+        encode={**encode, "beam": dict(beam)},
+        shared_folders=[str(folder)],
     )
 
 

@@ -18,6 +18,7 @@ from inception_weights import random_weights, require_fidelity
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
+from shortest_recipe import shortest_recipe
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, hash_local, write_record
@@ -69,16 +70,11 @@ def _recipe(store: Path, model: Path, clip: Path, **settings: Any) -> Recipe:
         "device": "cpu",
         **settings,
     }
-    return Recipe.model_validate(
-        {
-            "name": "test",
-            "store": str(store),
-            "model": {"path": str(model)},
-            "source": {"kind": "folder", "path": "."},
-            "encode": {"resolution": 32, "holdout": 0.4, "device": "cpu"},
-            "evaluate": given,
-            "publish": {"name": "test"},
-        }
+    return shortest_recipe(
+        store=str(store),
+        model={"path": str(model)},
+        encode={"resolution": 32, "holdout": 0.4, "device": "cpu"},
+        evaluate=given,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shortest_recipe import shortest_recipe
 
 from configs.settings.recipe import Recipe
 from flows.show_gpu_plan import lines
@@ -80,18 +81,12 @@ def plan(tiny_sd: Path, tmp_path: Path, steps: Steps) -> Callable[..., GpuPlan]:
 
 
 def make_recipe(model: Path, folder: Path, **train: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "planned",
-            "store": str(folder / "store"),
-            "model": {"path": str(model)},
-            "source": {"kind": "folder", "path": "."},
-            "encode": {"resolution": 32},
-            "train": {"steps": 3600, "global_batch_size": 8, "mixed_precision": "bf16", **train},
-            "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
-            "publish": {"name": "planned"},
-            "plan": {"pictures": 1000, "chip_hour_price": 2.0},
-        }
+    return shortest_recipe(
+        store=str(folder / "store"),
+        model={"path": str(model)},
+        encode={"resolution": 32},
+        train={"steps": 3600, "global_batch_size": 8, "mixed_precision": "bf16", **train},
+        plan={"pictures": 1000, "chip_hour_price": 2.0},
     )
 
 

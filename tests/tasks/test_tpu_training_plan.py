@@ -15,6 +15,7 @@ import chips
 import numpy as np
 import pytest
 from kiln_command import ROOT
+from shortest_recipe import shortest_recipe
 
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
@@ -101,19 +102,13 @@ def test_no_batch_is_found_if_one_picture_does_not_fit() -> None:
 
 
 def make_recipe(folder: Path, model: Path | str = ".", **train: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "name": "planned",
-            "runtime": "jax",
-            "store": str(folder / "store"),
-            "model": {"path": str(model)},
-            "source": {"kind": "folder", "path": "."},
-            "encode": {"resolution": 32},
-            "train": {"steps": 3600, **train},
-            "evaluate": {"prompts": {"a": {"prompts": ["a"]}}, "clip": "."},
-            "publish": {"name": "planned"},
-            "plan": {"pictures": 1000, "chip_hour_price": 2.0},
-        }
+    return shortest_recipe(
+        runtime="jax",
+        store=str(folder / "store"),
+        model={"path": str(model)},
+        encode={"resolution": 32},
+        train={"steps": 3600, **train},
+        plan={"pictures": 1000, "chip_hour_price": 2.0},
     )
 
 

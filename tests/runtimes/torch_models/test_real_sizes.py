@@ -67,6 +67,18 @@ def make_batch(unet: Any, side: int, size: int = 1) -> StepBatch:
     )
 
 
+def count_flops(
+    family: str, transformer: Any, channels: int, side: int, **conditioning: tuple[int, ...]
+) -> float:
+    """FLOP of a step with one picture; conditioning by its shape, without the batch axis."""
+    latents, one = np.zeros((1, channels, side, side), np.float32), np.ones(1, np.float32)
+    given = {name: np.ones((1, *shape), np.float32) for name, shape in conditioning.items()}
+    batch = StepBatch(0, latents, one, latents, one, given, 1)
+    counted = FlopCounter(Network(FAMILIES[family], {"transformer": transformer})).of(batch)
+    assert counted is not None
+    return counted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family", "millions", "side", "teraflop"),
@@ -104,16 +116,8 @@ def test_flux_has_the_weights_and_operations_of_the_real_one(
         transformer = FluxTransformer2DModel(guidance_embeds=guidance)
     count = sum(parameter.numel() for parameter in transformer.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.1)
-    family = FAMILIES["flux"]
-
-    def zeros(*shape: int) -> Any:
-        return np.zeros((1, *shape), np.float32)
-
-    latents, guide = zeros(16, side, side), np.ones(1, np.float32)
-    embeds = {"prompt_embeds": zeros(tokens, 4096), "pooled_prompt_embeds": zeros(768)}
-    batch = StepBatch(0, latents, guide, latents, guide, {**embeds, "guidance": guide}, 1)
-    counted = FlopCounter(Network(family, {"transformer": transformer})).of(batch)
-    assert counted is not None
+    shapes = {"prompt_embeds": (tokens, 4096), "pooled_prompt_embeds": (768,), "guidance": ()}
+    counted = count_flops("flux", transformer, 16, side, **shapes)
     hand = flux_flops((side // 2) ** 2, tokens)
     assert counted == pytest.approx(hand, rel=0.005)
     if teraflop is not None:
@@ -151,11 +155,7 @@ def test_flux2_klein_has_the_weights_and_operations_of_the_real_one() -> None:
     ends = 128 * 2 + 3 * 2560 + 256 + 3 * width
     assert count == pytest.approx((blocks * 13 + modulation) * width**2 + ends * width, rel=1e-4)
     assert count / 1e9 == pytest.approx(3.88, abs=0.01)
-    latents, one = np.zeros((1, 32, side, side), np.float32), np.ones(1, np.float32)
-    embeds = {"prompt_embeds": np.zeros((1, tokens, 3 * 2560), np.float32)}
-    batch = StepBatch(0, latents, one, latents, one, embeds, 1)
-    counted = FlopCounter(Network(FAMILIES["flux2"], {"transformer": transformer})).of(batch)
-    assert counted is not None
+    counted = count_flops("flux2", transformer, 32, side, prompt_embeds=(tokens, 3 * 2560))
     sequence = (side // 2) ** 2 + tokens  # a token passes one stream of a double block
     weights = 25 * 13 * width**2 * sequence + 3 * 2560 * width * tokens
     attention = 25 * 2 * sequence**2 * width
@@ -174,12 +174,8 @@ def test_z_image_has_the_weights_and_operations_of_the_real_one() -> None:
     block, modulation = 12 * width**2, 4 * 257 * width
     assert count == pytest.approx(34 * block + 32 * modulation + 2560 * width, rel=2e-3)
     assert count / 1e9 == pytest.approx(6.15, abs=0.01)
-    latents, one = np.zeros((1, 16, side, side), np.float32), np.ones(1, np.float32)
-    embeds = np.zeros((1, tokens, 2560), np.float32)
-    given = {"prompt_embeds": embeds, "prompt_embeds_mask": np.ones((1, tokens), np.float32)}
-    batch = StepBatch(0, latents, one, latents, one, given, 1)
-    counted = FlopCounter(Network(FAMILIES["z_image"], {"transformer": transformer})).of(batch)
-    assert counted is not None
+    shapes = {"prompt_embeds": (tokens, 2560), "prompt_embeds_mask": (tokens,)}
+    counted = count_flops("z_image", transformer, 16, side, **shapes)
     image = (side // 2) ** 2
 
     def layers(count: int, sequence: int) -> int:
@@ -200,12 +196,8 @@ def test_qwen_image_has_the_weights_and_operations_of_the_real_one() -> None:
     stream, modulation = 12 * width**2, 6 * width**2
     assert count == pytest.approx(60 * 2 * (stream + modulation), rel=5e-3)
     assert count / 1e9 == pytest.approx(20.43, abs=0.01)
-    latents, one = np.zeros((1, 16, side, side), np.float32), np.ones(1, np.float32)
-    embeds = np.zeros((1, tokens, 3584), np.float32)
-    given = {"prompt_embeds": embeds, "prompt_embeds_mask": np.ones((1, tokens), np.float32)}
-    batch = StepBatch(0, latents, one, latents, one, given, 1)
-    counted = FlopCounter(Network(FAMILIES["qwen_image"], {"transformer": transformer})).of(batch)
-    assert counted is not None
+    shapes = {"prompt_embeds": (tokens, 3584), "prompt_embeds_mask": (tokens,)}
+    counted = count_flops("qwen_image", transformer, 16, side, **shapes)
     sequence = (side // 2) ** 2 + tokens
     hand = 60 * (stream * sequence + 2 * modulation + 2 * sequence**2 * width)
     assert counted == pytest.approx(3 * 2 * hand, rel=0.005)
