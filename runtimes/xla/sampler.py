@@ -24,7 +24,7 @@ from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Embeds
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
-from runtimes.xla.encoder import Encoder
+from runtimes.xla.encoder import sharded_encoder
 from runtimes.xla.mesh import Mesh
 
 Conditioning = dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ class Sampler:
     ) -> None:
         self._mesh = mesh
         self._dtype = getattr(torch, dtype)
-        self._encoder = Encoder(folder, mesh, 1, dtype, vae)
+        self._encoder = sharded_encoder(mesh, 1, folder, vae, dtype=dtype)
         self._conditioner = Conditioner(self._encoder.info, self._texts, self._encoder.images)
         self._pipeline_scheduler = make_scheduler(read_scheduler_config(folder / "scheduler"))
 
