@@ -75,7 +75,7 @@ def _batch(step: int, arrays: Arrays, objective: Objective) -> StepBatch:
         noisy_latents=schedule.add_noise(latents, noise, levels),
         timesteps=schedule.timesteps(levels),
         target=target_of(schedule, latents, noise, levels),
-        weight=objective.weight(levels),
+        weight=objective.weight(levels, schedule),
         conditioning={name: arrays[name] for name in CONDITIONING},
         denominator=len(levels),
     )

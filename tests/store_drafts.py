@@ -1,11 +1,11 @@
-"""A draft of an artifact, a store as another machine sees it, and a file as a disk damages it."""
+"""A draft, an artifact, a store as another machine sees it, and a file as a disk damages it."""
 
 import os
 from pathlib import Path
 
 from artifacts.artifact_key import KeyParts
 from artifacts.lock import Lock
-from artifacts.store import Draft, Store
+from artifacts.store import Artifact, Draft, Store
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 
@@ -15,6 +15,14 @@ def build(store: Store, parts: KeyParts = PARTS, lock: Lock | None = None) -> Dr
     draft.write("a.bin", b"alpha")
     draft.write("sub/b.bin", b"beta", rows=3)
     return draft
+
+
+def commit(store: Store, stage: str, files: dict[str, bytes]) -> Artifact:
+    """An artifact with these files and no settings."""
+    draft = store.draft(KeyParts(stage, 1, {}, {}))
+    for path, data in files.items():
+        draft.write(path, data)
+    return draft.commit({}, {"parents": {}})
 
 
 def elsewhere(store: Store) -> Store:

@@ -170,7 +170,7 @@ class Objective:
             schedule.add_noise(latents, perturbed, levels),
             schedule.timesteps(levels),
             target_of(schedule, latents, noise, levels),
-            self._weight(schedule, levels),
+            self.weight(levels, schedule),
         )
 
     def _schedule_for(self, height: int, width: int) -> Schedule:
@@ -179,11 +179,8 @@ class Objective:
             return self.schedule
         return self.schedule.shifted(self.resolution_shift, height, width)
 
-    def weight(self, levels: Levels) -> Array:
-        """Loss weight per sample [B] f32, without a shift by resolution."""
-        return self._weight(self.schedule, levels)
-
-    def _weight(self, schedule: Schedule, levels: Levels) -> Array:
+    def weight(self, levels: Levels, schedule: Schedule) -> Array:
+        """Loss weight per sample [B] f32 at noise levels [B] of a schedule."""
         return loss_weight(
             schedule,
             levels,

@@ -14,13 +14,14 @@ from typing import Any
 
 import fsspec
 import pytest
+from download_stage import build, samples_of
 from PIL import Image
 from shortest_recipe import shortest_recipe
 from store_servers import REMOTE, RequestsTo, UrlOf
 from webdataset import TarWriter
 
-from artifacts.image_shards import Sample, read_rows, read_tar
-from artifacts.store import Artifact, Store
+from artifacts.image_shards import read_rows
+from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import plan_parquet, tars
@@ -93,17 +94,6 @@ def whole_rows_of(recipe: Recipe, scratch: Path) -> list[Row]:
 
 def _picture(row: Row) -> bytes | None:
     return None if row.file is None else Path(row.file).read_bytes()
-
-
-def build(recipe: Recipe) -> Artifact:
-    plan, store = download.plan(recipe), Store(recipe.store)
-    draft = store.draft(download.key_parts(recipe, plan))
-    return draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
-
-
-def samples_of(artifact: Artifact) -> list[Sample]:
-    names = [entry.path for entry in artifact.files if entry.path.endswith(".tar")]
-    return [sample for name in names for sample in read_tar(artifact.url(name))]
 
 
 def test_samples_of_webdataset_s_writer_are_downloaded_with_their_captions(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from download_stage import build
 from engines import dask_cluster, job_service
 from kill_training import kill_when_told
 from kiln_command import ROOT
@@ -14,7 +15,6 @@ from shortest_recipe import shortest_recipe
 
 from artifacts.store import Artifact, Store
 from configs.settings.recipe import Recipe
-from tasks import download
 from tasks.build_or_reuse import TransientError
 from tasks.encode import stage as encode
 
@@ -38,12 +38,6 @@ def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) 
     )
 
 
-def fetch(recipe: Recipe) -> Artifact:
-    plan, store = download.plan(recipe), Store(recipe.store)
-    draft = store.draft(download.key_parts(recipe, plan))
-    return draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
-
-
 def encoded(recipe: Recipe, images: Artifact) -> Artifact:
     model = Path(recipe.model.path)
     draft = Store(recipe.store).draft(encode.key_parts(recipe, images, model, None))
@@ -60,7 +54,7 @@ def undisturbed(
 ) -> tuple[list[Any], list[Any]]:
     """Files of both artifacts by the embedded runner."""
     recipe = make_recipe(tmp_path_factory.mktemp("embedded"), "store", tiny_sdxl, {})
-    images = fetch(recipe)
+    images = build(recipe)
     found = content(images), content(encoded(recipe, images))
     assert len(found[1]) > 4  # enough shards for several workers
     return found
@@ -76,7 +70,7 @@ def test_dask_workers_write_the_bytes_of_the_embedded_runner(
     with dask_cluster(tmp_path / "cluster", 2) as address:
         beam = {"runner": "DaskRunner", "dask_client_address": address}
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
-        images = fetch(recipe)
+        images = build(recipe)
         latents = encoded(recipe, images)
     assert (content(images), content(latents)) == undisturbed
     assert capfd.readouterr() == ("", "")
@@ -92,7 +86,7 @@ def test_external_workers_write_the_bytes_of_the_embedded_runner(
     cache = tmp_path / "cache"
     with job_service(tmp_path / "service", 2, {"KILN_CACHE": str(cache)}) as beam:
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
-        images = fetch(recipe)
+        images = build(recipe)
         latents = encoded(recipe, images)
     assert (content(images), content(latents)) == undisturbed
     assert capfd.readouterr() == ("", "")
@@ -108,7 +102,7 @@ def test_a_dask_cluster_of_the_run_prints_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     recipe = make_recipe(tmp_path, "store", tiny_sdxl, {"runner": "DaskRunner"})
-    assert content(fetch(recipe)) == undisturbed[0]
+    assert content(build(recipe)) == undisturbed[0]
     assert capfd.readouterr() == ("", "")
 
 
@@ -129,7 +123,7 @@ def test_a_killed_dask_worker_loses_and_doubles_nothing(
         beam = {"runner": "DaskRunner", "dask_client_address": address}
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
         killing = kill_when_told(told, KILL_SECONDS)
-        images = fetch(recipe)
+        images = build(recipe)
         latents = encoded(recipe, images)
     killing.join(0)
     assert not killing.is_alive(), "no worker was killed"
@@ -149,12 +143,12 @@ def test_a_killed_external_worker_fails_the_job_and_a_retry_completes_it(
     with job_service(tmp_path / "service", 2, halting(told, stage)) as beam:
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
         kill_when_told(told, KILL_SECONDS)
-        images = fetch(recipe) if stage == "encode" else None
+        images = build(recipe) if stage == "encode" else None
         with pytest.raises(TransientError, match="workers were lost"):
-            fetch(recipe) if images is None else encoded(recipe, images)
+            build(recipe) if images is None else encoded(recipe, images)
         assert not [one for one in caplog.records if one.name == "root"]
         kept = len(list(Path(recipe.store, stage, "shards").glob("*.json")))
         assert kept > 0
-        images = fetch(recipe)
+        images = build(recipe)
         latents = encoded(recipe, images)
     assert (content(images), content(latents)) == undisturbed

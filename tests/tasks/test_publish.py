@@ -17,9 +17,9 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from safetensors.torch import load_file
+from store_drafts import commit
 from transformers import CLIPImageProcessor
 
-from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
@@ -66,13 +66,6 @@ def tuned(tiny_sdxl: Path, tmp_path: Path) -> Path:
             weight.add_(0.5)
     unet.save_pretrained(tmp_path / "tuned")
     return tmp_path / "tuned"
-
-
-def commit(store: Store, stage: str, files: dict[str, bytes]) -> Artifact:
-    draft = store.draft(KeyParts(stage, 1, {}, {}))
-    for path, data in files.items():
-        draft.write(path, data)
-    return draft.commit({}, {"parents": {}})
 
 
 def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:

@@ -12,6 +12,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from store_drafts import commit
 from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
@@ -48,13 +49,6 @@ def digits(folder: Path, base: Path, **more: Any) -> Recipe:
             **more,
         },
     )
-
-
-def commit(store: Store, stage: str, files: dict[str, bytes]) -> Artifact:
-    draft = store.draft(KeyParts(stage, 1, {}, {}))
-    for path, data in files.items():
-        draft.write(path, data)
-    return draft.commit({}, {"parents": {}})
 
 
 def train(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
