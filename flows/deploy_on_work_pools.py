@@ -16,10 +16,10 @@ from prefect.utilities.callables import parameter_schema
 from configs.checkout import CHECKOUT
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.recipe import Recipe
-from flows.accelerator_limit import limit_accelerators
 from flows.run_sent_stage import run_stage
 from flows.runner import check_server, lasting_server
 from flows.send_stage import FLOW
+from flows.task_settings import ACCELERATOR
 
 LOST = "kiln: lost stages"
 #: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
@@ -50,7 +50,7 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         _detect_lost(client)
         print(f"automation: {LOST}")
         if accelerators is not None:
-            limit_accelerators(client, accelerators)
+            client.create_concurrency_limit(ACCELERATOR, accelerators)
             print(f"limit: {accelerators} stages with an accelerator at a time")
 
 

@@ -13,10 +13,11 @@ from artifacts.cache_errors import CacheFull
 from artifacts.download_or_find_model import HubAway
 from artifacts.remote_client_options_and_errors import is_outage
 from configs.load_and_extend_recipe import RecipeError
-from flows.accelerator_limit import ACCELERATOR
 from tasks.build_or_reuse import TransientError
 
 DAY = 86400.0  # seconds
+#: Tag of the tasks that use an accelerator; `kiln place --accelerators` limits it.
+ACCELERATOR = "accelerator"
 
 
 class TaskLimits(NamedTuple):

@@ -16,10 +16,9 @@ from configs.settings.mindspore_and_gaudi import MindSpore
 from configs.settings.train import Train
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.mindspore.clip_update_and_ema import Update
-from runtimes.mindspore.micro_batches import Inputs, micro_batches
+from runtimes.mindspore.micro_batches import Inputs, micro_batches, squared_errors
 from runtimes.mindspore.network import Network
 from runtimes.mindspore.parallel import SingleProcess
-from runtimes.mindspore.squared_error import squared_errors
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.torch_models.squared_error import squared_errors
 
 Send = Callable[[NDArray[Any]], torch.Tensor]
 
@@ -75,4 +74,4 @@ class Inputs:
     def errors(self, network: Any) -> torch.Tensor:
         """Mean squared error per sample [B] f32, without loss weights."""
         prediction = network(self.noisy_latents, self.timesteps, self.conditioning)
-        return squared_errors(prediction, self.target)
+        return (prediction.float() - self.target).square().mean(dim=(1, 2, 3))

@@ -85,7 +85,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """Writes event files in `<work>/tensorboard`.
+    """Implements Tracker: writes event files in `<work>/tensorboard`.
 
     Events are appended to a local file. Remote objects cannot be appended to, so each flush writes
     a new one; one that a store did not accept is written at the next flush. A rewind writes a
@@ -105,22 +105,18 @@ class TensorBoard:
         self._begin_file()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         points = [Summary.Value(tag=name, simple_value=v) for name, v in values.items()]
         self._add(Event(step=step, summary=Summary(value=points)))
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """See Tracker."""
         width, height = struct.unpack(">II", png[16:24])
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
         self._add(Event(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)])))
 
     def rewind(self, step: int) -> None:
-        """See Tracker."""
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def flush(self) -> None:
-        """See Tracker."""
         with self._lock:
             if not self._local and self._added:
                 self._unsent[self._path] = bytes(self._pending)
@@ -136,7 +132,6 @@ class TensorBoard:
             self._unsent.pop(path, None)
 
     def close(self, done: bool) -> None:
-        """See Tracker."""
         self.flush()
 
     def _begin_file(self) -> None:

@@ -42,7 +42,9 @@ def check_wandb(settings: Wandb | None) -> None:
 
 
 class WandbTracker:
-    """An experiment_trackers.Tracker. W&B itself drops points of repeated steps after a resume.
+    """Implements experiment_trackers.Tracker.
+
+    After a resume, W&B itself drops the points of repeated steps.
 
     Raises:
         WrongInput: W&B rejects the API key, the project or the entity.
@@ -74,21 +76,18 @@ class WandbTracker:
             raise WrongInput(f"train.wandb: {error}") from None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker."""
         self._run.log(dict(values), step=step)
 
     def picture(self, step: int, name: str, png: bytes) -> None:
-        """See Tracker."""
         self._run.log({name: self._image(Image.open(io.BytesIO(png)))}, step=step)
 
     def rewind(self, step: int) -> None:
-        """See Tracker."""
+        pass
 
     def flush(self) -> None:
-        """See Tracker."""
+        pass  # W&B's own process uploads
 
     def close(self, done: bool) -> None:
-        """See Tracker."""
         self._run.finish(exit_code=0 if done else 1)
         if not self._local:
             self._fs.put(f"{self._folder}/wandb/", f"{self._root}/wandb/", recursive=True)
