@@ -244,12 +244,8 @@ def writable_store(recipe: Recipe) -> Store:
     return store
 
 
-def _needs_runtime(stages: Sequence[StageName]) -> bool:
-    return bool({"encode", "train", "evaluate"} & set(stages))
-
-
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    if not _needs_runtime(stages):
+    if not {"encode", "train", "evaluate"} & set(stages):
         return
     check_support.check_installed(recipe.runtime)
     asked = devices_here(recipe, stages)

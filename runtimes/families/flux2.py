@@ -16,7 +16,14 @@ from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.flux import BLOCK, FUSED_DOUBLE, positions
-from runtimes.families.patch_transformer import PATCH, TEXT_STREAM, PatchTransformer, pack, unpack
+from runtimes.families.patch_transformer import (
+    PATCH,
+    TEXT_STREAM,
+    PatchTransformer,
+    chat_of_qwen3,
+    pack,
+    unpack,
+)
 from runtimes.objective.resolution_shift import ResolutionShift
 
 _STATISTICS = ("bn.running_mean", "bn.running_var")
@@ -95,11 +102,7 @@ class Flux2(PatchTransformer):
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
-        messages = [{"role": "user", "content": caption}]
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        return text
+        return chat_of_qwen3(tokenizer, caption, enable_thinking=False)
 
     def is_distilled(self, index: Mapping[str, Any]) -> bool:
         return bool(index.get("is_distilled", False))

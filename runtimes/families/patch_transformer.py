@@ -38,6 +38,15 @@ class PatchTransformer(Family):
         return np.linspace(1.0, 1 / steps, steps)
 
 
+def chat_of_qwen3(tokenizer: Any, caption: str, *, enable_thinking: bool) -> str:
+    """A caption in the chat template of a Qwen3 tokenizer, up to where the answer begins."""
+    messages = [{"role": "user", "content": caption}]
+    text: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
+    )
+    return text
+
+
 def pack(latents: Any) -> Any:
     """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (C, 2, 2)."""
     batch, channels, height, width = latents.shape

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from runtimes.families.family import KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.patch_transformer import PATCH, PatchTransformer, calling
+from runtimes.families.patch_transformer import PATCH, PatchTransformer, calling, chat_of_qwen3
 
 #: Name of the embedder and the final layer: a patch's side, and its frames.
 _SIZES = f"{PATCH}-1"
@@ -48,11 +48,7 @@ class ZImage(PatchTransformer):
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
-        messages = [{"role": "user", "content": caption}]
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        return text
+        return chat_of_qwen3(tokenizer, caption, enable_thinking=True)
 
     def prompt_width(self, config: Mapping[str, Any]) -> int:
         return int(config["cap_feat_dim"])
