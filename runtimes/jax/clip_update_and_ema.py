@@ -1,7 +1,7 @@
 """Gradient clipping, AdamW and EMA, as part of the compiled step.
 
 The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step
-(learning rate, bias corrections, EMA decay) are inputs, so all steps run one program.
+(learning rate, bias corrections, share of the EMA) are inputs, so all steps run one program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def update(
     Returns:
         The next state, and the gradients' L2 norm before clipping, a f32 scalar.
     """
-    rate, step_size, root, decay = numbers
+    rate, step_size, root, ema_share = numbers
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in gradients.values()))
     factor = jnp.ones(())
     if settings.max_grad_norm is not None:
@@ -51,5 +51,5 @@ def update(
         found["weights"][name] = weight - (step_size * share) * change
         found["exp_avg"][name], found["exp_avg_sq"][name] = first, second
     for name, average in state.get("ema", {}).items():
-        found["ema"][name] = average + (1 - decay) * (found["weights"][name] - average)
+        found["ema"][name] = average + ema_share * (found["weights"][name] - average)
     return found, norm

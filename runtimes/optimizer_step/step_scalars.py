@@ -26,11 +26,12 @@ def bias_corrections(betas: tuple[float, float], count: int) -> tuple[float, flo
 def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np.float32]:
     """The scalars [4] f32 of step `step` (from 0), inputs of a compiled update.
 
-    They are learning rate, bias-corrected step size, sqrt(1 - beta2^t) and EMA decay.
+    They are learning rate, bias-corrected step size, sqrt(1 - beta2^t), and the weights' share of
+    the EMA, 1 - decay: of a decay near 1, float32 keeps few digits of this difference.
     """
     first, second_root = bias_corrections(settings.adam_betas, step + 1)
-    decay = ema_decay_at(step, settings)
-    return np.array((learning_rate, learning_rate / first, second_root, decay), np.float32)
+    ema_share = 1 - ema_decay_at(step, settings)
+    return np.array((learning_rate, learning_rate / first, second_root, ema_share), np.float32)
 
 
 def learning_rate_groups(names: Iterable[str], settings: Train) -> list[tuple[list[str], float]]:

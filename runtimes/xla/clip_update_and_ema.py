@@ -1,7 +1,7 @@
 """Gradient clipping, AdamW and EMA, as part of the compiled step.
 
 The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step
-(learning rate, bias corrections, EMA decay) are inputs, so all steps run one program.
+(learning rate, bias corrections, share of the EMA) are inputs, so all steps run one program.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Update:
         """
         given = self._settings
         scalars = torch.from_numpy(step_scalars(self._step, learning_rate, given))
-        rate, step_size, root, decay = scalars.to(torch_xla.device()).unbind()
+        rate, step_size, root, ema_share = scalars.to(torch_xla.device()).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         factor = None
@@ -77,7 +77,7 @@ class Update:
             parameter.sub_(change * (step_size * share))
             parameter.grad = None
         for name, average in self._average.items():
-            average.add_((self._parameters[name] - average) * (1 - decay))
+            average.add_((self._parameters[name] - average) * ema_share)
         self._step += 1
         return norm
 
