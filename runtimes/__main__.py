@@ -41,6 +41,7 @@ from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import Job, TrainJob, read_job
 from runtimes.process.launcher import Launcher, LostRank
+from runtimes.process.leave import leave
 from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
 from runtimes.process.signals import STOPPED, Stop
@@ -216,4 +217,8 @@ def only_writer(work: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as stopped:  # by a signal before the first step
+        code = stopped.code if isinstance(stopped.code, int) else 1
+    leave(code)

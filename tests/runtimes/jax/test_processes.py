@@ -19,6 +19,7 @@ StartJob = Callable[..., Any]  # of conftest.py: a Child
 PART = """
 import os, signal, sys
 from runtimes.jax import device
+from runtimes.process.leave import leave
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import STOPPED, Stop
 from runtimes.spmd.join_hosts import join_hosts
@@ -31,12 +32,12 @@ hosts.any(False)
 if sys.argv[1] == "lost":
     if not ranks.first:
         os.kill(os.getpid(), signal.SIGKILL)
-    sys.exit(3)
+    leave(3)
 if sys.argv[1] == "stopped":
     stop.defer()
     os.kill(os.getpid(), signal.SIGTERM)
 device.shut_down(ranks, hosts)
-sys.exit(STOPPED if stop.requested else 0)
+leave(STOPPED if stop.requested else 0)
 """
 
 
