@@ -1,13 +1,14 @@
 """Metrics of a set of pictures against a reference set: CMMD, KID, Fréchet, precision, recall.
 
 Each function has the features [N, D] of the pictures and [M, D] of the references. Its bootstrap
-draws weights of both sets; one matrix product computes all resamples of a kernel metric.
+draws weights of both sets; matrix products compute all resamples of a kernel metric. Pairs of
+pictures are compared by blocks of rows, so that memory grows with the pictures, not their square.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from tasks.evaluate.clip_score import normalise
 CMMD_SIGMA = 10.0
 CMMD_SCALE = 1000.0
 NEIGHBOURS = 3  # k of precision and recall
+BLOCK = 512  # pictures that are compared with all others at once
 #: Cost limit of the Fréchet bootstrap, resamples x matrix side cubed. Larger problems get fewer
 #: resamples, MIN_RESAMPLES at least.
 FRECHET_BUDGET = 3e9
@@ -33,13 +35,11 @@ def cmmd(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) 
     sigma 10, on unit-length features. The V-statistic is exactly 0 for equal sets.
     """
     x, y = normalise(images), normalise(reference)
-    k_xx, k_yy, k_xy = _gaussian(x, x), _gaussian(y, y), _gaussian(x, y)
 
     def distance(wx: Float64, wy: Float64) -> Float64:
         """Distances [B] for weights [B, N] and [B, M], whose rows sum to 1."""
-        xx = ((wx @ k_xx) * wx).sum(axis=1)
-        yy = ((wy @ k_yy) * wy).sum(axis=1)
-        return CMMD_SCALE * (xx + yy - 2.0 * ((wx @ k_xy) * wy).sum(axis=1))
+        xx, yy = _mean(_gaussian, x, x, wx, wx), _mean(_gaussian, y, y, wy, wy)
+        return CMMD_SCALE * (xx + yy - 2.0 * _mean(_gaussian, x, y, wx, wy))
 
     found = _estimate(distance, len(x), len(y), resampling)
     return replace(found, value=max(found.value, 0.0), low=0.0)
@@ -57,12 +57,11 @@ def kid(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -
     x, y = images.astype(np.float64), reference.astype(np.float64)
     if min(len(x), len(y)) < 2:
         raise ValueError("the kernel distance needs at least two pictures in each set")
-    k_xx, k_yy, k_xy = _cubic(x, x), _cubic(y, y), _cubic(x, y)
 
     def distance(wx: Float64, wy: Float64) -> Float64:
         """Distances [B]; a picture is never compared with its own copies in a resample."""
-        cross = ((wx @ k_xy) * wy).sum(axis=1)
-        return _off_diagonal(k_xx, wx) + _off_diagonal(k_yy, wy) - 2.0 * cross
+        cross = _mean(_cubic, x, y, wx, wy)
+        return _off_diagonal(_cubic, x, wx) + _off_diagonal(_cubic, y, wy) - 2.0 * cross
 
     return _estimate(distance, len(x), len(y), resampling)
 
@@ -152,6 +151,9 @@ DISTANCES: dict[str, Distance] = {
 INCEPTION_DISTANCES: dict[str, Distance] = {"fd_inception": frechet, "kid_inception": kid}
 
 
+Kernel = Callable[[Float64, Float64], Float64]  # of [N, D] and [M, D]: [N, M]
+
+
 def _estimate(
     value: Callable[[Float64, Float64], Float64],
     n: int,
@@ -169,14 +171,31 @@ def _within(points: NDArray[Any], manifold: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether each of points [N, D] lies in the ball of each of manifold [M, D]: bool [N, M]."""
     x, y = points.astype(np.float64), manifold.astype(np.float64)
     k = min(NEIGHBOURS, len(y) - 1)
-    radii = np.partition(_squared_distances(y, y), k, axis=1)[:, k]  # column 0 is the point itself
-    return np.asarray(_squared_distances(x, y) <= radii)
+    radii = np.concatenate(  # column 0 is the point itself
+        [np.partition(_squared_distances(y[rows], y), k, axis=1)[:, k] for rows in _blocks(len(y))]
+    )
+    return np.concatenate([_squared_distances(x[rows], y) <= radii for rows in _blocks(len(x))])
 
 
-def _off_diagonal(kernel: Float64, w: Float64) -> Float64:
-    """Mean [B] of the kernel over pairs of different rows, for weights [B, N]."""
+def _blocks(count: int) -> Iterator[slice]:
+    """Slices of at most BLOCK rows each."""
+    for start in range(0, count, BLOCK):
+        yield slice(start, start + BLOCK)
+
+
+def _mean(kernel: Kernel, x: Float64, y: Float64, wx: Float64, wy: Float64) -> Float64:
+    """Mean [B] of the kernel over pairs of x [N, D] and y [M, D], for weights [B, N] and [B, M]."""
+    found = np.zeros(len(wx))
+    for rows in _blocks(len(x)):
+        found += ((wx[:, rows] @ kernel(x[rows], y)) * wy).sum(axis=1)
+    return found
+
+
+def _off_diagonal(kernel: Kernel, x: Float64, w: Float64) -> Float64:
+    """Mean [B] of the kernel over pairs of different rows of x [N, D], for weights [B, N]."""
     squares = w**2
-    total = ((w @ kernel) * w).sum(axis=1) - squares @ np.diag(kernel)
+    diagonal = np.concatenate([np.diag(kernel(x[rows], x[rows])) for rows in _blocks(len(x))])
+    total = _mean(kernel, x, x, w, w) - squares @ diagonal
     pairs = 1.0 - squares.sum(axis=1)  # 0 for a resample of one picture only
     return np.divide(total, pairs, out=np.zeros_like(total), where=pairs > 1e-12)
 

@@ -1,5 +1,6 @@
 """Distances of picture sets equal torchmetrics', closed forms and direct implementations."""
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,24 @@ def test_the_distance_of_a_set_to_itself_is_zero() -> None:
 
 
 NAMED = {"cmmd": distances.cmmd, **distances.DISTANCES}
+
+
+@pytest.mark.parametrize("name", ["cmmd", "kid", "precision", "recall"])
+def test_pictures_are_compared_by_blocks_with_equal_results(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, resampling = _features(2500, 8, 1), _features(1500, 8, 2, 0.4), Resampling(10, 0)
+    monkeypatch.setattr(distances, "BLOCK", 100)
+    tracemalloc.start()
+    found = NAMED[name](x, y, resampling)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    if name in ("cmmd", "kid"):
+        assert peak < 2500 * 2500 * 8 / 4  # a quarter of the numbers of all pairs
+    monkeypatch.setattr(distances, "BLOCK", 2500)
+    whole = NAMED[name](x, y, resampling)
+    assert found.value == pytest.approx(whole.value, rel=1e-9)
+    np.testing.assert_allclose(found.resampled, whole.resampled, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMED)
