@@ -133,7 +133,10 @@ class _SliceRun:
     def train_with_restarts(self, restarts: int) -> Event:
         """Train, on up to `restarts` further slices after preemptions."""
         for left in range(restarts, -1, -1):
-            self._make()
+            if not self._make():
+                log.warning("tpu: the slice was taken away unused; %d more restarts", left)
+                self.delete()
+                continue
             try:
                 self._send()
                 return self._train()
@@ -185,8 +188,8 @@ class _SliceRun:
                     return
             time.sleep(self.poll_seconds)
 
-    def _make(self) -> None:
-        """Wait until the slice is ready; create it if it does not exist.
+    def _make(self) -> bool:
+        """Wait until the slice is ready, as `_wait`; create it if it does not exist.
 
         Raises SliceUnavailable, also for a slice that another run will delete.
         """
@@ -204,11 +207,13 @@ class _SliceRun:
                 self.is_ours = "already exists" not in error.stderr.lower().replace("_", " ")
                 reason = message_of(error)
                 raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
-        self._wait()
+        return self._wait()
 
-    def _wait(self) -> None:
-        """Wait until the slice is ready. Raises SliceUnavailable."""
+    def _wait(self) -> bool:
+        """Whether the slice becomes ready, and is not preempted before. Raises SliceUnavailable."""
         while (state := self._state()) != "READY":
+            if state in DEAD_STATES:
+                return False
             request = self._request()
             if request in FAILED_REQUESTS:
                 raise SliceUnavailable(f"the request for the slice is {request}")
@@ -216,6 +221,7 @@ class _SliceRun:
                 raise SliceUnavailable(f"the slice is {state or 'missing'} and not requested")
             log.info("tpu: waiting, the slice is %s", state or request)
             time.sleep(self.poll_seconds)
+        return True
 
     def _settled_state(self) -> str | None:
         """The slice's state after a failure; the API reports a preemption with a delay."""

@@ -147,6 +147,22 @@ def test_a_slice_that_is_taken_away_while_scp_hangs_is_made_anew(
     assert cloud.told.count("create") == 2
 
 
+def test_a_slice_that_is_taken_away_before_it_is_ready_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
+) -> None:
+    """Else it takes one of the task's few tries; a run of days on spot chips meets many."""
+    cloud = HangingCloud(monkeypatch)
+    states = iter([None, "CREATING", "PREEMPTED", None])
+    monkeypatch.setattr(slice_run, "_state", lambda: next(states, cloud.state))
+    assert slice_run.train_with_restarts(1) == {"event": "result"}
+    assert [verb for verb in cloud.told if verb in ("create", "delete")] == [
+        *("create", "delete", "create"),
+    ]
+    states = iter([None, "PREEMPTED"])
+    with pytest.raises(TransientError, match="too often"):
+        slice_run.train_with_restarts(0)
+
+
 def test_a_signal_that_hangs_does_not_keep_the_connection(
     monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
 ) -> None:
