@@ -86,11 +86,12 @@ class Launcher:
         self._lost: list[LostRank] = []
         self._loss = threading.Event()
         self._shutting_down = threading.Event()
+        self._port = socket.socket()  # of the rendezvous
 
     def __enter__(self) -> None:
         if self._count == 1:
             return
-        os.environ |= _rendezvous_environment(self._count)
+        os.environ |= _rendezvous_environment(self._count, _reserve_port(self._port))
         self._children = [_start(self._job, rank) for rank in range(1, self._count)]
         for child in self._children:
             threading.Thread(target=self._follow_events, args=(child,), daemon=True).start()
@@ -108,6 +109,7 @@ class Launcher:
         Raises:
             LostRank: a child was lost first, and the error here is a consequence.
         """
+        self._port.close()
         # A lost connection raises here before the lost child's exit is known: wait for that.
         suspect = isinstance(error, RuntimeError) and bool(self._children)
         lost = self._root_cause(NOTICE_SECONDS) if suspect else None
@@ -187,11 +189,19 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _rendezvous_environment(count: int) -> dict[str, str]:
+def _reserve_port(holder: socket.socket) -> int:
+    """A free port, which is nobody else's until the rendezvous listens on it or `holder` closes.
+
+    Imports take seconds, in which the system would give a free port to any connection of this
+    machine. It gives none that is bound; a server with SO_REUSEADDR may still bind it.
+    """
+    holder.bind(("127.0.0.1", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return int(holder.getsockname()[1])
+
+
+def _rendezvous_environment(count: int, port: int) -> dict[str, str]:
     """torchrun's environment variables for rank 0 of `count` processes, which share the cores."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     threads = max(1, count_cores() // count)
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,6 +62,19 @@ def test_the_processes_of_a_machine_share_its_cores(wrong_job: Path) -> None:
         cores = launcher.count_cores()
         assert os.environ["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert FOLLOWER not in os.environ
+
+
+def test_the_port_of_the_rendezvous_is_kept_until_it_listens(wrong_job: Path) -> None:
+    """A connection that gets it meanwhile would end the run."""
+    from torch.distributed import TCPStore
+
+    with Launcher(wrong_job, 2, must_not):
+        port = int(os.environ["MASTER_PORT"])
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
 
 
 def test_cores_are_counted_where_the_system_gives_no_affinity(
