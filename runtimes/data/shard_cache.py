@@ -96,7 +96,13 @@ class ShardFiles:
             fs, path = url_to_fs(ref.url)
             if isinstance(fs, LocalFileSystem):
                 return self._checked_once(path, ref)
-            return self._cached(ref) or _open(self._fetch(fs, path, ref), ref)
+            shard = self._cached(ref)
+            while shard is None:
+                copy = self._fetch(fs, path, ref)
+                # Another process, which waits for room in a small cache, may evict it at once.
+                with suppress(FileNotFoundError):
+                    shard = _open(copy, ref)
+            return shard
         except Damaged as error:
             raise WrongInput(f"latent shard {error}") from None
         except (FileNotFoundError, ValueError) as error:

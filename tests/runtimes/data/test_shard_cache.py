@@ -122,6 +122,23 @@ def test_a_shard_that_is_gone_from_the_store_is_named(remote: Remote) -> None:
         remote.open()
 
 
+def test_a_copy_that_another_process_evicts_at_once_is_fetched_again(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for room in a small cache while the copy is written, and takes it before we do."""
+    fetch, copies = ShardFiles._fetch, list[Path]()
+
+    def evicted_once(*given: Any) -> Path:
+        copies.append(fetch(*given))
+        if len(copies) == 1:
+            copies[0].unlink()
+        return copies[-1]
+
+    monkeypatch.setattr(ShardFiles, "_fetch", evicted_once)
+    assert remote.open().groups == {"train/8x8": 6}
+    assert len(copies) == 2
+
+
 def test_only_so_many_shards_are_open(tmp_path: Path, write_latents: WriteLatents) -> None:
     url = write_latents(str(tmp_path), [{"train/8x8": 1}] * 9)
     files = ShardFiles(open_latents(url).shards, open_limit=3, cache_bytes=0)
