@@ -100,7 +100,7 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
         fs, root = url_to_fs(path)
         fs.invalidate_cache()
         is_local = isinstance(fs, LocalFileSystem)
-        if is_glob(root):
+        if is_pattern(fs, root):
             globbed = _glob(fs, root) if is_local else fs.glob(root, detail=True)
             found = {name: info for name, info in globbed.items() if info["type"] != "directory"}
         elif fs.isdir(root):
@@ -206,8 +206,13 @@ def check_absent(fs: AbstractFileSystem, path: str) -> None:
         fs.info(path)
 
 
+def is_pattern(fs: AbstractFileSystem, path: str) -> bool:
+    """Whether a path has wildcards and names nothing itself: a folder may be named `photos [1]`."""
+    return is_glob(path) and not fs.exists(path)
+
+
 def is_glob(path: str) -> bool:
-    """Whether `path` is a pattern. In an http URL a question mark starts the query."""
+    """Whether `path` has wildcards. In an http URL a question mark starts the query."""
     wildcards = "*" if path.startswith(("http://", "https://")) else "*?["
     return any(wildcard in path for wildcard in wildcards)
 

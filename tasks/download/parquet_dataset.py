@@ -16,7 +16,7 @@ from configs.settings.source import DatasetSource
 from tasks.beam_workers import is_hub_id
 from tasks.download.list_files import (
     ListedFile,
-    is_glob,
+    is_pattern,
     list_files,
     open_file,
     reading,
@@ -81,10 +81,11 @@ class Dataset:
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
         found = list_files(path, FORMATS["parquet"].suffixes)
-        if [file.name for file in found] == [path] or is_glob(path):
+        fs, root = url_to_fs(path)
+        if [file.name for file in found] == [path] or is_pattern(fs, root):
             return found
         # <split>-00000-of-00001.parquet, or <split>/0000.parquet in the hub's conversions
-        folder = url_to_fs(path)[1].rstrip("/")
+        folder = root.rstrip("/")
         chosen = [f for f in found if _is_of_split(f.name, folder, split)]
         if not chosen and folder.rpartition("/")[2] == split:
             return found

@@ -13,6 +13,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from source_rows import ROWS, make_recipe, png, rows_of, write_list
 
+from artifacts.hashing import digest_bytes
 from tasks import download
 from tasks.download.list_files import list_files
 from tasks.download.row_fields_and_hash import Row
@@ -135,6 +136,19 @@ def test_a_local_name_with_colons_is_no_chain_of_filesystems(tmp_path: Path) -> 
     recipe = make_recipe({"kind": "folder", "path": str(folder)})
     [row] = rows_of(recipe, tmp_path)
     assert row.captions == ("a cat",) and row.url.startswith("sha256:")
+
+
+@pytest.mark.parametrize("name", ["photos [2024]", "what?", "a*"])
+def test_a_folder_whose_name_has_wildcards_is_no_pattern(tmp_path: Path, name: str) -> None:
+    _folder(tmp_path / name, ["a.png"])
+    write_list(tmp_path / name / "train.parquet", [{"image": png(1), "text": "a cat"}])
+    write_list(tmp_path / name / "test.parquet", [{"image": png(2), "text": "a dog"}])
+    folder = make_recipe({"kind": "folder", "path": str(tmp_path / name)})
+    assert [row.url for row in rows_of(folder, tmp_path)] == [f"sha256:{digest_bytes(png(0))}"]
+    dataset = make_recipe({"kind": "dataset", "path": str(tmp_path / name)})
+    assert [row.captions for row in rows_of(dataset, tmp_path)] == [("a cat",)]
+    (one,) = list_files(f"{tmp_path}/{name[0]}*/[t]r*", ())
+    assert one.name == f"{tmp_path}/{name}/train.parquet"
 
 
 @pytest.mark.parametrize("value", ["ein Bär", ["ein Bär", "a bear"]])
