@@ -218,8 +218,12 @@ def is_glob(path: str) -> bool:
 
 
 def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
-    """Raise SourceError unless every column of {setting: column} is present in `file`."""
+    """Raise SourceError unless every column of {setting: column} is in `file`, and only once."""
     for setting, column in wanted.items():
+        if present.count(column) > 1:
+            raise SourceError(
+                f"{setting}: {file} has several columns {column!r}: rename the others"
+            )
         if column not in present:
             near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
             names = ", ".join(name[:LONGEST] for name in present[:SHOWN])

@@ -22,7 +22,7 @@ from tasks.download.list_files import (
     reading,
     require_columns,
 )
-from tasks.download.read_lists_by_duckdb import FORMATS, hash_rows
+from tasks.download.read_lists_by_duckdb import FORMATS, hash_rows, require_text
 from tasks.download.row_fields_and_hash import additional_of, captions_of, score_of
 from tasks.download.source_protocol import (
     PictureLocation,
@@ -46,6 +46,7 @@ class Dataset:
     def check(self) -> None:
         file = self._files()[0].name
         require_columns(named_columns(self.settings), FORMATS["parquet"].columns(file), file)
+        require_text({"source.caption_column": self.settings.caption_column}, file)
 
     def pieces(self) -> Iterator[Piece]:
         for file in self._files():

@@ -349,10 +349,30 @@ def _packed(*suffixes: str) -> tuple[str, ...]:
 
 
 def _parquet_columns(file: str) -> list[str]:
+    return list(_parquet_schema(file).names)
+
+
+def require_text(wanted: Mapping[str, str], file: str) -> None:
+    """Raise SourceError unless each column of {setting: column} of a parquet file can be text.
+
+    Captions may be lists of text.
+    """
+    schema = _parquet_schema(file)
+    for setting, column in wanted.items():
+        kind = schema.field(column).type
+        is_caption = setting == SETTINGS["captions"]
+        if pa.types.is_nested(getattr(kind, "value_type", kind) if is_caption else kind):
+            raise SourceError(
+                f"{setting}: {file}: column {column!r} holds {kind!s:.100}, not text: write the "
+                "text to a column of its own"
+            )
+
+
+def _parquet_schema(file: str) -> pa.Schema:
     import pyarrow.parquet as pq
 
     with reading(file), open_file(file) as stream:
-        return list(pq.ParquetFile(stream).schema_arrow.names)
+        return pq.ParquetFile(stream).schema_arrow
 
 
 def _parquet_table(file: str, path: str) -> str:

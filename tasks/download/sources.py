@@ -15,7 +15,12 @@ from configs.settings.source import DigitsSource, UrlSource
 from tasks.download.list_files import ListedFile, list_files, require_columns
 from tasks.download.parquet_dataset import Dataset
 from tasks.download.picture_folder import Folder
-from tasks.download.read_lists_by_duckdb import FORMATS, read_list, read_malformed_list
+from tasks.download.read_lists_by_duckdb import (
+    FORMATS,
+    read_list,
+    read_malformed_list,
+    require_text,
+)
 from tasks.download.serve_folder import check_port, serve_folder
 from tasks.download.source_protocol import (
     PictureLocation,
@@ -38,7 +43,11 @@ class UrlList:
 
     def check(self) -> None:
         file = self._files()[0].name
-        require_columns(named_columns(self.settings), self.format.columns(file), file)
+        named = named_columns(self.settings)
+        require_columns(named, self.format.columns(file), file)
+        if self.settings.format == "parquet":
+            texts = ("source.url_column", "source.caption_column")
+            require_text({name: named[name] for name in texts if name in named}, file)
 
     def pieces(self) -> Iterator[Piece]:
         s = self.settings

@@ -167,8 +167,27 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     (tmp_path / "two").mkdir()
     write_list(tmp_path / "two/a.parquet", ROWS)
     pq.write_table(pa.table({"url": ["u"], "Caption": ["c"]}), tmp_path / "two/b.parquet")
+    nested = str(tmp_path / "nested.parquet")
+    pq.write_table(pa.table({"url": ["u"], "urls": [["u"]], "raw": [[{"raw": "c"}]]}), nested)
+    (tmp_path / "twice.csv").write_text("url,caption,caption\nu,c,d\n")
     urls = {"kind": "urls", "path": good}
     return {
+        "captions of structures": (
+            {**urls, "path": nested, "caption_column": "raw"},
+            r"source\.caption_column: .*column 'raw' holds list<.*struct<.*, not text",
+        ),
+        "captions of structures of a dataset": (
+            {"kind": "dataset", "path": nested, "image_column": "url", "caption_column": "raw"},
+            r"source\.caption_column: .*column 'raw' holds list<.*struct<.*, not text",
+        ),
+        "lists of urls": (
+            {**urls, "path": nested, "url_column": "urls", "caption_column": None},
+            r"source\.url_column: .*column 'urls' holds list<.*, not text",
+        ),
+        "a column twice": (
+            {**urls, "path": str(tmp_path / "twice.csv"), "format": "csv"},
+            r"source\.caption_column: .*twice\.csv has several columns 'caption'",
+        ),
         "column of a later file": (
             {**urls, "path": str(tmp_path / "two")},
             r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean 'Caption",
