@@ -23,6 +23,7 @@ def img2dataset_module(name: str) -> Any:
         ModuleNotFoundError: img2dataset is not installed, or has no such module.
     """
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # no version check over the network
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "SILENT")  # lines in C++ for each broken picture
     if PACKAGE not in sys.modules:
         spec = find_spec("img2dataset")
         if spec is None or spec.submodule_search_locations is None:

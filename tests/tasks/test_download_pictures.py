@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -123,6 +125,20 @@ def test_decoding_does_not_redirect_the_output_of_other_threads(
     resizer = img2dataset_resizer()
     assert resizer(16, "keep_ratio", True)(Talking(picture(0)))[1:3] == (20, 16)
     assert "another thread's line" in capfd.readouterr().out
+
+
+def test_the_decoder_writes_nothing_about_a_broken_picture() -> None:
+    """Otherwise OpenCV prints lines of C++ for each of them, between those of the run."""
+    gif = BytesIO()
+    Image.effect_noise((40, 40), 50).save(gif, "GIF")
+    code = f"""if True:
+        from configs.settings.download import Download
+        from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+        assert PictureResizer(Download()).resize({gif.getvalue()[:-300]!r}) == "not an image"
+    """
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_embedded_pictures_have_the_outcomes_of_fetched_ones(tmp_path: Path, web: Web) -> None:
