@@ -20,6 +20,7 @@ from tasks.download.read_malformed_lists import (
     BLANK,
     csv_header,
     csv_rows,
+    first_byte,
     json_rows,
     text_rows,
 )
@@ -403,6 +404,11 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
 
     def columns(file: str) -> list[str]:
         with reading(file), connection(file) as (db, path):
+            if first_byte(file) == (b"[" if is_lines else b"{"):
+                words = "json, not jsonl" if is_lines else "jsonl, not json"
+                raise SourceError(
+                    f"source: {file} looks like {words}: change source.format, or convert the file"
+                )
             first = next(json_rows(file), {}) if is_lines else _keys(db, table(file, path))
         if not first:
             raise SourceError(f"source: {file}: its first line is not a JSON object")

@@ -5,6 +5,7 @@ DuckDB is many times faster, but it refuses a file with a malformed line, or dro
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -16,6 +17,7 @@ from typing import IO, Any
 
 from tasks.download.list_files import open_file
 from tasks.download.row_fields_and_hash import integer
+from tasks.download.stage_errors import SourceError
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
@@ -58,10 +60,22 @@ def text_rows(file: str) -> Iterator[dict[str, Any]]:
                 yield {"url": url if len(line) < MAX_LINE else ""}
 
 
+def first_byte(file: str) -> bytes:
+    """The first byte that is no blank."""
+    with _open_text(file) as stream:
+        return stream.read(BUFFER).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+
+
 @contextmanager
 def _open_text(file: str) -> Iterator[IO[bytes]]:
-    """The unpacked bytes of a file, which is buffered: files of buckets have no readline(size)."""
+    """The unpacked bytes of a file, which is buffered: files of buckets have no readline(size).
+
+    Raises:
+        SourceError: it is UTF-16, as spreadsheets write text.
+    """
     with open_file(file, "infer") as stream, io.BufferedReader(stream, BUFFER) as buffered:
+        if buffered.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise SourceError(f"source: {file}: it is UTF-16: save it as UTF-8")
         yield buffered
 
 

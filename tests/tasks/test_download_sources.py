@@ -169,6 +169,9 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     pq.write_table(pa.table({"url": ["u"], "Caption": ["c"]}), tmp_path / "two/b.parquet")
     nested = str(tmp_path / "nested.parquet")
     pq.write_table(pa.table({"url": ["u"], "urls": [["u"]], "raw": [[{"raw": "c"}]]}), nested)
+    (tmp_path / "lines.json").write_text(' {"url": "a", "caption": ""}\n' * 2)
+    (tmp_path / "array.jsonl").write_text('\ufeff [{"url": "a", "caption": ""}]')
+    (tmp_path / "wide.tsv").write_text("url\tcaption\nu\tc\n", encoding="utf-16")
     (tmp_path / "twice.csv").write_text("url,caption,caption\nu,c,d\n")
     urls = {"kind": "urls", "path": good}
     return {
@@ -183,6 +186,18 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "lists of urls": (
             {**urls, "path": nested, "url_column": "urls", "caption_column": None},
             r"source\.url_column: .*column 'urls' holds list<.*, not text",
+        ),
+        "lines of json": (
+            {**urls, "path": str(tmp_path / "lines.json"), "format": "json"},
+            "looks like jsonl, not json: change source.format",
+        ),
+        "an array of json": (
+            {**urls, "path": str(tmp_path / "array.jsonl"), "format": "jsonl"},
+            "looks like json, not jsonl: change source.format",
+        ),
+        "a spreadsheet's text": (
+            {**urls, "path": str(tmp_path / "wide.tsv"), "format": "tsv"},
+            r"wide\.tsv: it is UTF-16: save it as UTF-8",
         ),
         "a column twice": (
             {**urls, "path": str(tmp_path / "twice.csv"), "format": "csv"},
