@@ -279,9 +279,10 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
     values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
     if "captions" in named:
         path = _path(named["captions"])
-        is_list = f"json_type(json, {literal(path)}) = 'ARRAY'"
-        one, many = values["captions"], f"json ->> {literal(f'{path}[*]')}"
-        values["captions"] = f"if({is_list}, {many}, [{one}])"
+        kind, many = f"json_type(json, {literal(path)})", f"json ->> {literal(f'{path}[*]')}"
+        one = values["captions"]
+        one = f"if({one} = 'NaN' and {kind} = 'DOUBLE', null, {one})"
+        values["captions"] = f"if({kind} = 'ARRAY', {many}, [{one}])"
     return _Values(values, {name: f"json -> {literal(_path(name))}" for name in additional})
 
 
@@ -291,7 +292,10 @@ def _typed_values(
     """SQL of values in columns of DuckDB's `types`; a caption alone becomes a list."""
     values = {name: _quoted(column) for name, column in named.items()}
     if "captions" in named and not types[named["captions"]].endswith("]"):
-        values["captions"] = f"[{values['captions']}]"
+        one = values["captions"]
+        if types[named["captions"]] in ("FLOAT", "DOUBLE"):
+            one = f"if(isnan({one}), null, {one})"
+        values["captions"] = f"[{one}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
     kept = {

@@ -150,10 +150,14 @@ def _without_secrets(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """The value as valid UTF-8 text: JSON may contain unpaired surrogates, parquet bytes."""
+    """The value as valid UTF-8 text: JSON may contain unpaired surrogates, parquet bytes.
+
+    NaN, which pandas writes for a missing text, is empty.
+    """
     if isinstance(value, bytes):
         return text_of_file(value)
-    return "" if value is None else str(value).encode(errors="replace").decode()
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if is_missing else str(value).encode(errors="replace").decode()
 
 
 def text_of_file(data: bytes) -> str:

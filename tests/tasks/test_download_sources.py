@@ -125,6 +125,23 @@ def test_rows_may_have_several_captions_none_or_unpaired_surrogates(tmp_path: Pa
     assert [row.captions for row in read] == [("one", "two"), ("",), ("? half",)]
 
 
+def test_a_caption_that_is_not_a_number_is_none(tmp_path: Path) -> None:
+    """As pandas has a missing text; the text NaN is a caption."""
+    captions = [float("nan"), "NaN", "a cat"]
+    rows = [{"url": f"http://a/{n}", "caption": c} for n, c in enumerate(captions)]
+    lines = {"kind": "urls", "path": write_list(tmp_path / "a.jsonl", rows), "format": "jsonl"}
+    whole = rows_of(make_recipe(lines), tmp_path)
+    assert [row.captions for row in whole] == [("",), ("NaN",), ("a cat",)]
+    (tmp_path / "a.jsonl").open("a").write("malformed\n")  # read by Python
+    assert rows_of(make_recipe(lines), tmp_path)[:3] == whole
+    number = {"url": "http://a/0", "caption": captions[0], "image": png(0)}
+    path = write_list(tmp_path / "a.parquet", [number])
+    (listed,) = rows_of(make_recipe({"kind": "urls", "path": path}), tmp_path)
+    dataset = {"kind": "dataset", "path": path, "caption_column": "caption"}
+    (embedded,) = rows_of(make_recipe(dataset), tmp_path)
+    assert listed.captions == embedded.captions == ("",)
+
+
 def test_base_url_is_ignored_for_absolute_urls_and_sha256_is_not(tmp_path: Path) -> None:
     def digest(rows: list[dict[str, Any]], **settings: Any) -> str:
         path = write_list(tmp_path / "a.parquet", rows)
