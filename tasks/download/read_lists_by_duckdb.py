@@ -257,7 +257,8 @@ def _selected(
             values = values._replace(additional=kept)
     listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
     binary, caption = values.binary, _text("c", "captions" in values.binary)
-    captions = f"list_transform({listed['captions']}, lambda c: {caption})"
+    given = f"list_filter({listed['captions']}, lambda c: c is not null)"
+    captions = f"list_transform({given}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
     more = f"to_json({{{struct}}})::varchar" if values.additional else "null::varchar"
     return f"""

@@ -87,7 +87,7 @@ def absolute(url: str, base_url: str | None) -> str:
 def captions_of(value: Any) -> tuple[str, ...]:
     """The captions in a column's value, a string or a list; at least one, which may be empty."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(text_of(item) for item in value) or ("",)
+        return tuple(text_of(item) for item in value if item is not None) or ("",)
     return (text_of(value),)
 
 

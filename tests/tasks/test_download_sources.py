@@ -117,12 +117,20 @@ def test_rows_may_have_several_captions_none_or_unpaired_surrogates(tmp_path: Pa
         {"url": "a", "caption": ["one", "two"]},
         {"url": "b", "caption": None},
         {"url": "c", "caption": "\ud83d half"},
+        {"url": "d", "caption": [None, "one", None]},
+        {"url": "e", "caption": [None]},
     ]
     recipe = make_recipe(
         {"kind": "urls", "path": write_list(tmp_path / "a.jsonl", rows), "format": "jsonl"}
     )
     read = rows_of(recipe, tmp_path)
-    assert [row.captions for row in read] == [("one", "two"), ("",), ("? half",)]
+    whole = [("one", "two"), ("",), ("? half",), ("one",), ("",)]
+    assert [row.captions for row in read] == whole  # of Python, because of the surrogate
+    lists = [{**row, "image": png(1)} for row in rows if row["url"] != "c"]
+    path = write_list(tmp_path / "a.parquet", lists)
+    for source in ({"kind": "urls"}, {"kind": "dataset", "caption_column": "caption"}):
+        found = rows_of(make_recipe({**source, "path": path}), tmp_path)
+        assert [row.captions for row in found] == [*whole[:2], *whole[3:]]
 
 
 def test_a_caption_that_is_not_a_number_is_none(tmp_path: Path) -> None:
