@@ -64,7 +64,7 @@ FREQUENT = (
     ),
     Frequent(
         "no space left",
-        "The disk of the store is full.",
+        "The disk of the store, or the one that the message names, is full.",
         "Free space: `kiln gc` lists what nobody needs, `kiln gc --delete` deletes it. The run "
         "resumes.",
     ),

@@ -239,6 +239,10 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
         return error
     url = "the store" if store is None else store.url
     place = file or url
+    if is_full(error) and file is None and store is not None and not store.is_local:
+        # Of the cache or of temporary files: no bucket is full.
+        why = getattr(error, "strerror", None) or one_line(error)
+        return StorageAway(f"no space left on this machine ({why}): free some, then run again")
     if is_full(error):
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):

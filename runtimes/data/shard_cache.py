@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.checksummed_files import Damaged, open_checked
 from artifacts.download_or_find_model import cache_folder
 from artifacts.latent_shards import LatentShard, ShardRef
-from artifacts.remote_client_options_and_errors import is_of_client, refusals
+from artifacts.remote_client_options_and_errors import is_full, is_of_client, refusals
 from runtimes.contract import WrongInput
 from runtimes.data.read_ahead import ReadAhead
 
@@ -205,7 +205,12 @@ def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
             file = held.enter_context(partial.open("wb"))
             fcntl.flock(file, fcntl.LOCK_EX)
             file.truncate(size)
-        yield partial
+        try:
+            yield partial
+        except OSError as error:
+            if is_full(error) and error.filename is None:
+                error.filename = str(copy)  # a write's error names no file
+            raise
         held.enter_context(_flocked(eviction))
         partial.replace(copy)
 

@@ -22,6 +22,7 @@ from runtimes.contract import WrongInput
 from tasks.build_or_reuse import (
     StageFailed,
     StageResult,
+    StorageAway,
     StorageError,
     build_or_reuse,
     package_versions,
@@ -276,6 +277,15 @@ def test_errors_of_a_full_or_closed_store_are_storage_errors(
 
     with pytest.raises(StorageError, match=words.replace("(", r"\(").replace(")", r"\)")):
         build_or_reuse(store, parts(), build, parents={})
+
+
+def test_a_full_disk_is_not_said_of_a_remote_store() -> None:
+    """A training process has the name of its file in the text alone."""
+    full = OSError(errno.ENOSPC, "No space left on device: '/cache/shard'")
+    found = storage_error(Store("memory://bucket"), full)
+    assert isinstance(found, StorageAway)
+    assert str(found).startswith("no space left on this machine (")
+    assert str(found).endswith("'/cache/shard'): free some, then run again")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Shards of a remote store: local copies are checked, fetching is patient, eviction is polite."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -114,6 +115,15 @@ def test_a_passing_failure_of_the_store_is_tried_again(
     else:
         with pytest.raises((OSError, HttpError)):  # not WrongInput: nothing is damaged
             remote.open()
+
+
+def test_a_full_disk_of_the_cache_is_named(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard_cache, "_download", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{remote.folder}/"):
+        remote.open()
 
 
 def test_a_shard_that_is_gone_from_the_store_is_named(remote: Remote) -> None:
