@@ -44,6 +44,8 @@ MEMORY = "400MB"  # of DuckDB's buffers
 #: The largest row of a csv file in bytes: Python's limit of a field.
 MAX_CSV_ROW = 131_072
 COMPRESSIONS = ("", ".gz", ".zst")
+#: A folder named `score=6` would otherwise replace the column `score` of its files.
+OWN_COLUMNS = "hive_partitioning = false"
 #: Column of a plan -> the setting that names the list's column.
 SETTINGS = {
     "url": "source.url_column",
@@ -382,7 +384,7 @@ def _parquet_schema(file: str) -> pa.Schema:
 
 
 def _parquet_table(file: str, path: str) -> str:
-    return f"read_parquet({literal(path)})"
+    return f"read_parquet({literal(path)}, {OWN_COLUMNS})"
 
 
 def _csv(delimiter: str, *suffixes: str) -> ListFormat:
@@ -397,7 +399,7 @@ def _csv(delimiter: str, *suffixes: str) -> ListFormat:
         return (
             f"read_csv({literal(path)}, columns = {{{types}}}, delim = {literal(delimiter)}, "
             "quote = '\"', escape = '\"', header = true, auto_detect = false, "
-            f"max_line_size = {MAX_CSV_ROW})"
+            f"max_line_size = {MAX_CSV_ROW}, {OWN_COLUMNS})"
         )
 
     rows = partial(csv_rows, delimiter=delimiter)
@@ -420,7 +422,7 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
         return list(first)
 
     def table(file: str, path: str) -> str:
-        return f"read_json_objects({literal(path)}, format = {literal(kind)})"
+        return f"read_json_objects({literal(path)}, format = {literal(kind)}, {OWN_COLUMNS})"
 
     tolerant = json_rows if is_lines else None
     return ListFormat(_packed(*suffixes), columns, table, is_json=True, tolerant=tolerant)
@@ -437,7 +439,8 @@ def _text_columns(file: str) -> list[str]:
 
 def _text_table(file: str, path: str) -> str:
     lines = "columns = {'line': 'VARCHAR'}, delim = '\x01', quote = '', escape = ''"
-    read = f"read_csv({literal(path)}, {lines}, header = false, auto_detect = false)"
+    options = f"{lines}, header = false, auto_detect = false, {OWN_COLUMNS}"
+    read = f"read_csv({literal(path)}, {options})"
     trimmed = f"trim(line, {literal(BLANK)})"
     return f"(select {trimmed} as url from {read} where {trimmed} <> '')"
 

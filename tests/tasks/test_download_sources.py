@@ -150,6 +150,16 @@ def test_a_caption_that_is_not_a_number_is_none(tmp_path: Path) -> None:
     assert listed.captions == embedded.captions == ("",)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "csv", "jsonl"])
+def test_the_name_of_a_folder_is_no_column(tmp_path: Path, kind: str) -> None:
+    """As of Hive's partitions, whose values would replace those of the files."""
+    folder = tmp_path / "caption=wrong"
+    folder.mkdir()
+    path = write_list(folder / f"a.{kind}", [{"url": "http://a/1", "caption": "right"}])
+    (row,) = rows_of(make_recipe({"kind": "urls", "path": path, "format": kind}), tmp_path)
+    assert row.captions == ("right",)
+
+
 def test_base_url_is_ignored_for_absolute_urls_and_sha256_is_not(tmp_path: Path) -> None:
     def digest(rows: list[dict[str, Any]], **settings: Any) -> str:
         path = write_list(tmp_path / "a.parquet", rows)
