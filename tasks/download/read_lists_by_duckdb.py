@@ -175,6 +175,7 @@ def _database() -> duckdb.DuckDBPyConnection:
     """The database of this process, which has no tables: opening one takes 20 ms."""
 
     database = duckdb.connect(config={"memory_limit": MEMORY})
+    database.execute("set global timezone = 'UTC'")  # times have one text on all machines
     atexit.register(database.close)
     return database
 

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,22 @@ def test_further_columns_of_text_lists_are_text(tmp_path: Path, name: str) -> No
     )
     texts = [text for table in by_python for text in table["additional"].to_pylist()]
     assert [json.loads(text) for text in texts] == found
+
+
+def test_a_time_has_one_text_in_every_time_zone(tmp_path: Path) -> None:
+    """Machines otherwise give a row several keys, and download it again."""
+    moment = datetime(2026, 11, 28, tzinfo=UTC)
+    path = write_list(tmp_path / "a.parquet", [{"url": "u", "caption": moment, "seen": moment}])
+    code = f"""if True:
+        from tasks.download.read_lists_by_duckdb import FORMATS, read_list
+        columns = dict(url="url", captions="caption", sha256=None, aesthetic_score=None)
+        (table,) = read_list({path!r}, FORMATS["parquet"], columns, None, ["seen"])
+        print(table["captions"][0], table["additional"][0])
+    """
+    command = [sys.executable, "-P", "-c", code]
+    zoned = {**os.environ, "TZ": "America/New_York"}
+    done = subprocess.run(command, env=zoned, capture_output=True, text=True, check=True)
+    assert done.stdout == """['2026-11-28 00:00:00+00'] {"seen":"2026-11-28 00:00:00+00"}\n"""
 
 
 @pytest.mark.parametrize("name", ["csv", "jsonl"])
