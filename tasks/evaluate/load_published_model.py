@@ -6,6 +6,7 @@ A version of a registry has a manifest: its files are compared with it before th
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def is_complete_here(folder: Path) -> bool:
     """Whether nothing must be fetched: adapters need their base, which may be on the hub."""
     if (folder / "model_index.json").is_file():
         return True
-    model = _section(folder, "model")
+    model = _base_settings(folder)
     named = [model.get("path"), model.get("vae")]
     return all(os.path.isdir(place) for place in named if isinstance(place, str))
 
@@ -125,10 +126,18 @@ def _section(folder: Path, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _base_settings(folder: Path) -> dict[str, Any]:
+    """`model` of the recipe of adapters: of the manifest, which is never pushed and has paths."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or another program's
+        record = read_record(LocalFileSystem(), str(folder / MANIFEST)) or {}
+        return dict(record["settings"]["base"])
+    return _section(folder, "model")
+
+
 def _base_of(folder: Path) -> tuple[Path, Path | None]:
     """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
     try:
-        model = _section(folder, "model")
+        model = _base_settings(folder)
         base = resolve_model(model["path"], revision=model.get("revision"))
         given = model.get("vae")
         return base, None if given is None else vae_path(base, resolve_model(given))

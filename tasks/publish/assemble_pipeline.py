@@ -19,6 +19,8 @@ from runtimes.objective.scheduler_config import SCHEDULER_FILE
 from runtimes.pipeline_folder.denoiser_config import folder_extras
 from runtimes.pipeline_folder.weight_files import stored_weight_files
 
+#: Where the part of a config was loaded from, on the machine that wrote it; no loader reads it.
+ORIGIN = {"_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file"}
 WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
 
@@ -65,6 +67,7 @@ def assemble(
             merging = _Merging(part, adapters.get(part, {}))
             _copy_part(source, out / part, dtype, merging)
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _forget_origin(out / "model_index.json")
 
 
 class _Merging:
@@ -95,6 +98,8 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
         is_index = path.name.endswith(".index.json")
         if path.is_file() and path.suffix.lower() not in WEIGHTS and not is_index:
             shutil.copyfile(path, target / path.name)
+            if path.name.endswith("config.json"):
+                _forget_origin(target / path.name)
     weights = stored_weight_files(source)
     if weights:
         stem = re.split(r"[.-]", weights[0].name, maxsplit=1)[0]
@@ -103,6 +108,14 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
         merging.finish()
     elif _wants_weights(source):
         raise FileNotFoundError(f"{source} has no .safetensors weights")
+
+
+def _forget_origin(path: Path) -> None:
+    """Take local paths of another machine, or of this one, out of a config."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if name not in ORIGIN}
+    if kept != config:
+        path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 def _hub_names(part: Path) -> Callable[[str], str]:

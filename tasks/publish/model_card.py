@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -12,11 +11,9 @@ from typing import Any
 import yaml
 
 from artifacts.download_or_find_model import LICENSE_FILES
-from configs.load_and_extend_recipe import dump
-from configs.redact_urls import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
-from configs.strict_yaml import dump_yaml, parse_yaml
+from configs.strict_yaml import dump_yaml
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families.family import Family
 from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
@@ -25,6 +22,7 @@ from runtimes.pipeline_folder.weight_files import pipeline_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.promotion_gate import Verdict, as_rows
+from tasks.publish.published_settings import base_name, hub_id, is_local, published_settings
 from tasks.publish.write_adapters import KOHYA_SUFFIX
 from tasks.result_files import GRID
 from tasks.trained_weights import TrainedWeights
@@ -136,9 +134,9 @@ def write_card(
         _metadata(recipe, base, measured, weights),
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         recipe=recipe,
-        settings=_settings(recipe),
+        settings=dump_yaml(published_settings(recipe)),
         base=_base(recipe, lineage.get("base")),
-        base_path=f"path/to/{named}" if _is_local(recipe.model.path) else named,
+        base_path=f"path/to/{named}" if is_local(recipe.model.path) else named,
         vae=None if recipe.model.vae is None else base_name(recipe.model.vae),
         weights=weights,
         adapter_rows=_adapter_rows(recipe, weights, family),
@@ -256,46 +254,14 @@ def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, An
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
-def hub_id(path: str) -> str | None:
-    """A path that the hub's metadata may name: owner/name; None for folders and URLs."""
-    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith((".", "~"))
-    return path if is_id and not Path(path).is_dir() else None
-
-
-def base_name(path: str) -> str:
-    """A base as readers on other machines know it: hub id or URL, of a local folder its name."""
-    return Path(path).absolute().name if _is_local(path) else without_secrets(path)
-
-
-def _is_local(path: str) -> bool:
-    return "://" not in path and hub_id(path) is None
-
-
 def _base(recipe: Recipe, digest: str | None) -> str:
     """The base, with its revision, or with the digest of the weights of a local folder."""
     named, revision = base_name(recipe.model.path), recipe.model.revision
     if revision is not None:
         return f"{named}, revision {revision}"
-    if digest is not None and _is_local(recipe.model.path):
+    if digest is not None and is_local(recipe.model.path):
         return f"{named}, sha256 {digest[:12]}…"
     return named
-
-
-def _settings(recipe: Recipe) -> str:
-    """recipe.yaml with base and VAE, and what lies in their folders, by the name of `base_name`."""
-    folders = [path for path in (recipe.model.path, recipe.model.vae) if path is not None]
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: shown(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [shown(one) for one in value]
-        for path in folders:
-            if isinstance(value, str) and f"{value}/".startswith(f"{path}/"):
-                return f"{base_name(path)}{value[len(path) :]}"
-        return value
-
-    return dump_yaml(shown(parse_yaml(dump(recipe))))
 
 
 def _rounded(value: float) -> float:
@@ -316,8 +282,8 @@ def _datasets(recipe: Recipe) -> list[str] | None:
 
 
 def _source(recipe: Recipe) -> str:
-    """Kind, place and revision of the source, without secrets of URLs."""
-    given = yaml.safe_load(dump(recipe))["source"]
+    """Kind, place and revision of the source."""
+    given = published_settings(recipe)["source"]
     facts = [given["kind"], given.get("path"), given.get("revision")]
     return ", ".join(str(fact) for fact in facts if fact)
 

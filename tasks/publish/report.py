@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from artifacts.store import Artifact
-from configs.load_and_extend_recipe import dump
+from artifacts.store import Artifact, Store
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
+from configs.strict_yaml import dump_yaml
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.publish.lineage import remeasured_champion
-from tasks.publish.model_card import base_name
 from tasks.publish.model_registry import Version
+from tasks.publish.published_settings import base_name, published_settings
 from tasks.result_files import REPORT
 
 log = logging.getLogger("kiln")
@@ -33,7 +32,7 @@ def page(
         stages: artifact and result of each stage, in the order of the flow.
         shows: stage name -> function that returns the panels of its artifact.
     """
-    text = dump(recipe)
+    settings = published_settings(recipe)
     sections = [
         {"name": artifact.stage, "panels": _panels(artifact, shows)} for artifact, _ in stages
     ]
@@ -44,9 +43,9 @@ def page(
         verdict=_verdict(recipe, stages[-1][0]),
         facts=_facts(recipe, [artifact for artifact, _ in stages]),
         built=[Table("What was built, and why", [_built(*stage) for stage in stages])],
-        source=[Facts("Source", _flat(yaml.safe_load(text)["source"]))],
+        source=[Facts("Source", _flat(settings["source"]))],
         stages=sections,
-        recipe=text,
+        recipe=dump_yaml(settings),
     )
 
 
@@ -115,10 +114,24 @@ def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
 def _panels(
     artifact: Artifact, shows: Mapping[str, Callable[[Artifact], list[Panel]]]
 ) -> list[Panel]:
-    """The panels of a stage's artifact; an error, such as of an odd picture, is shown instead."""
+    """The panels of a stage's artifact; an error, such as of an odd picture, is shown instead.
+
+    Paths of facts are relative to the store, since readers elsewhere lack it.
+    """
     try:
-        return shows[artifact.stage](artifact)
+        return [_relative(panel, artifact.store) for panel in shows[artifact.stage](artifact)]
     except Exception as error:
         reason = without_secrets(repr(error))
         log.warning("%s: %s is not shown: %s", REPORT, artifact.stage, reason)
         return [Facts("Not shown", {"error": reason})]
+
+
+def _relative(panel: Panel, store: Store) -> Panel:
+    if not isinstance(panel, Facts):
+        return panel
+    values = {name: _within(value, f"{store.url}/") for name, value in panel.values.items()}
+    return replace(panel, values=values)
+
+
+def _within(value: Any, store: str) -> Any:
+    return value.removeprefix(store) if isinstance(value, str) else value

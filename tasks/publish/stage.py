@@ -15,8 +15,8 @@ from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft
-from configs.load_and_extend_recipe import dump
 from configs.settings.recipe import Recipe
+from configs.strict_yaml import dump_yaml
 from runtimes.adapters.initialise_lora import alpha
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.families import detect_family
@@ -34,6 +34,7 @@ from tasks.publish import model_card, promotion_gate, smoke_test
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.publish.model_registry import Registry, Version, registry_url
+from tasks.publish.published_settings import published_settings
 from tasks.publish.write_adapters import write_adapters
 from tasks.result_files import BOOTSTRAP, GATE, GRID, METRICS, RECIPE
 from tasks.trained_weights import TrainedWeights, local_weights
@@ -73,7 +74,7 @@ class Rejected(Exception):
 def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]:
     """The settings that affect the published folder. A forced one is reused by force only.
 
-    Adapters alone need their base: their recipe.yaml says where it is.
+    Adapters alone need their base: the manifest says where it is.
     """
     settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
     has_lora, lora = recipe.train.method == "lora", recipe.train.lora
@@ -352,7 +353,8 @@ def _write_documents(
     (out / "README.md").write_text(card, encoding="utf-8")
     for path in model_card.license_files(base):
         shutil.copyfile(path, out / path.name)
-    (out / RECIPE).write_text(dump(recipe), encoding="utf-8")
+    settings = dump_yaml(published_settings(recipe))
+    (out / RECIPE).write_text(settings, encoding="utf-8")
     (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
     (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
     (out / GRID).write_bytes(evaluated.read(GRID))

@@ -12,7 +12,8 @@ from configs.load_and_extend_recipe import load_recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families import family_named
 from tasks.evaluate.metric_table import metric_rows
-from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
+from tasks.publish.model_card import Weights, base_card, training_facts, write_card
+from tasks.publish.published_settings import hub_id
 
 
 def test_each_model_and_difference_has_its_own_column() -> None:
@@ -212,15 +213,18 @@ def test_the_base_has_a_name_that_other_machines_know(
     base = path.format(folder=tmp_path)
     given = {"model.path": base, "evaluate.clip": f"{base}/evaluator", "store": f"{base}-store"}
     given["model.vae"] = f"{tmp_path}/vaes/fixed"
+    given |= {"source": {"kind": "folder", "path": f"{tmp_path}/pictures"}}
     recipe = load_recipe("digits", given)
     facts = {"hardware": "cpu"}
     measured = {"metrics": {}, "differences": {}}
     lineage = {"base": "abcdef" * 10}
     card = write_card(recipe, tmp_path, measured, [], lineage, Weights(False, True), facts)
-    assert f"| base | {shown} |" in card
+    assert f"| base | {shown} |" in card and "| source | folder, pictures |" in card
+    assert str(tmp_path) not in card
     settings = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", card, re.DOTALL)[0])
     assert (settings["model"]["path"], settings["model"]["vae"]) == (name, "fixed")
     assert settings["evaluate"]["clip"] == f"{name}/evaluator"
-    assert settings["store"] == f"{base}-store", "a folder beside it"
+    beside = settings["store"]
+    assert beside == ("tiny-store" if name == "tiny" else f"{base}-store"), "a folder beside it"
     code = f"from_pretrained('{'path/to/' if name == 'tiny' else ''}{name}', "
     assert code in card

@@ -19,7 +19,17 @@ from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult
-from tasks.panels import LARGE, LARGE_SUM, Chart, Comparison, Panel, PicturePanel, Strip, Table
+from tasks.panels import (
+    LARGE,
+    LARGE_SUM,
+    Chart,
+    Comparison,
+    Facts,
+    Panel,
+    PicturePanel,
+    Strip,
+    Table,
+)
 from tasks.panels_charts import intervals_chart, loss_chart
 from tasks.publish import report
 from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
@@ -130,6 +140,17 @@ def test_only_a_passed_gate_has_a_check_mark(
     header = html.partition("<header>")[2].partition("</header>")[0]
     assert f'<dt>Verdict</dt><dd class="{kind}">{said}</dd>' in header
     assert html.count("✓") == (kind == "passed"), "no mark of the style sheet either"
+
+
+def test_settings_and_facts_have_no_path_of_this_machine(tmp_path: Path) -> None:
+    def show(artifact: Artifact) -> list[Panel]:
+        return [Facts("Model", {"where": artifact.uri, "steps": 3})]
+
+    source = {"kind": "folder", "path": f"{tmp_path}/pictures"}
+    html = page(tmp_path, show, overrides={"store": f"{tmp_path}/store", "source": source})
+    assert str(tmp_path) not in html
+    assert "<dt>path</dt><dd>pictures</dd>" in html
+    assert re.search(r"<dt>where</dt><dd>train/\w{64}</dd>", html)
 
 
 def noise(limit: int) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -67,7 +68,7 @@ def publish(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
         "before_after.png": b"png",
     }
     evaluated = commit(store, "evaluate", written)
-    draft = store.draft(KeyParts("publish", 1, {}, {}))
+    draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
     base = Path(recipe.model.path)
     trained = train(folder, recipe, **more)
     summary = build(
@@ -232,6 +233,29 @@ def test_a_champion_of_adapters_samples_with_its_base(
         load_published_model(Path(alone.path))
     with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):
         load_published_model(tmp_path)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_no_published_file_has_a_path_of_this_machine(
+    merge: bool, tmp_path: Path, tiny_sdxl: Path
+) -> None:
+    """Pictures, base, store and key are in the publisher's home; prompts may begin with a slash."""
+    base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
+    configs = [*base.rglob("*config.json"), base / "model_index.json"]
+    for path in configs:
+        config = json.loads(path.read_text()) | {"_name_or_path": f"{base}/earlier"}
+        path.write_text(json.dumps(config))
+    secret = {"publish.merge": merge, "publish.signing_key": f"{tmp_path}/keys/mine.pem"}
+    source = {"kind": "folder", "path": f"{tmp_path}/pictures"}
+    drawn = {"evaluate.prompts": {"new": {"prompts": ["/s/ is no path"]}}}
+    places = {"evaluate.clip": f"file://{tmp_path}/clip", "shared_folders": [f"{tmp_path}/nfs"]}
+    artifact = publish(tmp_path, digits(tmp_path, base, source=source, **secret, **drawn, **places))
+    for path in files(artifact):
+        assert str(tmp_path).encode() not in artifact.read(path), path
+    recipe = yaml.safe_load(artifact.read("recipe.yaml"))
+    assert (recipe["source"]["path"], recipe["store"]) == ("pictures", "store")
+    assert (recipe["model"]["path"], recipe["evaluate"]["clip"]) == ("base", "clip")
+    assert recipe["evaluate"]["prompts"]["new"]["prompts"] == ["/s/ is no path"]
 
 
 def test_a_merged_champion_is_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
