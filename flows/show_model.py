@@ -46,16 +46,23 @@ def show_model(url: str, model: str, *, as_json: bool) -> None:
     print(f"  champion  {facts['champion'] or 'none'}\n  versions  {', '.join(facts['versions'])}")
     for line in aligned(_rows(facts)):
         print(f"  {line}")
-    if not facts["comparable"]:
+    if missing := facts["unmeasured"]:
+        print(f"  {' and '.join(missing)}: no measurements, since no metrics were published")
+    elif not facts["comparable"]:
         print(f"  {facts['champion']} was measured with other prompts, pictures or settings")
 
 
 def _compared(registry: Registry, version: Version, champion: Version | None) -> dict[str, Any]:
-    """`metrics` and `differences` as in metrics.json, and whether the champion is `comparable`."""
+    """`metrics` and `differences` as in metrics.json.
+
+    `comparable` is whether the champion is, and `unmeasured` has the versions without metrics.
+    """
     own = _published(registry, version)
+    unmeasured = [] if own["metrics"] else [version.name]
     numbers, compared, comparable = dict[str, Metric](), dict[str, Metric](), True
     if champion is not None and champion.name != version.name:
         theirs = _published(registry, champion)
+        unmeasured += [] if theirs["metrics"] else [champion.name]
         numbers = _of(theirs["metrics"], "tuned")
         if own["fingerprint"] == theirs["fingerprint"]:
             pair = (published_estimates(one.uri, own["fingerprint"]) for one in (version, champion))
@@ -70,6 +77,7 @@ def _compared(registry: Registry, version: Version, champion: Version | None) ->
         "metrics": _by_name(own["metrics"], {**models, "champion": numbers}),
         "differences": _by_name(own["metrics"], others),
         "comparable": comparable,
+        "unmeasured": unmeasured,
     }
 
 

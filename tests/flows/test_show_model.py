@@ -22,7 +22,10 @@ FACTS = {"created": "2026-01-01", "host": "here", "seconds": 1.0, "reason": "non
 
 @pytest.fixture
 def publish(tmp_path: Path) -> Callable[..., None]:
-    """`publish(score, fingerprint)` makes the next version of model `tiny` the champion."""
+    """`publish(score, fingerprint)` makes the next version of model `tiny` the champion.
+
+    Without a score it has no metrics.
+    """
     store = Store(str(tmp_path / "store"))
     registry = Registry(store.url_of("registry"), "tiny")
 
@@ -34,8 +37,15 @@ def publish(tmp_path: Path) -> Callable[..., None]:
         }
 
     def make(
-        score: float, fingerprint: str, compared_with: str = "", champion: float | None = None
+        score: float | None,
+        fingerprint: str,
+        compared_with: str = "",
+        champion: float | None = None,
     ) -> None:
+        if score is None:
+            draft = store.draft(KeyParts("publish", 1, {}, {"number": f"{registry.versions()}"}))
+            registry.promote(registry.publish(draft.commit({}, FACTS)).name)
+            return
         models = {"base": estimates(1), "tuned": estimates(score)}
         measured = models | ({} if champion is None else {"champion": estimates(champion)})
         metrics: Any = {"metrics": metrics_by_name(measured), "differences": {"clip_score": {}}}
@@ -94,6 +104,29 @@ def test_a_champion_that_was_measured_otherwise_has_no_difference(
     assert found["differences"]["clip_score"].keys() == {"base"}
     last = here("show", "tiny@v1", *stored).splitlines()[-1].strip()
     assert last == "v2 was measured with other prompts, pictures or settings"
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        ((None, None), "v1 and v2: no measurements, since no metrics were published"),
+        ((None, 8), "v1: no measurements, since no metrics were published"),
+        ((5, None), "v2: no measurements, since no metrics were published"),
+    ],
+)
+def test_a_version_without_metrics_was_not_measured_otherwise(
+    here: Here,
+    publish: Callable[..., None],
+    tmp_path: Path,
+    scores: tuple[float | None, float | None],
+    said: str,
+) -> None:
+    for score in scores:
+        publish(score, "same")
+    stored = ["--store", str(tmp_path / "store")]
+    lines = here("show", "tiny@v1", *stored).splitlines()
+    assert lines[-1].strip() == said
+    assert ("clip_score" in lines[-2]) == (scores[0] is not None), "what there is, is shown"
 
 
 def test_the_numbers_of_the_versions_own_gate_count(
