@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 Entry = dict[str, Any]  # as fsspec describes a file or a folder
 
@@ -83,9 +85,21 @@ def modified(entry: Entry) -> float:
 
 def present_time(fs: AbstractFileSystem, folder: str) -> float:
     """The time, in seconds since 1970, by the clock that stamps the files of a filesystem."""
-    probe = f"{folder}/.probe-{uuid.uuid4().hex}"
+    probe = new_probe(fs, folder)
     fs.pipe_file(probe, b"")
     try:
         return modified(fs.info(probe))
     finally:
         fs.rm_file(probe)
+
+
+def new_probe(fs: AbstractFileSystem, folder: str) -> str:
+    """The path of a file to write and delete in a folder, where nothing is yet.
+
+    Raises as the filesystem does if a bucket refuses to delete it: it would stay there.
+    """
+    probe = f"{folder}/.probe-{uuid.uuid4().hex}"
+    if not isinstance(fs, LocalFileSystem):
+        with suppress(FileNotFoundError):
+            fs.rm_file(probe)
+    return probe

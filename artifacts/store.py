@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
-from artifacts.list_folder import subfolders
+from artifacts.list_folder import new_probe, subfolders
 from artifacts.lock import Lock, hold, is_alive
 from artifacts.remote_client_options_and_errors import client_options, make_folder_of, protocols
 from configs.redact_errors_and_logs import one_line
@@ -285,12 +284,12 @@ class Store:
         return self.url_of(f"{stage}/{SHARDS}/{path}")
 
     def check_writable(self) -> None:
-        """Raise OSError unless a file can be written here, and StoreError unless created once.
+        """Raise OSError unless files can be written and deleted, StoreError unless created once.
 
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
         A bucket that does not exist is a StoreError, too: nobody creates a misspelt one.
         """
-        probe = f"{self.root}/.probe-{uuid.uuid4().hex}"
+        probe = new_probe(self.fs, self.root)
         try:
             make_folder_of(self.fs, probe)
             create(self.fs, probe, b"kiln")

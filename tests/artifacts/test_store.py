@@ -16,7 +16,7 @@ from artifacts import store as store_module
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, FileEntry
 from artifacts.hashing import digest_bytes
-from artifacts.list_folder import files, name_of, subfolders
+from artifacts.list_folder import files, name_of, present_time, subfolders
 from artifacts.store import Store, StoreError
 
 
@@ -214,6 +214,19 @@ def test_a_role_that_may_not_ask_for_its_bucket_can_write_there(
 ) -> None:
     monkeypatch.setattr(gcs, "forbidden", "/b/[^/]+$")
     Store(url_of("gs")).check_writable()
+
+
+@pytest.mark.slow
+def test_a_bucket_that_deletes_nothing_is_refused_and_nothing_stays_there(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt of a run or of `kiln gc` would leave a file that gc cannot delete, either."""
+    store = Store(url_of("gs"))
+    monkeypatch.setattr(gcs, "forbidden", "^DELETE ")
+    for attempt in (store.check_writable, lambda: present_time(store.fs, store.root)):
+        with pytest.raises(OSError, match="has no access"):
+            attempt()
+    assert store.fs.find(store.root) == []
 
 
 def test_a_store_that_ignores_conditions_is_refused(
