@@ -10,10 +10,13 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
 from configs.redact_errors_and_logs import redact_logs
+from tasks.build_or_reuse import is_ours
 
 
 def log_to_prefect() -> None:
     """Add Prefect's handler to the `kiln` logger, once, and redact the lines of all loggers.
+
+    Prefect logs wrong input as one line: its message says what to do.
 
     PREFECT_LOGGING_EXTRA_LOGGERS would add it without a level, and warn about other threads.
     """
@@ -25,6 +28,8 @@ def log_to_prefect() -> None:
         logger.addHandler(handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_traceback)
 
 
 @contextmanager
@@ -42,6 +47,18 @@ def each_line_once() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_new)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Take the traceback of wrong input out of a record, and keep that of a bug."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Exception) and is_ours(error) and _is_wrong_input(error):
+        record.exc_info = None
+    return True
+
+
+def _is_wrong_input(error: Exception) -> bool:
+    return any(isinstance(one, ValueError) for one in (error, error.__cause__))
 
 
 def _in_a_run(record: logging.LogRecord) -> bool:
