@@ -83,6 +83,7 @@ class RunRecord:
     at: float  # when its last stage began, in seconds since 1970 by the store's own clock
     keys: set[tuple[str, str]]  # (stage, key) of its artifacts
     recipe: str | None = None  # name; a run of `generate` has none
+    model: str | None = None  # which a run of `generate` drew with
 
 
 def runs(store: Store) -> Iterator[RunRecord]:
@@ -96,7 +97,8 @@ def runs(store: Store) -> Iterator[RunRecord]:
     for (path, entry), record in zip(found.items(), records, strict=True):
         if record is not None:
             keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
-            yield RunRecord(path, modified(entry), keys, _recipe_name(record))
+            model = record.get("model")
+            yield RunRecord(path, modified(entry), keys, _recipe_name(record), model)
 
 
 def _recipe_name(record: dict[str, Any]) -> str | None:

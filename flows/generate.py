@@ -34,7 +34,8 @@ def draw(settings: Generate, run_id: str) -> StageResult:
     settings = stage.with_sampler(settings, found)
     stage.check(settings, found)
     store, parts = Store(settings.store), stage.key_parts(settings, found)
-    progress = begin(store, run_id, parts, settings.model, {"settings": parts.settings})
+    facts = {"settings": parts.settings, "model": settings.model}
+    progress = begin(store, run_id, parts, settings.model, facts)
     build = partial(stage.build, settings, found, progress=progress)
     result = build_or_reuse(store, parts, build, parents={})
     return ended(store, settings.model, result, stage.show)

@@ -64,8 +64,8 @@ def _is_there(store: Store) -> bool:
 def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
     """Print artifacts by stage, and published versions with the champion marked."""
     store = Store(url)
-    recipes = _recipes(store)
-    rows = [_row(artifact, recipes) for artifact in store.artifacts()]
+    users = _users(store)
+    rows = [_row(artifact, users) for artifact in store.artifacts()]
     models = list(_models(store, registry))
     if as_json:
         published = [
@@ -81,9 +81,10 @@ def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
         print(json.dumps({"artifacts": rows, "models": published}))
         return
     for row in rows:
+        names = [*row["recipes"], *(f"of {model}" for model in row["models"])]
         print(
             f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {_size(row['bytes']):>9}"
-            f"  {row['created']}  {', '.join(row['recipes'])}".rstrip()
+            f"  {row['created']}  {', '.join(names)}".rstrip()
         )
     for found, version, alias in models:
         print(f"model     {found.name} {version.name}  {version.uri}  {alias}".rstrip())
@@ -332,24 +333,26 @@ def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple
         yield from _lineage(store, champion, depth + 1)
 
 
-def _recipes(store: Store) -> dict[Key, set[str]]:
-    """The recipes of the runs that used an artifact, as far as their records are there."""
-    found = dict[Key, set[str]]()
+def _users(store: Store) -> dict[str, dict[Key, set[str]]]:
+    """Recipes and drawn models of the runs that used an artifact, as far as records are there."""
+    found: dict[str, dict[Key, set[str]]] = {"recipes": {}, "models": {}}
     try:
         for run in runs(store):
-            if run.recipe is not None:
-                for key in run.keys:
-                    found.setdefault(key, set()).add(run.recipe)
+            for what, name in (("recipes", run.recipe), ("models", run.model)):
+                if name is not None:
+                    for key in run.keys:
+                        found[what].setdefault(key, set()).add(name)
     except GarbageUnsure as error:  # the artifacts stay visible
         log.warning("not every recipe is shown: %s", error)
     return found
 
 
-def _row(artifact: Artifact, recipes: Mapping[Key, set[str]]) -> dict[str, Any]:
+def _row(artifact: Artifact, users: Mapping[str, Mapping[Key, set[str]]]) -> dict[str, Any]:
+    key = (artifact.stage, artifact.key)
     return {
         "stage": artifact.stage,
         "key": artifact.key,
-        "recipes": sorted(recipes.get((artifact.stage, artifact.key), ())),
+        **{what: sorted(names.get(key, ())) for what, names in users.items()},
         "uri": artifact.uri,
         "files": len(artifact.files),
         "bytes": sum(entry.size for entry in artifact.files),

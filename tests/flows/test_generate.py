@@ -1,6 +1,7 @@
 """`kiln generate`: every option, on a published model."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_pictures_have_their_settings(
     np.testing.assert_array_equal(grid[34:, 34:66], pictures[5])
 
     said = ("num_inference_steps=2", "guidance_scale=3", "scheduler=null")
+    shown = here("ls", "--store", str(tmp_path / "store"))
+    assert re.search(r"^generate .* of tiny$", shown, re.MULTILINE)
     again = draw("num_rounds=2", "grid_columns=4", *said)  # as the recipe and the model have it
     assert again["outcome"] == "reused" and again["folder"] == first["folder"]
     assert draw("num_rounds=2", "grid_columns=8")["outcome"] == "reused"  # and laid out anew

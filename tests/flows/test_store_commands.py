@@ -237,7 +237,9 @@ def test_an_artifact_is_listed_with_the_recipes_of_its_runs(
         keys = [shared.key, alone.key] if run == "second" else [shared.key]
         recipe = dump_yaml({"name": name, "description": "name: none"})
         record_run(store, run, {"recipe": recipe, "stages": {"publish": keys}})
-    record_run(store, "pictures", {"settings": {}, "stages": {"publish": [shared.key]}})
+    record_run(store, "pictures", {"settings": {}, "stages": {"publish": [shared.key]}})  # earlier
+    drawn = {"settings": {}, "model": "digits@v2", "stages": {"publish": [alone.key]}}
+    record_run(store, "more pictures", drawn)
 
     def listed() -> dict[str, list[str]]:
         list_store(store.root, None, as_json=True)
@@ -246,7 +248,9 @@ def test_an_artifact_is_listed_with_the_recipes_of_its_runs(
 
     assert listed() == {shared.key: [long, "digits"], alone.key: [long], unused.key: []}
     list_store(store.root, None, as_json=False)
-    assert f"{unused.key[:12]}      1 files       2 B  2026-01-01\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{unused.key[:12]}      1 files       2 B  2026-01-01\n" in said
+    assert f"2026-01-01  {long}, of digits@v2\n" in said
     Path(store.root, "runs/first.json").write_bytes(b"{}")
     assert set(listed()) == {shared.key, alone.key, unused.key}
     assert "not every recipe is shown: " in caplog.text
