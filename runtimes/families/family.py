@@ -77,6 +77,7 @@ class KohyaNames:
     place: Callable[[str, Mapping[str, Any]], KohyaLayer]
     trainer: str = "kohya's sd-scripts"
     network_module: str = "networks.lora"  # of the trainer
+    ignored: str = "layers outside of blocks"  # by the trainer
     in_comfyui: bool = True  # whether ComfyUI maps these names; else it reads diffusers' layout
 
 

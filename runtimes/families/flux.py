@@ -107,7 +107,9 @@ class Flux(PatchTransformer):
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        {"text_encoder": "lora_te1"}, original_layer, network_module="networks.lora_flux"
+        *({"text_encoder": "lora_te1"}, original_layer),
+        network_module="networks.lora_flux",
+        ignored="`final_layer`",  # it makes modules for the weights of blocks and of inputs
     )
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:

@@ -222,8 +222,8 @@ def _adapter_rows(
         rows = [("ComfyUI", kohya_file, load)]
     if names is not None:
         load = f"`--network_module {names.network_module} --network_weights FILE`"
-        if lora.target_modules in ("linear", "all"):
-            load += "; it ignores layers outside of blocks"
+        if lora.target_modules != "attention":
+            load += f"; it ignores {names.ignored}"
         no_dora = "not with DoRA, whose magnitudes it ignores"
         rows.append((names.trainer, kohya_file, no_dora if lora.dora else load))
     return rows

@@ -114,7 +114,8 @@ def test_the_card_has_each_family_s_files_and_trainers(
     plain, linear, dora = table(), table(target_modules="linear"), table(dora=True)
     row = f"| {trainer.format(KOHYA)}--network_weights FILE`"
     assert plain == [f"| ComfyUI | {comfyui} | {USE} |", f"{row} |"]
-    assert linear == [plain[0], f"{row}; it ignores layers outside of blocks |"]
+    ignored = "`final_layer`" if family == "flux" else "layers outside of blocks"
+    assert linear == table(target_modules=["to_q"]) == [plain[0], f"{row}; it ignores {ignored} |"]
     assert ("not with DoRA" in dora[0]) == (comfyui != KOHYA)
     assert "not with DoRA" in dora[1]
 
