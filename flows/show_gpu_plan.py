@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from runtimes.torch_models.gpu_specs import GIB
+from configs.settings.recipe import Recipe
+from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.gpu.advice import Advice
 from tasks.gpu.gpu_training_plan import GpuPlan
 
@@ -51,26 +52,17 @@ def _advice_facts(plan: GpuPlan, advice: Advice) -> dict[str, Any]:
 def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     """Rows of the table, name and text."""
     step, peaks, settings = plan.step, plan.peaks, plan.recipe.train
-    other = "" if plan.recipe.runtime == "torch" else ", planned for runtime torch"
-    parameters = f"{step.parameters / 1e6:,.1f} M trained parameters"
-    yield "recipe", f"{plan.recipe.name}, {parameters}{other}"
+    yield "recipe", recipe_row(plan.recipe, step.parameters)
     count = "" if plan.chips == 1 else f"{plan.chips} times "
-    memory = f"{plan.gpu.memory / GIB:g} GiB, {plan.usable / GIB:.1f} GiB of it for tensors"
-    yield "gpu", f"{count}{plan.gpu.name}: {memory}"
+    yield "gpu", f"{count}{gpu_row(plan.gpu, plan.usable)}"
     micro = settings.micro_batch(settings.processes)
     yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
-    yield "training", _gib(sum(peaks.training.values())) + " at the peak: " + _parts(peaks.training)
+    yield "training", gib(sum(peaks.training.values())) + " at the peak: " + _parts(peaks.training)
     if peaks.samples:
-        yield "samples", f"{_gib(peaks.samples)} while training draws samples"
-    yield "sampling", f"{_gib(peaks.sampling)} in the evaluation"
-    yield (
-        "saving",
-        f"{_gib(peaks.checkpoint)} while a checkpoint of "
-        f"{plan.checkpoint_bytes / 1e9:,.1f} GB is written",
-    )
-    spare = (plan.usable - peaks.largest) / GIB
-    verdict = f"fits, {spare:.1f} GiB spare" if plan.fits else f"{-spare:.1f} GiB too much"
-    yield "memory", f"{_gib(peaks.largest)} of {_gib(plan.usable)}: {verdict}"
+        yield "samples", f"{gib(peaks.samples)} while training draws samples"
+    yield "sampling", f"{gib(peaks.sampling)} in the evaluation"
+    yield "saving", saving_row(peaks.checkpoint, plan.checkpoint_bytes)
+    yield "memory", memory_row(peaks.largest, plan.usable)
     recomputed = step.recomputed_flops_per_image / 1e12
     more = f", and {recomputed:.4g} of recomputation" if recomputed else ""
     yield "work", f"{step.flops_per_image / 1e12:.4g} TFLOP per image{more}"
@@ -80,11 +72,31 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
         yield "advice", _advice(advice)
 
 
+def recipe_row(recipe: Recipe, parameters: int) -> str:
+    other = "" if recipe.runtime == "torch" else ", planned for runtime torch"
+    return f"{recipe.name}, {parameters / 1e6:,.1f} M trained parameters{other}"
+
+
+def gpu_row(gpu: Gpu, usable: int) -> str:
+    return f"{gpu.name}: {gpu.memory / GIB:g} GiB, {usable / GIB:.1f} GiB of it for tensors"
+
+
+def saving_row(peak: int, checkpoint_bytes: int) -> str:
+    return f"{gib(peak)} while a checkpoint of {checkpoint_bytes / 1e9:,.1f} GB is written"
+
+
+def memory_row(peak: int, usable: int) -> str:
+    """The verdict: what is spare, or too much."""
+    spare = (usable - peak) / GIB
+    verdict = f"fits, {spare:.1f} GiB spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
+    return f"{gib(peak)} of {gib(usable)}: {verdict}"
+
+
 def _advice(advice: Advice) -> str:
     change = advice.flops_ratio - 1
     words = "equal FLOPs" if abs(change) < 0.005 else f"{change:+.0%} FLOPs"
     notes = "".join(f"; {note}" for note in advice.notes)
-    return f"{advice.options}: {_gib(advice.peak)}, {words}{notes}"
+    return f"{advice.options}: {gib(advice.peak)}, {words}{notes}"
 
 
 def _parts(parts: dict[str, int]) -> str:
@@ -92,5 +104,5 @@ def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in named)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"

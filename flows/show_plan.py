@@ -7,11 +7,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from artifacts.download_or_find_model import ModelNotFound
 from configs.settings.recipe import Recipe
 from flows import show_gpu_plan
-from runtimes.torch_models.gpu_specs import GIB
+from flows.show_stored_plan import StoredPlan, stored_facts, stored_lines
+from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.base_training_plan import TrainingPlan
 from tasks.gpu.gpu_training_plan import plan_gpu_training
+from tasks.gpu.recipe_memory import memory_of
 from tasks.tpu.tpu_training_plan import SlicePlan, plan_slice_training
 
 
@@ -50,7 +53,11 @@ def show_plan(
     elif topology is not None:
         raise TwoPlaces("--gpu and --topology exclude each other")
     else:
-        on_gpu = plan_gpu_training(recipe, gpu, _say)
+        try:
+            on_gpu = plan_gpu_training(recipe, gpu, _say)
+        except ModelNotFound as error:
+            _show_stored(recipe, parse_gpu(gpu), error, as_json=as_json)
+            return
         show(
             on_gpu,
             show_gpu_plan.gpu_plan_facts(on_gpu),
@@ -59,6 +66,17 @@ def show_plan(
         )
         if not on_gpu.fits:
             raise DoesNotFit(on_gpu.refusal())
+
+
+def _show_stored(recipe: Recipe, gpu: Gpu, error: ModelNotFound, *, as_json: bool) -> None:
+    """Print the plan that comes with a recipe whose model is not there; raise the error if none."""
+    if (found := memory_of(recipe)) is None:
+        raise error
+    _say(f"{error}; this is the plan that comes with the recipe")
+    plan = StoredPlan(recipe, gpu, found)
+    show_rows(stored_facts(plan), stored_lines(plan), as_json=as_json)
+    if not plan.fits:
+        raise DoesNotFit(plan.refusal())
 
 
 def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> SlicePlan:
@@ -89,10 +107,16 @@ def show(
         special: facts of this kind of accelerator.
         lines: rows of the table, name and text.
     """
+    ends = [("time", _time(plan)), ("storage", _storage(plan))]
+    show_rows(special | shared_facts(plan), [*lines, *ends], as_json=as_json)
+
+
+def show_rows(facts: dict[str, Any], rows: Iterable[tuple[str, str]], *, as_json: bool) -> None:
+    """Print facts as a JSON object, or rows as a table."""
     if as_json:
-        print(json.dumps(special | shared_facts(plan)))
+        print(json.dumps(facts))
         return
-    for name, text in [*lines, ("time", _time(plan)), ("storage", _storage(plan))]:
+    for name, text in rows:
         print(f"{name:9} {text}")
 
 

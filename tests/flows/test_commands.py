@@ -1,6 +1,7 @@
 """The output of every short command of `kiln`, with and without a terminal."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from store_servers import UrlOf
 from terminal import Terminal
 
 from artifacts.artifact_key import KeyParts
+from artifacts.download_or_find_model import HubAway
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe, recipe_names
 from flows.cli import app, main
 from flows.doctor import examine as doctor
 from runtimes.contract import Probe
+from runtimes.torch_models.gpu_specs import GIB
+from tasks.gpu.recipe_memory import memory_of
 from tasks.publish.model_registry import Registry
 
 Here = Callable[..., str]  # of conftest.py
@@ -159,6 +163,32 @@ def test_the_gcloud_commands_are_printed(here: Here, place: Path) -> None:
 def test_a_plan_is_for_one_accelerator(here: Here, option: str) -> None:
     said = here("plan", "digits", option, "24GB", option, "v5p-8", code=2)
     assert f"{option} is given 2 times: plan one after another" in said
+
+
+def test_a_shipped_recipe_is_planned_without_the_hub(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plan that comes with it; what its model's configs would tell is null."""
+
+    def away(path: str, **_: object) -> Path:
+        raise HubAway(f"model {path}: the hub cannot be reached")
+
+    monkeypatch.setattr("tasks.base_training_plan.resolve_configs", away)
+    stored = memory_of(load_recipe("sdxl-lora"))
+    assert stored is not None
+    priced = ("-o", "plan.chip_hour_price=2")
+    found = json.loads(here("plan", "sdxl-lora", "--gpu", "H100", "--json", *priced))
+    assert found["fits"] and found["peak_gib"] * GIB == stored.largest
+    assert found["training_gib"] * GIB == stored.training and found["advice"] is None
+    assert found["hours"] > 0 and found["cost"] == 2 * found["hours"]
+    rows = here("plan", "sdxl-lora", "--gpu", "H100").splitlines()
+    assert re.fullmatch(r"memory    [\d.]+ GiB of 73.60 GiB: fits, [\d.]+ GiB spare", rows[-3])
+    assert re.fullmatch(r"time      [\d.]+ hours \(at 20% .*\)", rows[-1])
+    cause, refusal = here("plan", "sdxl", "--gpu", "24GB", code=2).splitlines()
+    assert cause.endswith("the hub cannot be reached; this is the plan that comes with the recipe")
+    assert refusal.startswith("kiln: sdxl needs 55.4 GiB, 24 GB has 22.1 GiB for tensors")
+    other = here("plan", "sdxl", "--gpu", "24GB", "-o", "train.micro_batch_size=2", code=2)
+    assert other.endswith("the hub cannot be reached\n"), "no plan of these settings"
 
 
 @pytest.mark.slow
