@@ -25,6 +25,7 @@ from typer.exceptions import TyperException
 
 from configs.load_and_extend_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
+from configs.settings.recipe import STAGES
 from flows.cli import app
 
 pytestmark = pytest.mark.slow
@@ -270,6 +271,14 @@ def test_recipe_of_a_document_extends_the_prompts_of_its_parent(
 ) -> None:
     path, *_ = recipes_of(document, tmp_path)
     assert {"new"} < set(load_recipe(str(path)).evaluate.prompts)
+
+
+def test_the_readme_names_the_tasks_as_the_log_and_the_ui_do() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"a Prefect flow of five tasks: ([^.]+)\.", text)
+    assert found
+    named = re.split(r",\s|\sand\s", re.sub(r"\s\([^)]*\)", "", found[1]))
+    assert tuple(named) == STAGES
 
 
 def test_page_of_commands_has_each_command() -> None:
