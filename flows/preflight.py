@@ -37,10 +37,11 @@ from runtimes.objective.scheduler_config import (
     trained_scheduler_config,
 )
 from runtimes.objective.training_objective import Objective
+from runtimes.pipeline_folder.check_weights_and_vocabulary import check_tokenizers, check_weights
 from runtimes.pipeline_folder.denoiser_config import folder_extras, replacement_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
 from runtimes.pipeline_folder.read_configs import read_denoiser_config, read_part_config
-from runtimes.pipeline_folder.weight_files import stored_weight_files, weight_shapes
+from runtimes.pipeline_folder.weight_files import stored_weight_files
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import (
@@ -310,6 +311,7 @@ def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     _check_position_embeddings(recipe, model, largest, factor)
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
+    check_tokenizers(model)
     _check_objective(recipe, model)
     _check_schedulers(recipe, model)
     check_training_targets.check(recipe, model)
@@ -406,7 +408,7 @@ def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
 
 
 def _check_weights(model: Path, vae: Path | None) -> None:
-    """Raise ModelNotFound or WrongInput for weights that are missing or damaged."""
+    """Raise ModelNotFound or WrongInput for weights that are missing, damaged or others."""
     parts = [part for part in model_parts(model) if part.name != "vae" or vae is None]
     missing = [part.name for part in parts if not stored_weight_files(part)]
     if missing:
@@ -417,7 +419,7 @@ def _check_weights(model: Path, vae: Path | None) -> None:
     if vae is not None and not stored_weight_files(folder := vae_path(model, vae)):
         raise ModelNotFound(f"model.vae {folder}: it has no .safetensors weights")
     for part in parts if vae is None else [*parts, vae_path(model, vae)]:
-        weight_shapes(part)
+        check_weights(part)
 
 
 def _check_objective(recipe: Recipe, model: Path) -> None:

@@ -21,6 +21,7 @@ from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_json
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
+from runtimes.pipeline_folder.check_weights_and_vocabulary import check_vocabulary_files
 from runtimes.pipeline_folder.read_configs import read_config
 from runtimes.pipeline_folder.weight_files import weight_shapes
 
@@ -83,6 +84,10 @@ def _check_clip_parts(folder: Path, setting: str) -> None:
         raise WrongInput(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
     parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
     _check_parts(folder, setting, parts)
+    try:
+        check_vocabulary_files(folder, read_config(folder / "config.json"))
+    except WrongInput as error:
+        raise WrongInput(f"{setting}: {error}") from None
 
 
 def check_image_encoder(folder: Path) -> None:

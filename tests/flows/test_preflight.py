@@ -133,6 +133,25 @@ def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_
         prepare(load_recipe("digits", {**small, **changed}))
 
 
+@pytest.mark.parametrize(
+    ("file", "settings", "line"),
+    [
+        ("tokenizer/tokenizer_config.json", {"model_max_length": 20}, "takes 77 tokens"),
+        ("unet/config.json", {"cross_attention_dim": 7}, "config and weights are of different"),
+        ("vae/config.json", {"latent_channels": 3}, "config and weights are of different"),
+    ],
+)
+def test_a_part_that_would_not_load_is_refused(
+    small: dict[str, Any], tmp_path: Path, file: str, settings: dict[str, Any], line: str
+) -> None:
+    base = Path(shutil.copytree(load_recipe("digits", small).model.path, tmp_path / "base"))
+    config = json.loads((base / file).read_text(encoding="utf-8"))
+    (base / file).write_text(json.dumps(config | settings), encoding="utf-8")
+    with pytest.raises(WrongInput, match=line) as error:
+        prepare(load_recipe("digits", {**small, "model.path": str(base)}))
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_a_vae_without_weights_is_refused(small: dict[str, Any], tmp_path: Path) -> None:
     """Such as one of the hub whose configs alone were downloaded for a plan."""
     base = Path(load_recipe("digits", small).model.path)

@@ -441,6 +441,15 @@ def test_weights_of_an_evaluator_that_are_cut_or_missing_are_found_before_any_wo
         check_clip(folder)
 
 
+def test_a_vocabulary_of_an_evaluator_without_merges_is_found_before_any_work(
+    tiny_clip: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(WrongInput, match=r"^evaluate\.clip: .*/clip: merges\.txt is missing"):
+        check_clip(folder)
+
+
 def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
     with pytest.raises(WrongInput, match=r"evaluate\.clip: .* model_type is clip_text_model"):
         check_clip(tiny_sdxl / "text_encoder")
