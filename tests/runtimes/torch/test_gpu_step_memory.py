@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from kiln_command import ROOT
 
 from bench import planned_and_real_memory
@@ -152,6 +153,38 @@ def test_gradient_checkpointing_costs_flops_and_saves_activations(tiny_sdxl: Pat
     share = checkpointed.recomputed_flops_per_image / plain.flops_per_image
     assert 0.2 < share < 1 / 3  # at most the forward pass
     assert checkpointed.peak(64)["activations"] < plain.peak(64)["activations"] / 2
+
+
+def test_an_8_bit_base_has_half_the_memory_and_equal_flops(tiny_sdxl: Path) -> None:
+    """Of bfloat16 weights. Recomputed products are no products of the step."""
+    lora: dict[str, Any] = {"method": "lora", "gradient_checkpointing": "blocks"}
+    plain, int8 = ask(tiny_sdxl, **lora), ask(tiny_sdxl, **lora, lora={"base_precision": "int8"})
+    assert int8.flops_per_image == plain.flops_per_image
+    recomputed = int8.recomputed_flops_per_image / plain.recomputed_flops_per_image
+    assert 1 <= recomputed < 1.1  # PyTorch stops before a block's last plain product
+    network = Network.without_weights(tiny_sdxl, Train(method="lora"))
+    layers = {n: m for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)}
+    rounded = sum(
+        layer.weight.numel() - 4 * layer.out_features
+        for name, layer in layers.items()
+        if "lora_" not in name and any(part.isdigit() for part in name.split("."))
+    )
+    assert plain.weights - int8.weights == pytest.approx(rounded, rel=0.3)  # sizes are rounded up
+
+
+def test_offloaded_layers_leave_the_vae_and_two_layers(tiny_sdxl: Path) -> None:
+    train = Train(mixed_precision="bf16").model_dump(mode="json")
+    found = step_memory(GpuStepRequest(str(tiny_sdxl), train, 64, sampling_dtype="float32"))
+    pipe = DiffusionPipeline.from_pretrained(tiny_sdxl)
+    models = (pipe.unet, pipe.text_encoder, pipe.text_encoder_2)
+    largest = max(
+        sum(p.nbytes for p in layer.parameters(recurse=False))
+        for model in models
+        for layer in model.modules()
+    )
+    vae = sum(parameter.nbytes for parameter in pipe.vae.parameters())
+    assert found.offloaded == pytest.approx(vae + 2 * largest, rel=0.2)  # sizes are rounded up
+    assert found.offloaded < found.weights / 2
 
 
 @pytest.mark.extended

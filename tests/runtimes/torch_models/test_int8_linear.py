@@ -1,5 +1,6 @@
 """Frozen 8-bit layers: their rounding error, gradients, memory, and what they leave as it is."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from jobs import MakeJob, start
 from torch.autograd.graph import saved_tensors_hooks
 
 from configs.settings.train import Train
+from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.int8_linear import Int8Linear
 from runtimes.torch_models.network import Network
 
@@ -98,3 +100,23 @@ def test_a_compiled_step_has_the_losses_of_an_uncompiled_one(make_job: MakeJob) 
         runtime, batch = start(make_job(compiled, compile=compiled, micro_batch_size=2, **INT8))
         losses.append([float(runtime.step(batch(step), 1e-3).loss) for step in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "name", ["tiny-sd3", "tiny-flux", "tiny-flux2", "tiny-z-image", "tiny-qwen-image"]
+)
+def test_every_family_trains_on_an_8_bit_base(
+    make_job: MakeJob, tiny_model: Any, write_latents: Any, tmp_path: Path, name: str
+) -> None:
+    """In bfloat16 with recomputed blocks, as the recipes of large models."""
+    model, losses = tiny_model(name), []
+    common = {"mixed_precision": "bf16", "gradient_checkpointing": "blocks"}
+    info = Encoder(model, device="cpu").info
+    latents = write_latents(tmp_path / "latents", [{"train/8x8": 9}], **info)
+    common |= {"model": str(model), "latents": latents}
+    for number, settings in enumerate(({"method": "lora"}, INT8)):
+        runtime, batch = start(make_job(str(number), **common, **settings))
+        losses.append([float(runtime.step(batch(step), 1e-2).loss) for step in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert losses[0] != losses[1]
