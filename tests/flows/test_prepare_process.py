@@ -19,6 +19,7 @@ from flows.prepare_process import prepare_process
 class Collected:
     pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 prepare_process()
 with capture_sigterm():
     collected = Collected()

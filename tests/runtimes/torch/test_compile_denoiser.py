@@ -51,6 +51,7 @@ def two_steps(make_job: MakeJob, name: str, **settings: Any) -> tuple[list[float
         pytest.param({"compile": "blocks"}, marks=pytest.mark.soak),
         {"compile": "blocks", "gradient_checkpointing": "blocks"},
         pytest.param({"compile": "blocks", "method": "lora"}, marks=pytest.mark.extended),
+        {"compile": "blocks", "method": "lora", "lora": {"base_precision": "int8"}},
         pytest.param({"compile": "denoiser"}, marks=pytest.mark.extended),
     ],
 )
