@@ -102,8 +102,8 @@ class GpuPlan(TrainingPlan):
             f"{self.usable / GIB:.1f} GiB for tensors: "
         )
         if not self.advice:
-            drawing = max(self.peaks.sampling, self.peaks.samples) == self.peaks.largest
-            smaller = "evaluate.height and evaluate.width" if drawing else "encode.resolution"
+            trains = sum(self.peaks.training.values()) <= self.usable
+            smaller = "evaluate.height and evaluate.width" if trains else "encode.resolution"
             return text + f"no settings known here make it fit; lower {smaller}"
         return text + f"it fits with {self.advice[0].options}"
 
