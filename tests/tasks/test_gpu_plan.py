@@ -166,7 +166,11 @@ def test_adapters_are_advised_only_if_nothing_else_fits(plan: Callable[..., GpuP
     assert only.settings == {"train.gradient_checkpointing": "blocks", "train.method": "lora"}
     assert gib(only.peak) == 1.75 + 0.25
     assert any("adapters" in note for note in only.notes)
-    assert plan(0.5 / USABLE).advice == ()
+    hopeless = plan(0.5 / USABLE)
+    assert hopeless.advice == ()
+    assert hopeless.refusal().endswith(
+        "no settings known here make it fit; lower encode.resolution"
+    )
 
 
 def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -> None:
