@@ -216,9 +216,11 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def free_memory() -> None:
-    """Return memory of deleted models from PyTorch's allocator to the device."""
+    """Return memory of deleted models from PyTorch's allocators to the device and the host."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without CUDA
+    if torch.cuda.is_initialized():  # pinned memory, which holds offloaded models
+        torch.accelerator.empty_host_cache()
     if "torch_npu" in sys.modules:
         torch.get_device_module("npu").empty_cache()
 

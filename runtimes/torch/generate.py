@@ -35,7 +35,7 @@ class ThePipeline(BasePipeline):
         check_family("torch", detect_family(job.model_folder).name, self._device.type)
         self._dtype = getattr(torch, job.dtype)
         self._offload = job.offload and self._device.type in OFFLOADING
-        if job.offload and not self._offload:  # `auto` has chosen another device
+        if job.offload and self._device.type != "cuda":  # `auto` may have chosen another device
             log.warning("offload has no effect on %s", describe(self._device))
         super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
 

@@ -15,6 +15,7 @@ from runtimes.torch.device import (
     check,
     check_fsdp,
     choose_device,
+    free_memory,
     make_deterministic,
     open_device,
     warn_of_slow_float32,
@@ -160,3 +161,15 @@ def test_tf32_is_off_unless_set() -> None:
             assert torch.backends.cuda.matmul.allow_tf32 == enabled
     finally:
         make_deterministic()
+
+
+def test_pinned_memory_of_deleted_models_is_returned_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next offloaded model would otherwise be read beside that of the one before."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: emptied.append(True))
+    free_memory()
+    assert emptied

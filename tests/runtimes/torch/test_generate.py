@@ -83,8 +83,10 @@ def elsewhere(job: GenerateJob, folder: Path) -> GenerateJob:
     return replace(job, drawings=tuple(moved))
 
 
-def test_offloaded_layers_draw_the_same_pictures(job: GenerateJob, tmp_path: Path) -> None:
-    """Without a GPU, nothing moves: the hooks are there, and change no picture."""
+def test_offloaded_layers_draw_the_same_pictures(
+    job: GenerateJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a GPU, nothing moves, and a warning says so: the hooks change no picture."""
     from diffusers.hooks.group_offloading import _is_group_offload_enabled
 
     plain, _ = generate(job)
@@ -93,6 +95,7 @@ def test_offloaded_layers_draw_the_same_pictures(job: GenerateJob, tmp_path: Pat
     pipeline.draw(PROMPTS[:1], 0)
     drawn_by = pipeline._sampler._pipe
     assert all(map(_is_group_offload_enabled, (drawn_by.unet, drawn_by.text_encoder_2)))
+    assert "offload has no effect on cpu" in caplog.text
     again, _ = generate(elsewhere(replace(job, offload=True), tmp_path / "offloaded"))
     assert again == plain
 
