@@ -81,7 +81,7 @@ class LiveMemory(TorchDispatchMode):
             self.flops += flops
             if backward and (torch.is_grad_enabled() or _in_int8_linear()):
                 self.recomputed_flops += flops
-        forward = torch.is_grad_enabled() and not backward
+        forward = not backward and (torch.is_grad_enabled() or _in_int8_linear())
         kind = "activations" if forward else "temporaries"
         if func is torch.ops.aten._to_copy.default:
             source = args[0].untyped_storage()._cdata

@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return weight.to(dtype) * scale.to(dtype)
+    return (weight * scale).to(dtype)  # a scale in bfloat16 would be 0.4% off
 
 
 def quantize_blocks(model: torch.nn.Module) -> None:

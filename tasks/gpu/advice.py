@@ -75,6 +75,8 @@ def _that_fit(
     """
     current, _ = micro_batch(recipe.train)
     sets = [_merged(some) for n in range(len(changes) + 1) for some in combinations(changes, n)]
+    is_lora = recipe.train.method == "lora"
+    sets = [s for s in sets if is_lora or "method" in s[0] or "lora.base_precision" not in s[0]]
     variants = [with_train(recipe, settings) for settings, _ in sets]
     planner.compute([planner.training_request(variant.train) for variant in variants])
     kept: dict[frozenset[str], int] = {}
@@ -123,7 +125,7 @@ def _applies(change: dict[str, Any], recipe: Recipe) -> bool:
     settings = recipe.train
     if "lora.base_precision" in change:
         is_possible = recipe.runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
-        return is_possible and settings.method == "lora" and settings.lora.base_precision is None
+        return is_possible and settings.init == "base" and settings.lora.base_precision is None
     if "optimizer" in change:
         return settings.optimizer == "adamw"
     if "method" in change:

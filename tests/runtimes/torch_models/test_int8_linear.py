@@ -39,7 +39,7 @@ def test_each_row_is_rounded_by_its_own_scale() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_outputs_and_gradients_are_those_of_the_dequantized_layer(dtype: torch.dtype) -> None:
     plain, rounded = layers(dtype)
-    plain.weight = torch.nn.Parameter(rounded.weight.to(dtype) * rounded.scale.to(dtype), False)
+    plain.weight = torch.nn.Parameter((rounded.weight * rounded.scale).to(dtype), False)
     given = torch.randn(4, 7, 48).to(dtype)
     outputs, gradients = [], []
     for layer in (plain, rounded):
