@@ -84,7 +84,7 @@ TABLE = (
     Foreign("snr_gamma min_snr_gamma", "DKS", "train.snr_gamma"),
     Foreign("debiased_estimation_loss", "K", "train.debiased_estimation_loss"),
     Foreign("noise_offset", "DKS", "train.noise_offset"),
-    Foreign("input_perturbation", "DS", "train.input_perturbation"),
+    Foreign("input_perturbation ip_noise_gamma", "DKS", "train.input_perturbation"),
     Foreign("prediction_type", "DS", "train.prediction_type"),
     Foreign("v_parameterization", "K", "train.prediction_type", "`v_prediction`"),
     Foreign(
@@ -139,6 +139,21 @@ TABLE = (
     Foreign("push_to_hub", "DS", "publish", "to a registry, if the gate passes"),
     Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
             "DKS", "train.attention", "PyTorch's kernels alone"),
+    Foreign("validation_split", "K", "encode.holdout", "a fraction of the pictures"),
+    Foreign("shuffle_caption keep_tokens caption_tag_dropout_rate token_warmup_step", "K", "none",
+            "captions are encoded once; a picture may have several, one of which a step takes"),
+    Foreign("num_repeats repeats dataset_repeats", "KS", "none",
+            "an epoch has each picture once"),
+    Foreign("class_data_dir with_prior_preservation prior_loss_weight reg_data_dir", "DK", "none",
+            "put pictures of the class into the source, with captions of their own"),
+    Foreign("blocks_to_swap", "K", "none",
+            "`train.lora.base_precision: int8` and `gradient_checkpointing` save memory"),
+    Foreign("network_weights init_lora", "KS", "none",
+            "publish adapters with `publish.merge`, and take that folder as `model.path`"),
+    Foreign("loss_type huber_c huber_schedule", "DKS", "none", "the loss is the squared error"),
+    Foreign("multires_noise_iterations multires_noise_discount", "K", "none",
+            "`train.noise_offset` is there"),
+    Foreign("max_token_length", "K", "none", "captions have the length that the encoder reads"),
 )  # fmt: skip
 TOOLS = {"D": "diffusers", "K": "kohya", "P": "PyTorch", "S": "SimpleTuner", "T": "transformers"}
 

@@ -50,5 +50,5 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise WrongInput(f"{setting}: {url} cannot be read: {error}") from None
     if not prompts:
-        raise WrongInput(f"{setting}: {url} has no prompt")
+        raise WrongInput(f"{setting}: {url} has no prompt: write one per line")
     return prompts

@@ -206,7 +206,8 @@ def build(
         raise reject(verdicts)
     forced = None if passed else force
     _check_license(recipe, base)
-    progress(1, 3, "gate passed" if passed else f"gate failed, forced: {forced}")
+    failed = ", ".join(verdict.rule for verdict in verdicts if not verdict.passed)
+    progress(1, 3, "gate passed" if passed else f"gate failed ({failed}), forced: {forced}")
     with (
         tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch,
         local_weights(trained) as tuned,
