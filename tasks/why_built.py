@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ def why_built(store: Store, parts: KeyParts) -> str:
     """The reason of a build: how its key differs from the most similar one of the stage.
 
     Of the RECENT newest artifacts, that with the fewest changes counts, or of several the newest.
+    It may be of another recipe (`kiln ls` has the recipes of each key).
     """
     folder = f"{store.root}/{parts.stage}"
     try:
@@ -34,14 +36,15 @@ def why_built(store: Store, parts: KeyParts) -> str:
         found = []
     given = parts.as_dict()
     changed = [
-        _changes(_flat({name: one.manifest[name] for name in given}), _flat(given))
+        (one.key, _changes(_flat({name: one.manifest[name] for name in given}), _flat(given)))
         for one in found
         if one is not None
     ]
     if not changed:
         return "the artifacts before could not be read"
-    fewest = min(changed, key=len)
-    return "changed: " + ", ".join([*fewest[:SHOWN], *["…"][: len(fewest) > SHOWN]])
+    key, fewest = min(changed, key=lambda pair: len(pair[1]))
+    changes = ", ".join([*fewest[:SHOWN], *["…"][: len(fewest) > SHOWN]])
+    return f"changed since {key[:12]}: {changes}"
 
 
 def _readable(store: Store, stage: str, key: str) -> Artifact | None:
@@ -80,6 +83,6 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [
         name
         if isinstance(before, str | list) or isinstance(after, str | list)
-        else f"{name} {before} → {after}"
+        else f"{name} {json.dumps(before)} → {json.dumps(after)}"
         for name, before, after in changes
     ]

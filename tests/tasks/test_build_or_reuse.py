@@ -29,7 +29,7 @@ from tasks.build_or_reuse import (
     storage_error,
 )
 
-SEVEN = f"changed: {', '.join(f'{name} None → True' for name in 'nopqrs')}, …"
+SEVEN = f"changed: {', '.join(f'{name} null → true' for name in 'nopqrs')}, …"
 SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}
 
 
@@ -231,7 +231,7 @@ def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
         (parts(size=64), "changed: size 32 → 64"),
         (parts(name="b"), "changed: name"),
         (parts(adam={"rate": 2.0, "decay": 0.0}), "changed: adam.rate 1.0 → 2.0"),
-        (parts(adam={"rate": 1.0}), "changed: adam.decay 0.0 → None"),
+        (parts(adam={"rate": 1.0}), "changed: adam.decay 0.0 → null"),
         (parts(betas=[0.9, 0.95]), "changed: betas"),
         (parts({"images": "2" * 64}), "changed: images"),
         (parts(size=64, name="b"), "changed: name, size 32 → 64"),
@@ -241,7 +241,7 @@ def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
 def test_the_reason_of_a_build_has_the_changes(store: Store, wanted: KeyParts, reason: str) -> None:
     assert built(store, parts()) == "none was built before"
     found = built(store, wanted).replace("inputs.", "").replace("settings.", "")
-    assert found == reason
+    assert found == reason.replace("changed", f"changed since {parts().key[:12]}")
 
 
 def test_a_build_is_compared_with_the_most_similar_artifact_of_its_stage(store: Store) -> None:
@@ -251,7 +251,8 @@ def test_a_build_is_compared_with_the_most_similar_artifact_of_its_stage(store: 
         result = build_or_reuse(store, parts(**settings), write, parents={})
         then = time.time() - age
         os.utime(f"{store.root}/encode/{result.key}/manifest.json", (then, then))
-    assert built(store, parts()) == "changed: settings.size 1 → 32"
+    most_similar = parts(size=1).key[:12]
+    assert built(store, parts()) == f"changed since {most_similar}: settings.size 1 → 32"
 
 
 def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
