@@ -219,8 +219,9 @@ def free_memory() -> None:
     """Return memory of deleted models from PyTorch's allocators to the device and the host."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without CUDA
-    if torch.cuda.is_initialized():  # pinned memory, which holds offloaded models
-        torch.accelerator.empty_host_cache()
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # PyTorch 2.9 has none
+    if empty_host_cache is not None and torch.cuda.is_initialized():
+        empty_host_cache()  # pinned memory, which holds offloaded models
     if "torch_npu" in sys.modules:
         torch.get_device_module("npu").empty_cache()
 
