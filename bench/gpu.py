@@ -41,6 +41,7 @@ EAGER: dict[str, Any] = {"compile": "none"}
 EXACT: dict[str, Any] = {"deterministic": True}
 GRAPHS: dict[str, Any] = {"cuda_graphs": True}
 LORA = METHODS["lora"]
+INT8: dict[str, Any] = {**LORA, "lora": {**LORA["lora"], "base_precision": "int8"}}
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,12 @@ PIECES: dict[str, dict[str, Variant]] = {
         "sdxl_full_checkpointing": (SDXL, BLOCKS),
         "sdxl_lora": (SDXL, LORA),
         "sdxl_lora_cuda_graphs": (SDXL, {**LORA, **GRAPHS}),
+        "sdxl_lora_int8": (SDXL, INT8),
     },
     "flux": {
         "flux_256_lora": (FLUX_256, {**FLOW, **LORA}),
         "flux_lora": (FLUX, {**FLOW, **LORA}),
+        "flux_lora_int8": (FLUX, {**FLOW, **INT8}),
     },
     "jax": {
         "sd2_full_jax": (SD2, {"runtime": "jax"}),
