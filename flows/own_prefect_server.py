@@ -41,8 +41,8 @@ def start_server() -> None:
         Server().start()
     except RuntimeError as error:
         raise NoOwnServer(
-            f"Prefect's own server did not start ({error}): see its log above, or start a "
-            "lasting one (`make ui`) and set PREFECT_API_URL"
+            f"Prefect's own server did not start ({str(error).rstrip('.')}): run again, or start "
+            "a lasting one (`make ui`) and set PREFECT_API_URL"
         ) from error
 
 

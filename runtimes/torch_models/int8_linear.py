@@ -13,8 +13,8 @@ LARGEST = 127
 class Int8Linear(torch.nn.Linear):
     """A frozen linear layer with 8-bit weights and one float32 scale per output feature.
 
-    The scale is the row's largest absolute weight / 127 (LLM.int8(), arXiv 2208.07339, section 2.1,
-    for weights alone). Products are computed in the input's dtype.
+    The scale is the row's largest absolute weight / 127 (absmax quantization, as in LLM.int8(),
+    arXiv 2208.07339, for weights alone). Products are computed in the input's dtype.
     """
 
     scale: torch.Tensor  # [out_features, 1] float32

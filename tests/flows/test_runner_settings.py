@@ -125,6 +125,21 @@ def test_a_prefect_home_that_cannot_be_written_is_one_line(
     assert "Traceback" not in done.stdout + done.stderr
 
 
+def test_a_server_that_does_not_answer_in_time_is_one_line(tmp_path: Path) -> None:
+    """Its imports alone take longer than a second."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", "digits"],
+        env=environment(tmp_path) | {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("kiln: Prefect's own server did not start (")
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 DEAD = "http://127.0.0.1:9"  # no proxy answers there
 
 
