@@ -87,7 +87,8 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
 
     lineage = {"images": "abc"}
     given = (recipe, trained, evaluated, lineage, base, more.get("vae"), champion)
-    summary = build(*given, draft, lambda *a: None, force=more.get("force"))
+    progress = more.get("progress", lambda *a: None)
+    summary = build(*given, draft, progress, force=more.get("force"))
     assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
 
@@ -257,7 +258,13 @@ def test_a_forced_model_names_the_reason_in_card_and_history(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
     recipe, reason = digits(tmp_path, "cmmd < 0.5"), "the old one leaks"
-    artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, force=reason)
+    told: list[str] = []
+
+    def progress(done: int, total: int, text: str = "") -> None:
+        told.append(text)
+
+    artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, force=reason, progress=progress)
+    assert f"gate failed (cmmd < 0.5), forced: {reason}" in told
     assert artifact.summary["forced"] == reason
     card = artifact.read("README.md").decode()
     assert f"**Published in spite of a failed gate:** {reason}" in card and "failed" in card
