@@ -28,6 +28,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import usable_gpus
+from runtimes.hosts.host_memory import host_memory
 from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import (
@@ -402,9 +403,9 @@ def _check_license(recipe: Recipe, base: Path) -> None:
 
 
 def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
-    """Raise WrongInput if training by runtime torch cannot fit the largest GPU of this machine."""
+    """Raise WrongInput if a run of runtime torch cannot fit the largest GPU of this machine."""
     if must_fit_one_gpu(recipe) and (found := usable_gpus()):
-        check_fits(recipe, model, vae, max(gpu.memory for gpu in found))
+        check_fits(recipe, model, vae, max(gpu.memory for gpu in found), host_memory())
 
 
 def _check_weights(model: Path, vae: Path | None) -> None:

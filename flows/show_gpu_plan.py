@@ -25,6 +25,7 @@ def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
         "samples_gib": peaks.samples / GIB,
         "sampling_gib": peaks.sampling / GIB,
         "checkpointing_gib": peaks.checkpoint / GIB,
+        "host_gib": peaks.host / GIB,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "parameters": step.parameters,
         "flops_per_image": step.flops_per_image,
@@ -61,6 +62,8 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     if peaks.samples:
         yield "samples", f"{gib(peaks.samples)} while training draws samples"
     yield "sampling", f"{gib(peaks.sampling)} in the evaluation"
+    if peaks.host:
+        yield "host", f"{gib(peaks.host)} of the host's memory for offloaded weights"
     yield "saving", saving_row(peaks.checkpoint, plan.checkpoint_bytes)
     yield "memory", memory_row(peaks.largest, plan.usable)
     recomputed = step.recomputed_flops_per_image / 1e12

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from configs.settings.recipe import Recipe
+from runtimes.torch_models.gpu_specs import GIB
 from tasks.gpu.estimate_peak_memory import Planner, executed_flops, micro_batch, with_train
 
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
@@ -62,7 +63,10 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
         ratio = executed_flops(planner.step(variant.train)) / before
         changed = {n: v for n, v in settings.items() if attrgetter(n)(recipe.train) != v}
         dotted = {f"train.{name}": value for name, value in changed.items()} | sampling
-        found.append(Advice(dotted, planner.peaks(variant).largest, ratio, notes))
+        peaks = planner.peaks(variant)
+        if "evaluate.offload" in sampling:
+            notes += (f"{peaks.host / GIB:.1f} GiB of the host's memory for the evaluation",)
+        found.append(Advice(dotted, peaks.largest, ratio, notes))
     return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
 
 

@@ -42,6 +42,7 @@ class Peaks:
     sampling: int  # of the evaluation, in a process of its own
     samples: int  # pictures drawn during training; 0: none are drawn
     checkpoint: int
+    host: int  # of the host's memory, for offloaded weights of the evaluation
 
     @property
     def largest(self) -> int:
@@ -150,6 +151,7 @@ class Planner:
             sampling=weights + sum(evaluated.peak(recipe.evaluate.batch_size).values()),
             samples=drawn,
             checkpoint=held + step.largest,  # one array at a time is copied to the host
+            host=evaluated.weights if recipe.evaluate.offload else 0,
         )
 
     def largest_micro_batch(self, recipe: Recipe, usable: int, most: int = 4096) -> int | None:

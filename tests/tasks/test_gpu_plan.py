@@ -19,6 +19,7 @@ from tasks.base_training_plan import PlanFailed, cache_key
 from tasks.gpu.gpu_training_plan import USABLE, GpuPlan, check_fits, plan_for
 
 Ask = Callable[..., dict[str, Any]]
+HOST = 64 * GIB
 
 
 class Steps:
@@ -192,6 +193,7 @@ def test_an_8_bit_base_and_offloading_are_advised(plan: Callable[..., GpuPlan]) 
         "evaluate.offload": True,
     }
     assert gib(only.peak) == 1.0
+    assert only.notes[-1] == "1.0 GiB of the host's memory for the evaluation"
     assert only.options.startswith("-o train.lora.base_precision=int8 -o evaluate.batch_size=3")
     (dora,) = plan(1.3 / USABLE, **lora, lora={"dora": True}).advice or [None]
     assert dora is None
@@ -268,22 +270,36 @@ def test_the_step_itself_is_planned_in_a_process_of_its_own(
 def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="none")
     with pytest.raises(WrongInput, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
-        check_fits(recipe, tiny_sd, None, 20 * GIB, small=0)
-    check_fits(recipe, tiny_sd, None, 22 * GIB, small=0)
+        check_fits(recipe, tiny_sd, None, 20 * GIB, HOST, small=0)
+    check_fits(recipe, tiny_sd, None, 22 * GIB, HOST, small=0)
+
+
+def test_offloaded_weights_must_fit_the_hosts_memory(
+    tiny_sd: Path, tmp_path: Path, steps: Steps
+) -> None:
+    recipe = make_recipe(tiny_sd, tmp_path)
+    check_fits(recipe, tiny_sd, None, 80 * GIB, 0, small=0)
+    evaluate = recipe.evaluate.model_copy(update={"offload": True})
+    recipe = recipe.model_copy(update={"evaluate": evaluate})
+    check_fits(recipe, tiny_sd, None, 80 * GIB, GIB, small=0)
+    with pytest.raises(WrongInput, match=r"keeps 1.0 GiB .* which has 0.9 GiB"):
+        check_fits(recipe, tiny_sd, None, 80 * GIB, 9 * GIB // 10, small=0)
+    shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), tiny_sd, None)))
+    assert shown["host"].startswith("1.00 GiB")
 
 
 def test_a_run_that_may_fit_if_compiled_starts_with_a_warning(
     tiny_sd: Path, tmp_path: Path, steps: Steps, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="blocks")
-    check_fits(recipe, tiny_sd, None, 13 * GIB, small=0)
+    check_fits(recipe, tiny_sd, None, 13 * GIB, HOST, small=0)
     assert "may run out of memory" in caplog.text
     with pytest.raises(WrongInput):
-        check_fits(recipe, tiny_sd, None, 10 * GIB, small=0)
+        check_fits(recipe, tiny_sd, None, 10 * GIB, HOST, small=0)
 
 
 def test_a_small_model_is_not_planned(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
-    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB)
+    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST)
     assert steps.asked == []
 
 
@@ -297,5 +313,5 @@ def test_a_run_starts_if_it_cannot_be_planned(
         raise PlanFailed("no such operator")
 
     monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", fail)
-    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, small=0)
+    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST, small=0)
     assert "the memory of training is unknown: no such operator" in caplog.text

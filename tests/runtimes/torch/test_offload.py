@@ -1,0 +1,36 @@
+"""Offloaded weights share blocks of the host's memory, and keep their values."""
+
+import pytest
+import torch
+
+from runtimes.torch import offload
+from runtimes.torch.offload import move_to_blocks
+
+
+def test_tensors_share_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BLOCK", 1024)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.Linear(5, 7).bfloat16(), torch.nn.Linear(40, 20)
+    )
+    model.register_buffer("empty", torch.empty(0, 4))
+    model.register_buffer("scalar", torch.tensor(3))
+    model.append(model[0])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    blocks: list[torch.Tensor] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        blocks.append(torch.empty(size, dtype=torch.uint8))
+        return blocks[-1]
+
+    move_to_blocks(model, allocate)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert {after[name].dtype for name in after} == {torch.float32, torch.bfloat16, torch.int64}
+    # 4 small tensors; a weight of 3,200 bytes alone; what follows it, the bias and the scalar.
+    assert [block.nbytes for block in blocks] == [1024, 3200, 192]
+    ranges = [(block.data_ptr(), block.data_ptr() + block.nbytes) for block in blocks]
+    for tensor in after.values():
+        if tensor.nbytes:
+            first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            assert any(a <= first and end <= b for a, b in ranges)
+    assert model[0].weight is model[3].weight
