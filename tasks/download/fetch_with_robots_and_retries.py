@@ -69,7 +69,8 @@ class Fetcher:
         self.token = (settings.user_agent_token or TOKEN).strip().lower()
         self.client = SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
         self._rules: dict[str, asyncio.Task[Rules]] = {}
-        self._rows: Counter[str] = Counter()  # of the shard that `get` has not begun, by host
+        self._rows: Counter[str] = Counter()  # of the shard that have no outcome yet, by host
+        self._requests: Counter[str] = Counter()  # of them that are being answered, by host
 
     async def __aenter__(self) -> Fetcher:
         await self.client.__aenter__()
@@ -113,8 +114,10 @@ class Fetcher:
             url = absolute(row.url, self.base_url)
         except ValueError:
             raise FetchFailed("bad url") from None
-        self._rows[host_of(url)] -= 1
-        return await self._retried(partial(self._request, url, room=room))
+        try:
+            return await self._retried(partial(self._request, url, room=room))
+        finally:
+            self._rows[host_of(url)] -= 1
 
     async def _retried(
         self, request: Callable[[Deadline], Awaitable[tuple[bytes, MultiMapping[str]]]]
@@ -172,7 +175,7 @@ class Fetcher:
     async def _turn(self, target: Target, is_robots: bool) -> AsyncIterator[bool]:
         """The turn of a request at its host, with a connection, if its robots.txt permits it.
 
-        It yields whether the shard has more rows of the host, for which the connection is kept.
+        It yields whether the connection is kept: whether more rows of the host wait for a turn.
         """
         connection = self.shared.connections
         if {target.host, target.name} & self.own_hosts:
@@ -189,7 +192,12 @@ class Fetcher:
             delay = rules.delay
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
         async with self.shared.hosts.turn(target.host, *limits, delay, connection):
-            yield self._rows[host_of(target.url)] > 0
+            host = host_of(target.url)
+            self._requests[host] += 1
+            try:
+                yield self._rows[host] > self._requests[host]
+            finally:
+                self._requests[host] -= 1
 
     async def _rules_of(self, origin: str) -> Rules:
         """The rules of an origin, read once per shard. Raises FetchFailed."""

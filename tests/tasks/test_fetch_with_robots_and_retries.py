@@ -142,6 +142,21 @@ def test_a_connection_is_kept_while_its_shard_has_more_rows_of_the_host(
     assert site.closing == [False] * 7 + [True], "robots.txt, and all requests but the last"
 
 
+def test_rows_that_wait_for_a_turn_use_the_connections_of_others(site: Site) -> None:
+    """All rows of a shard begin at once."""
+    fetcher = Fetcher(settings_for(site, max_connections_per_host=2), ServedAt())
+    paths = [f"http://{site.host}/{number}" for number in range(12)]
+
+    async def at_once() -> list[str]:
+        async with fetcher:
+            fetcher.expect([Row(path, ("",)) for path in paths])
+            return await asyncio.gather(*(outcome(fetcher, path) for path in paths))
+
+    assert run(at_once()) == ["ok"] * 12
+    assert len(site.clients) <= 3, "of robots.txt, and two"
+    assert site.closing[-1] and site.closing.count(True) <= 2, "the last request of each"
+
+
 def test_robots_txt_excludes_a_picture_before_any_request_of_it(site: Site) -> None:
     site.robots = (200, b"User-agent: *\nDisallow: /private\nAllow: /private/open\n", {})
     paths = ("a", "private/b", "private/open/c", "private/d")
