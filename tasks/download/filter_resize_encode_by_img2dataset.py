@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +34,26 @@ def img2dataset_resizer() -> Any:
     # It redirects the stdout and stderr of the whole process during decoding. Two threads that do
     # so at once lose the original streams, and other threads lose their output.
     module.SuppressStdoutStderr = nullcontext
+    # It makes transforms for each picture, 0.2 to 0.6 ms of Python beside 3 ms of OpenCV.
+    module.A = _ReusedTransforms(module.A)
     return module.Resizer
+
+
+class _ReusedTransforms(threading.local):
+    """albumentations, whose transforms are made once per thread and settings."""
+
+    def __init__(self, albumentations: Any) -> None:
+        self._albumentations = albumentations
+        self._transforms: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def transform(**settings: Any) -> Any:
+            key = f"{name} {settings}"
+            if key not in self._transforms:
+                self._transforms[key] = getattr(self._albumentations, name)(**settings)
+            return self._transforms[key]
+
+        return transform
 
 
 @dataclass(frozen=True)
