@@ -36,13 +36,6 @@ ARRAY_BYTES = 4 * math.prod(SHAPE)  # 13 MB
 RANK = "bench.checkpoint rank"
 
 
-class AllRanks:
-    """The collectives of a Runtime, without one."""
-
-    def __init__(self, collectives: HostCollectives) -> None:
-        self.any_rank, self.broadcast = collectives.any, collectives.broadcast
-
-
 def measure(folder: str, gigabytes: float, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """Measure as one of the ranks; all ranks wait after each phase.
 
@@ -83,7 +76,7 @@ def measure(folder: str, gigabytes: float, rounds: int) -> tuple[int, dict[str, 
         _empty_page_cache(folder)
         collectives.any(False)
         since = time.perf_counter()
-        saved = checkpoints.latest(ranks=AllRanks(collectives))
+        saved = checkpoints.latest()
         assert saved is not None
         end("verify", since)
         _empty_page_cache(folder)

@@ -25,11 +25,9 @@ from runtimes.train.recorder import Recorder
 from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 
 
-def own_checkpoint(
-    checkpoints: Checkpoints, runtime: Runtime, job: TrainJob, settings: Train
-) -> Checkpoint | None:
+def own_checkpoint(checkpoints: Checkpoints, job: TrainJob, settings: Train) -> Checkpoint | None:
     """The newest checkpoint of this run within its steps. Raises WrongInput as check_same_run."""
-    saved = checkpoints.latest(ranks=runtime)
+    saved = checkpoints.latest()
     if saved is not None:
         check_same_run(saved, job, settings)
         if saved.step > settings.steps:  # this run once had more steps
@@ -38,7 +36,7 @@ def own_checkpoint(
                     f"{job.work} holds a run of {saved.step} steps, and its best checkpoint within "
                     f"{settings.steps} may be deleted: choose another work folder"
                 )
-            return checkpoints.latest(settings.steps + 1, runtime)
+            return checkpoints.latest(settings.steps + 1)
     return saved
 
 

@@ -101,7 +101,7 @@ class TrainingRun:
             WrongInput: the checkpoint was written with other settings, or the job's adapters are
                 of another model.
         """
-        saved = own_checkpoint(self._checkpoints, self._runtime, self._job, self._settings)
+        saved = own_checkpoint(self._checkpoints, self._job, self._settings)
         if saved is not None:
             self._restore(saved)
         elif self._job.adapters is not None:
@@ -255,7 +255,7 @@ class TrainingRun:
         order = self._ranking.best_first(self._recorder.history)
         if self.step in order:  # the last step's weights are in memory
             order = order[: order.index(self.step)]
-        best = self._checkpoints.first_valid(order, self._runtime)
+        best = self._checkpoints.first_valid(order)
         if best is None:
             return self.step
         self._runtime.restore(best.state, best.step)
@@ -311,7 +311,7 @@ class TrainingRun:
         """Restore the checkpoint before the event's step and skip that step's batch."""
         self._profiling.close()
         self._saver.wait()
-        saved = self._checkpoints.latest(event.step, self._runtime)
+        saved = self._checkpoints.latest(event.step)
         if saved is None:
             raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
         number = batch_number(event.step - 1, self.skipped)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -66,22 +66,6 @@ class Checkpoint:
     facts: dict[str, Any]  # state.json
 
 
-class Agreement(Protocol):
-    """The collectives of Runtime by which all ranks choose one checkpoint."""
-
-    def any_rank(self, flag: bool) -> bool: ...
-
-    def broadcast(self, number: int) -> int: ...
-
-
-class _Alone:
-    def any_rank(self, flag: bool) -> bool:
-        return flag
-
-    def broadcast(self, number: int) -> int:
-        return number
-
-
 class Checkpoints:
     """The checkpoints of one run, below a folder at any fsspec URL.
 
@@ -112,15 +96,11 @@ class Checkpoints:
         self._writers = writers or OneWriter()
         self._check = check
 
-    def latest(
-        self, before: int | None = None, ranks: Agreement | None = None
-    ) -> Checkpoint | None:
+    def latest(self, before: int | None = None) -> Checkpoint | None:
         """The newest checkpoint with valid checksums, of a step below `before`.
 
-        A damaged checkpoint is skipped with a warning. Each rank verifies some of the files.
-
-        Args:
-            ranks: collectives of all ranks, which get the same checkpoint; None: one rank.
+        A damaged checkpoint is skipped with a warning. Each writer verifies some of the files, and
+        all of them get the same checkpoint: a collective of the writers.
 
         Raises:
             CheckpointsUnreachable: a resume from an older checkpoint would discard the newest
@@ -130,11 +110,9 @@ class Checkpoints:
         def newest_first(committed: list[int]) -> Iterable[int]:
             return (n for n in reversed(committed) if before is None or n < before)
 
-        return self._first_valid(newest_first, ranks)
+        return self._first_valid(newest_first)
 
-    def first_valid(
-        self, steps: Sequence[int], ranks: Agreement | None = None
-    ) -> Checkpoint | None:
+    def first_valid(self, steps: Sequence[int]) -> Checkpoint | None:
         """The first of these steps whose checkpoint has valid checksums; as `latest`.
 
         A remote store that does not respond is tried again: a finished run must not fail.
@@ -145,7 +123,6 @@ class Checkpoints:
         failure = f"the checkpoints in {self._root} could not be read"
         return self._first_valid(
             lambda committed: (n for n in steps if n in committed),
-            ranks,
             # Inside the collectives: an attempt of one rank alone must not call them again.
             lambda work: with_retries(self._fs, work, failure),
         )
@@ -153,7 +130,6 @@ class Checkpoints:
     def _first_valid(
         self,
         choose: Callable[[list[int]], Iterable[int]],
-        ranks: Agreement | None,
         attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
     ) -> Checkpoint | None:
         """The first valid checkpoint of the steps that `choose` selects from the committed ones.
@@ -161,19 +137,27 @@ class Checkpoints:
         Args:
             attempt: calls a function that lists or reads, maybe repeatedly.
         """
-        ranks = ranks or _Alone()
+        steps = iter(choose(self._reached(attempt, self._steps)) if self._first else ())
+        while (step := int(self._gather(next(steps, -1))[0])) >= 0:
+            read = partial(self._read_if_valid, step)
+            saved: Checkpoint | None = self._reached(attempt, read)
+            if all(self._gather(saved is not None)):
+                return saved
+        return None
+
+    def _reached(self, attempt: Callable[[Callable[[], Any]], Any], work: Callable[[], Any]) -> Any:
+        """The result of an attempt. Raises CheckpointsUnreachable."""
         try:
-            steps = iter(choose(attempt(self._steps)) if self._first else ())
-            while (step := ranks.broadcast(next(steps, -1))) >= 0:
-                saved: Checkpoint | None = attempt(partial(self._read_if_valid, step))
-                if not ranks.any_rank(saved is None):
-                    return saved
-            return None
+            return attempt(work)
         except Exception as error:
             if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
                 raise
             message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
             raise CheckpointsUnreachable.of(self._fs, error, message) from error
+
+    def _gather(self, found: Any) -> list[Any]:
+        """Every writer's `found`, as JSON, by rank. Collective."""
+        return [json.loads(one) for one in self._writers.gather(json.dumps(found).encode())]
 
     def _read_if_valid(self, step: int) -> Checkpoint | None:
         try:
@@ -258,7 +242,7 @@ class Checkpoints:
         except Exception as error:  # the other ranks wait for the report
             away = is_away(self._fs, error)
             report = {"error": [getattr(error, "errno", None), reason_of(error), away]}
-        reports = [json.loads(r) for r in self._writers.gather(json.dumps(report).encode())]
+        reports = self._gather(report)
         for found in reports:
             if "error" in found:
                 number, reason, away = found["error"]

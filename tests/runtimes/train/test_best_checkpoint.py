@@ -207,11 +207,11 @@ def test_a_damaged_best_checkpoint_leaves_the_next_best(
     job = make_job(**{**SETTINGS, "steps": 14}, keep_best=2, best_checkpoint={})
     damaged, first_valid = list[int](), Checkpoints.first_valid
 
-    def after_damage(self: Checkpoints, steps: list[int], *ranks: Any) -> Any:
+    def after_damage(self: Checkpoints, steps: list[int]) -> Any:
         damaged.append(steps[0])
         path = Path(job.work, f"checkpoints/step-{steps[0]:08d}/ema.safetensors")
         path.write_bytes(path.read_bytes()[:-1])
-        return first_valid(self, steps, *ranks)
+        return first_valid(self, steps)
 
     monkeypatch.setattr(Checkpoints, "first_valid", after_damage)
     result, losses = run(job)

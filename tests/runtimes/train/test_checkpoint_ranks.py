@@ -164,24 +164,11 @@ def test_ranks_agree_to_skip_what_one_of_them_finds_damaged(
         return fault(fs, path, entry)
 
     monkeypatch.setattr(checkpoint_array_files, "file_fault", recorded)
-    found = by_ranks(url, 2, lambda checkpoints: checkpoints.latest(ranks=Agreed(checkpoints)))
+    found = by_ranks(url, 2, lambda checkpoints: checkpoints.latest())
     assert [saved.step for saved in found] == [1, 1]
     assert len(verified) == len(set(verified)), "a file is verified by one rank"
     files = len(list((tmp_path / "checkpoints/step-00000001").iterdir())) - 1
     assert sum(one[0] == "1" for one in verified) == files
-
-
-class Agreed:
-    """The collectives of Runtime, by those of the writers."""
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._writers = checkpoints._writers
-
-    def any_rank(self, flag: bool) -> bool:
-        return b"True" in self._writers.gather(str(flag).encode())
-
-    def broadcast(self, number: int) -> int:
-        return int(self._writers.gather(str(number).encode())[0])
 
 
 KILLED = """
