@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
-from runtimes.contract import State, StateShapes
 from runtimes.process.events import Events
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
 from runtimes.train.experiment_trackers import Trackers
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The content of a checkpoint before it is committed."""
-
-    step: int
-    state: State  # a copy of the arrays that this rank writes: training continues meanwhile
-    shapes: StateShapes  # of the arrays of all ranks
-    history: list[str]  # a copy
-    facts: dict[str, Any]
-    since: float  # perf_counter at which the loop paused for this checkpoint
-    best_first: list[int]  # steps of checkpoints, the best first
-    prune: bool  # whether older checkpoints may be deleted afterwards
+#: Commits a checkpoint; returns its path and its size in bytes.
+Save = Callable[[], tuple[str, int]]
 
 
 class Saver:
@@ -34,18 +20,22 @@ class Saver:
     All writers save the same checkpoints, in the same order.
     """
 
-    def __init__(self, checkpoints: Checkpoints, trackers: Trackers, events: Events) -> None:
-        self._checkpoints = checkpoints
+    def __init__(self, trackers: Trackers, events: Events) -> None:
         self._trackers = trackers
         self._events = events
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[CheckpointNotWritten | None] | None = None
 
-    def start(self, snapshot: Snapshot) -> None:
-        """Start the write after the previous write has ended."""
+    def start(self, step: int, since: float, save: Save) -> None:
+        """Start the write of a step's checkpoint after the previous write has ended.
+
+        Args:
+            since: perf_counter at which the loop paused for this checkpoint.
+            save: has copies of what it writes: training continues meanwhile.
+        """
         self.wait()
-        blocked = time.perf_counter() - snapshot.since
-        self._writing = self._thread.submit(self._write, snapshot, blocked)
+        blocked = time.perf_counter() - since
+        self._writing = self._thread.submit(self._write, step, since, blocked, save)
 
     def wait(self) -> CheckpointNotWritten | None:
         """Wait for the current write; the error of the last write, if it failed."""
@@ -55,19 +45,12 @@ class Saver:
         """Wait for the current write and end the thread."""
         self._thread.shutdown()
 
-    def _write(self, snapshot: Snapshot, blocked: float) -> CheckpointNotWritten | None:
-        step = snapshot.step
+    def _write(
+        self, step: int, since: float, blocked: float, save: Save
+    ) -> CheckpointNotWritten | None:
         self._trackers.flush()  # a resume from this checkpoint does not repeat the points before it
         try:
-            path, size = self._checkpoints.save(
-                step,
-                snapshot.state,
-                snapshot.history,
-                snapshot.facts,
-                shapes=snapshot.shapes,
-                best_first=snapshot.best_first,
-                prune=snapshot.prune,
-            )
+            path, size = save()
         except CheckpointNotWritten as error:
             self._events.emit("warning", message=str(error))
             return error.with_traceback(None)  # the traceback would keep the state in memory
@@ -75,7 +58,7 @@ class Saver:
             "checkpoint",
             step=step,
             path=path,
-            seconds=round(time.perf_counter() - snapshot.since, 3),
+            seconds=round(time.perf_counter() - since, 3),
             blocked=round(blocked, 3),
             bytes=size,
         )

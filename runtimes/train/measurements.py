@@ -8,11 +8,8 @@ from configs.settings.train import Train
 from runtimes.contract import Runtime
 from runtimes.data.holdout_batches import Holdout
 from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.best_checkpoint import VALIDATION_LOSS, CheckpointRanking
-from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.held_out_loss import measure
 from runtimes.train.recorder import Recorder
 from runtimes.train.samples import Samples
@@ -28,26 +25,23 @@ class Measurements:
 
     def __init__(
         self,
-        job: TrainJob,
         settings: Train,
         runtime: Runtime,
         holdout: Holdout | None,
+        samples: Samples,
         ranking: CheckpointRanking,
         recorder: Recorder,
-        trackers: Trackers,
         events: Events,
         stop: Stop,
     ) -> None:
         self._settings = settings
         self._runtime = runtime
         self._holdout = holdout
+        self._samples = samples
         self._ranking = ranking
         self._recorder = recorder
-        self._trackers = trackers
         self._events = events
         self._stop = stop
-        self._first = Ranks.here().first
-        self._samples = Samples(job, runtime, events, trackers, writes=self._first)
         self.interrupted = False
 
     def holdout_loss_due(self, step: int) -> bool:
@@ -87,7 +81,6 @@ class Measurements:
         figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
         self._recorder.amend_last(**figures)
         self._events.emit("validation", step=step, loss=found.loss, error=found.error)
-        self._trackers.scalars(step, figures)
 
     def sample(self, step: int) -> None:
         """Draw the sample pictures; record their score if `ranking` needs it."""
@@ -110,7 +103,6 @@ class Measurements:
         self.interrupted |= self._runtime.any_rank(scores is None)
         if scores and (score := scores.get(self._ranking.field)) is not None:
             self._recorder.amend_last(**{self._ranking.field: score})
-            self._trackers.scalars(step, {self._ranking.field: score})
 
 
 def is_due(step: int, interval: int) -> bool:

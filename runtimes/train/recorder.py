@@ -106,9 +106,10 @@ class Recorder:
         """The history line of the last recorded step; empty before the first."""
         return dict(json.loads(self.history[-1])) if self.history else {}
 
-    def amend_last(self, **facts: float | None) -> None:
-        """Add fields to the history line of the last recorded step."""
-        self.history[-1] = json.dumps(self.last_record() | facts)
+    def amend_last(self, **figures: float | None) -> None:
+        """Add figures to the history line of the last recorded step, and to the trackers."""
+        self.history[-1] = json.dumps(self.last_record() | figures)
+        self._trackers.scalars(len(self.history), figures)
 
     def report(self, waited: float) -> None:
         """Emit progress up to the last recorded step.

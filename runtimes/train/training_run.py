@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch
@@ -14,7 +15,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
-from runtimes.train.background_save import Saver, Snapshot
+from runtimes.train.background_save import Saver
 from runtimes.train.best_checkpoint import CheckpointRanking
 from runtimes.train.detect_divergence import Diverged, DivergenceDetector, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
@@ -23,6 +24,7 @@ from runtimes.train.measurements import Measurements, is_due
 from runtimes.train.profiling import Profiling
 from runtimes.train.recorder import Recorder
 from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
+from runtimes.train.samples import Samples
 from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 from runtimes.train.write_result import write_result
 
@@ -62,7 +64,7 @@ class TrainingRun:
             writers=runtime.writers,
             check=job.check_lock,
         )
-        self._saver = Saver(self._checkpoints, trackers, events)
+        self._saver = Saver(trackers, events)
         self._profiling = Profiling(settings.profile, job.work, runtime)
         self._divergence = DivergenceDetector(settings.divergence)
         self._ranking = CheckpointRanking(settings)
@@ -76,18 +78,9 @@ class TrainingRun:
             batch_size=settings.global_batch_size,
             peak=runtime.peak_flops() if peak is None else peak * 1e12,
         )
+        samples = Samples(job, runtime, events, trackers, writes=self._first)
         self._measurements = Measurements(
-            *(
-                job,
-                settings,
-                runtime,
-                holdout,
-                self._ranking,
-                self._recorder,
-                trackers,
-                events,
-                stop,
-            )
+            settings, runtime, holdout, samples, self._ranking, self._recorder, events, stop
         )
         self._stops_early = False
         self.step = 0
@@ -282,11 +275,15 @@ class TrainingRun:
             "denoiser_config": self._job.denoiser_config,
             "processes": Ranks.here().world,
         }
-        history, prune = list(self._recorder.history), not self._divergence.is_suspicious
-        best_first = self._ranking.best_first(history)
-        self._saver.start(
-            Snapshot(self.step, state, shapes, history, facts, since, best_first, prune)
+        history = list(self._recorder.history)
+        save = partial(
+            self._checkpoints.save,
+            *(self.step, state, history, facts),
+            shapes=shapes,
+            best_first=self._ranking.best_first(history),
+            prune=not self._divergence.is_suspicious,
         )
+        self._saver.start(self.step, since, save)
 
     def _divergence_event(self) -> DivergenceEvent | None:
         """The divergence that requires a rollback, agreed by all ranks; None without one.
