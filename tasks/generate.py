@@ -25,7 +25,6 @@ from runtimes.families import detect_family
 from runtimes.objective.scheduler_config import drawing_config, read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.job import GenerateJob
-from runtimes.sample.guidance import is_guided
 from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
 from tasks.check_guidance import check_guidance, ignores_guidance
@@ -148,7 +147,7 @@ def check(settings: Generate, model: EvalModel) -> None:
     family = detect_family(model.folder)
     check_guidance(settings, model.folder)
     info = describe_encoders(model.folder, model.vae)
-    if settings.negative_prompt is not None and not is_guided(family, settings.model_dump(), info):
+    if settings.negative_prompt is not None and not family.is_guided(settings.model_dump(), info):
         name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
         remedy = f"raise {name} above 1"
         if info.get("distilled"):

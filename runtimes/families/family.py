@@ -190,6 +190,14 @@ class Family:
             return float(sampler.get("true_cfg_scale", 1.0))
         return float(sampler["guidance_scale"])
 
+    def is_guided(self, sampler: Mapping[str, Any], info: Mapping[str, Any]) -> bool:
+        """Whether a step applies classifier-free guidance.
+
+        Args:
+            info: description of the pipeline's encoders, from describe_encoders.
+        """
+        return self.guidance_weight(sampler) > 1 and not info.get("distilled", False)
+
     def guide(self, unconditional: Any, conditional: Any, weight: Any) -> Any:
         """Classifier-free guidance (arXiv 2207.12598), as the pipeline computes it.
 

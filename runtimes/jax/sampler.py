@@ -28,9 +28,8 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import vae_path
-from runtimes.sample.guidance import is_guided
 from runtimes.sample.image_levels import image_levels
-from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner, sampler_table
+from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
@@ -105,18 +104,14 @@ class Sampler:
         """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
         assert self._network is not None, "call `use` first"
         arrays = self._arrays()
-        family, config = self._network.family, self._network.denoiser.config
-        factor = self._encoder.info["vae_scale_factor"]
-        table = sampler_table(self._scheduler, sampler, family, config, factor)
         texts = self._encoder.texts
         if self._network.text_encoders:
             texts = partial(self._texts, arrays)
-        batches = Conditioner(self._encoder.info, texts, self._images).batches(
-            prompts,
-            sampler,
-            first=first,
-            denoiser=config,
-            multiple=self._mesh.count,
+        conditioner = Conditioner(self._encoder.info, texts, self._images)
+        config = self._network.denoiser.config
+        table = conditioner.table(self._scheduler, sampler, config)
+        batches = conditioner.batches(
+            prompts, sampler, first=first, denoiser=config, multiple=self._mesh.count
         )
         pictures = list[NDArray[np.uint8]]()
         for batch in batches:
@@ -158,7 +153,7 @@ class Sampler:
         rows = np.column_stack([table.timesteps, table.rows])
         assert self._network is not None, "call `use` first"
         family = self._network.family
-        guided = is_guided(family, sampler, self._encoder.info)
+        guided = family.is_guided(sampler, self._encoder.info)
         given = conditioning, np.float32(family.guidance_weight(sampler))
         if self._whole:
             return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)

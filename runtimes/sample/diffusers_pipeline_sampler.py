@@ -17,7 +17,6 @@ from runtimes.families.inpainting_and_scores import (
     aesthetic_scores,
 )
 from runtimes.objective.scheduler_config import sampling_scheduler
-from runtimes.sample.guidance import true_cfg_arguments
 from runtimes.sample.image_levels import image_levels
 from runtimes.sample.initial_noise import NoiseBatch, noise_batches
 
@@ -102,8 +101,7 @@ class PipelineSampler(ABC):
                     num_inference_steps=sampler["num_inference_steps"],
                     guidance_scale=sampler["guidance_scale"],
                     output_type="np",
-                    **optional_arguments(sampler, len(batch.prompts))
-                    | true_cfg_arguments(family, sampler, batch.prompts),
+                    **optional_arguments(family, sampler, len(batch.prompts)),
                 )
             yield np.asarray(drawn[: batch.count], np.float32)
 
@@ -160,7 +158,7 @@ class PipelineSampler(ABC):
         """Concatenate latents [B, C, h, w] and an array [B, M, h, w], in the latents' dtype."""
 
 
-def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
+def optional_arguments(family: Family, sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Optional keyword arguments of a diffusers pipeline that the sampler settings contain.
 
     Args:
@@ -168,11 +166,14 @@ def optional_arguments(sampler: Mapping[str, Any], count: int) -> dict[str, Any]
         count: images in the batch; each one gets the negative prompt.
 
     Returns:
-        `negative_prompt` (list of `count` strings) and `eta` (DDIM, arXiv 2010.02502), where set.
+        Where set: `negative_prompt` (list of `count` strings), `eta` (DDIM, arXiv 2010.02502) and
+        `true_cfg_scale` (FluxPipeline's classifier-free guidance, which needs a negative prompt).
     """
     found: dict[str, Any] = {}
     if sampler.get("negative_prompt") is not None:
         found["negative_prompt"] = [sampler["negative_prompt"]] * count
     if sampler.get("eta"):
         found["eta"] = sampler["eta"]
+    if family.guidance_input and (scale := family.guidance_weight(sampler)) > 1:
+        found = {"true_cfg_scale": scale, "negative_prompt": [""] * count} | found
     return found

@@ -24,7 +24,6 @@ from runtimes.families.inpainting_and_scores import (
 )
 from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.scheduler_config import sampling_scheduler
-from runtimes.sample.guidance import is_guided
 from runtimes.sample.initial_noise import image_size, noise_batches
 from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -65,6 +64,32 @@ class Conditioner:
     def family(self) -> Family:
         return family_named(self.info["family"])
 
+    def table(
+        self, scheduler: Any, sampler: Mapping[str, Any], denoiser: Mapping[str, Any]
+    ) -> SchedulerTable:
+        """Coefficients of the scheduler that `sampler` selects, or else of the model's scheduler.
+
+        Args:
+            scheduler: diffusers scheduler of the model.
+            sampler: as GenerateJob.sampler.
+            denoiser: diffusers config of the denoiser.
+
+        Raises:
+            WrongInput: the selected scheduler has no such table, or `eta` is not 0.
+        """
+        if sampler.get("eta"):
+            raise WrongInput("eta: a tabulated scheduler draws no noise in its steps: set 0")
+        family, factor = self.family, self.info["vae_scale_factor"]
+        steps = sampler["num_inference_steps"]
+        chosen = sampling_scheduler(scheduler, sampler, make_scheduler)
+        shift = ResolutionShift.from_config(chosen.config, family.latent_multiple(denoiser))
+        height, width = image_size(sampler, family, denoiser, factor)
+        mu = None
+        if shift is not None:
+            tokens = (height // factor // shift.patch) * (width // factor // shift.patch)
+            mu = family.sampling_shift(shift, tokens, steps)
+        return tabulate(chosen, steps, family.sigmas(steps), mu)
+
     def batches(
         self,
         prompts: Sequence[str],
@@ -82,12 +107,11 @@ class Conditioner:
             denoiser: diffusers config of the denoiser.
             multiple: number of devices that share the rows.
         """
-        rows = padded_rows(sampler["batch_size"], multiple)
-        guided = is_guided(self.family, sampler, self.info)
+        rows, family = padded_rows(sampler["batch_size"], multiple), self.family
+        guided = family.is_guided(sampler, self.info)
         unconditional = self._unconditional(sampler.get("negative_prompt")) if guided else None
         more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
-        family = self.family
         for batch in noise_batches(
             prompts, sampler, family, denoiser, factor, first=first, rows=rows
         ):
@@ -95,7 +119,7 @@ class Conditioner:
             if more is None:
                 more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
             conditioning = self._condition(batch.prompts, unconditional)
-            drawn = self.family.drawing_condition(size, sampler["guidance_scale"])
+            drawn = family.drawing_condition(size, sampler["guidance_scale"])
             count = len(conditioning["prompt_embeds"])
             conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
             yield ConditionedNoise(batch.count, batch.noise, conditioning | more)
@@ -127,7 +151,7 @@ class Conditioner:
         found = {}
         if extras.inpainting:
             mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
-            times = 2 * rows if is_guided(self.family, sampler, self.info) else rows
+            times = 2 * rows if self.family.is_guided(sampler, self.info) else rows
             found["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
             found["aesthetic_score"] = np.tile(
@@ -150,37 +174,6 @@ class Conditioner:
         missing = (self.info["tokens"] - states.shape[1], self.info["prompt_dim"] - states.shape[2])
         found = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
         return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
-
-
-def sampler_table(
-    scheduler: Any,
-    sampler: Mapping[str, Any],
-    family: Family,
-    denoiser: Mapping[str, Any],
-    factor: int,
-) -> SchedulerTable:
-    """Coefficients of the scheduler that `sampler` selects, or else of the model's scheduler.
-
-    Args:
-        scheduler: diffusers scheduler of the model.
-        sampler: as GenerateJob.sampler.
-        denoiser: diffusers config of the denoiser.
-        factor: image pixels per latent pixel, along one side (VAE scale factor).
-
-    Raises:
-        WrongInput: the selected scheduler has no such table, or `eta` is not 0.
-    """
-    if sampler.get("eta"):
-        raise WrongInput("eta: a tabulated scheduler draws no noise in its steps: set 0")
-    steps = sampler["num_inference_steps"]
-    chosen = sampling_scheduler(scheduler, sampler, make_scheduler)
-    shift = ResolutionShift.from_config(chosen.config, family.latent_multiple(denoiser))
-    height, width = image_size(sampler, family, denoiser, factor)
-    mu = None
-    if shift is not None:
-        tokens = (height // factor // shift.patch) * (width // factor // shift.patch)
-        mu = family.sampling_shift(shift, tokens, steps)
-    return tabulate(chosen, steps, family.sigmas(steps), mu)
 
 
 def _interleave(one: Float32, other: Float32) -> Float32:

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST
 from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.sample.guidance import is_guided
 from runtimes.sample.image_levels import image_levels
-from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner, sampler_table
+from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models.encode_images_and_captions import Embeds
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -77,15 +76,11 @@ class Sampler:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
         family = self._network.family
         guidance = family.guidance_weight(sampler)
-        config, factor = self._network.denoiser.config, self._encoder.info["vae_scale_factor"]
-        table = sampler_table(self._scheduler, sampler, family, config, factor)
-        guided = is_guided(family, sampler, self._encoder.info)
+        guided = family.is_guided(sampler, self._encoder.info)
+        config = self._network.denoiser.config
+        table = self._conditioner.table(self._scheduler, sampler, config)
         batches = self._conditioner.batches(
-            prompts,
-            sampler,
-            first=first,
-            denoiser=config,
-            multiple=self._mesh.local,
+            prompts, sampler, first=first, denoiser=config, multiple=self._mesh.local
         )
         pictures = list[Float32]()
         for batch in batches:
