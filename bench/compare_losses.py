@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from bench.job_command_line import read_train_job
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.objective.training_objective import Objective
@@ -74,7 +73,7 @@ def _batch(step: int, arrays: Arrays, objective: Objective) -> StepBatch:
         step=step,
         noisy_latents=schedule.add_noise(latents, noise, levels),
         timesteps=schedule.timesteps(levels),
-        target=target_of(schedule, latents, noise, levels),
+        target=schedule.target(latents, noise, levels),
         weight=objective.weight(levels, schedule),
         conditioning={name: arrays[name] for name in CONDITIONING},
         denominator=len(levels),

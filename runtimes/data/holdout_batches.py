@@ -1,8 +1,7 @@
-"""The held-out split: batches with fixed noise, and the loss of each sample."""
+"""The held-out split: batches with fixed noise, and the losses of each sample."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
@@ -64,27 +63,17 @@ class Holdout:
         self._reader.close()
 
 
-def sample_losses(
-    holdout: Holdout,
-    errors: Callable[[StepBatch], NDArray[np.float32]],
-    stopping: Callable[[], bool] = lambda: False,
-) -> list[float] | None:
-    """The loss of each held-out sample, averaged over its draws; None if `stopping` returned True.
-
-    Args:
-        errors: returns the mean squared error per sample [B] f32 of a batch.
-        stopping: polled before each batch.
-    """
-    found = draw_losses(holdout, errors, stopping)
-    return None if found is None else [math.fsum(draws) / len(draws) for draws in found]
-
-
 def draw_losses(
     holdout: Holdout,
     errors: Callable[[StepBatch], NDArray[np.float32]],
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[list[float]] | None:
-    """The losses of each held-out sample, one per draw; arguments as `sample_losses`."""
+    """The losses of each held-out sample, one per draw; None if `stopping` returned True.
+
+    Args:
+        errors: returns the mean squared error per sample [B] f32 of a batch.
+        stopping: polled before each batch.
+    """
     found: dict[int, list[float]] = {}
     for numbers, batch in holdout.batches():
         if stopping():

@@ -1,4 +1,4 @@
-"""Noise schedules: the forward process of diffusion, and of rectified flow.
+"""Noise schedules: the forward process of diffusion and of rectified flow, and their targets.
 
 Both schedules are tables over T noise levels, in order of increasing noise. A `level` is a row
 index in [0, T); its `timestep` is the denoiser's input for that level.
@@ -64,6 +64,24 @@ class NoiseSchedule:
         alpha, sigma = self.coefficients(levels)
         return alpha * latents + sigma * noise
 
+    def target(self, latents: Array, noise: Array, levels: Levels) -> Array:
+        """The denoiser's target [B, C, h, w] f32 at noise levels [B].
+
+        * epsilon: the noise (DDPM, arXiv 2006.11239);
+        * sample: the latents;
+        * v_prediction: alpha_t eps - sigma_t z (arXiv 2202.00512, appendix D).
+
+        Args:
+            latents: z [B, C, h, w].
+            noise: eps [B, C, h, w].
+        """
+        if self.prediction_type == "epsilon":
+            return noise
+        if self.prediction_type == "sample":
+            return latents
+        alpha, sigma = self.coefficients(levels)
+        return alpha * noise - sigma * latents
+
     def snr(self, levels: Levels) -> Array:
         """SNR(t) [B] f32; infinite where alphas_cumprod is 1."""
         a2 = self.alphas_cumprod[levels]
@@ -104,6 +122,10 @@ class FlowSchedule:
         """z_t = (1 - sigma) z + sigma eps; all [B, C, h, w] f32, levels [B]."""
         sigma = self.sigmas[levels][:, None, None, None]
         return (1 - sigma) * latents + sigma * noise
+
+    def target(self, latents: Array, noise: Array, levels: Levels) -> Array:
+        """The velocity eps - z [B, C, h, w] f32, the same at every level (arXiv 2209.03003)."""
+        return noise - latents
 
 
 Schedule = NoiseSchedule | FlowSchedule

@@ -26,7 +26,6 @@ from runtimes.objective.noise_schedule import (
     NoiseSchedule,
     Schedule,
 )
-from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.timestep_probabilities import Probabilities, level_bounds
@@ -169,7 +168,7 @@ class Objective:
         return NoisedBatch(
             schedule.add_noise(latents, perturbed, levels),
             schedule.timesteps(levels),
-            target_of(schedule, latents, noise, levels),
+            schedule.target(latents, noise, levels),
             self.weight(levels, schedule),
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtimes.contract import Runtime
-from runtimes.data.holdout_batches import Holdout, sample_losses
+from runtimes.data.holdout_batches import Holdout, draw_losses
 
 #: Seed of the noise. It ignores the run's seed, so that losses of runs are comparable.
 SEED = 0
@@ -21,8 +21,9 @@ class HeldOutLoss:
     error: float | None  # None for a single sample
 
     @classmethod
-    def of(cls, losses: list[float]) -> HeldOutLoss:
-        """Summarise the losses of the samples (at least one)."""
+    def of(cls, draws: list[list[float]]) -> HeldOutLoss:
+        """Summarise the losses of the samples (at least one), each the mean of its draws."""
+        losses = [math.fsum(one) / len(one) for one in draws]
         count, mean = len(losses), math.fsum(losses) / len(losses)
         if count < 2:
             return cls(mean, None)
@@ -36,5 +37,5 @@ def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) ->
     Every rank measures all samples, so the result does not depend on the number of ranks.
     """
     with runtime.evaluating():
-        losses = sample_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
-    return None if losses is None else HeldOutLoss.of(losses)
+        draws = draw_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
+    return None if draws is None else HeldOutLoss.of(draws)

@@ -13,7 +13,6 @@ from runtimes.objective.loss_weights import (
     min_snr_weight,
 )
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
-from runtimes.objective.prediction_targets import target_of
 
 CONFIG = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 KINDS = ("epsilon", "v_prediction", "sample")
@@ -67,8 +66,8 @@ def test_a_weighting_asks_the_same_of_every_prediction_type(settings: dict) -> N
     noise_guess = (schedule().add_noise(z, eps, LEVELS) - alpha * guess) / sigma
     losses = {}
     for kind in KINDS:
-        said = target_of(schedule(kind), guess, noise_guess, LEVELS)
-        errors = np.square(said - target_of(schedule(kind), z, eps, LEVELS)).mean(axis=(1, 2, 3))
+        said = schedule(kind).target(guess, noise_guess, LEVELS)
+        errors = np.square(said - schedule(kind).target(z, eps, LEVELS)).mean(axis=(1, 2, 3))
         losses[kind] = errors * loss_weight(schedule(kind), LEVELS, **settings)
     np.testing.assert_allclose(losses["v_prediction"], losses["epsilon"], rtol=2e-3)
     np.testing.assert_allclose(losses["sample"], losses["epsilon"], rtol=2e-3)

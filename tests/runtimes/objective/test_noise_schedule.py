@@ -14,7 +14,6 @@ from runtimes.objective.noise_schedule import (
     NoiseSchedule,
     schedule_of,
 )
-from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.resolution_shift import ResolutionShift
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -48,7 +47,7 @@ def test_schedule_noise_and_targets_are_diffusers(config: dict) -> None:
     }
     for kind, target in expected.items():
         schedule = NoiseSchedule(ours.alphas_cumprod, kind)
-        assert_close(target_of(schedule, z, eps, LEVELS), target)
+        assert_close(schedule.target(z, eps, LEVELS), target)
 
 
 def test_zero_terminal_snr_ends_at_zero_and_keeps_the_first() -> None:
@@ -79,14 +78,14 @@ def test_noise_along_the_flow_and_its_direction() -> None:
     assert_close(noisy, expected)
     # A perfect prediction leads from any level straight to the picture.
     sigma = ours.sigmas[LEVELS][:, None, None, None]
-    assert_close(noisy - sigma * target_of(ours, z, eps, LEVELS), z)
+    assert_close(noisy - sigma * ours.target(z, eps, LEVELS), z)
 
 
 def test_a_sampler_step_with_the_perfect_direction_ends_at_the_picture() -> None:
     z, eps = normal(1, 4, 8, 8), normal(1, 4, 8, 8, seed=1)
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     theirs.set_timesteps(4)
-    target = torch.from_numpy(target_of(FlowSchedule.from_config({}), z, eps, LEVELS[:1]))
+    target = torch.from_numpy(FlowSchedule.from_config({}).target(z, eps, LEVELS[:1]))
     latents = torch.from_numpy(eps)
     for t in theirs.timesteps:
         latents = theirs.step(target, t, latents).prev_sample

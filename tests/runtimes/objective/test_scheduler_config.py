@@ -12,7 +12,6 @@ from tolerances import assert_close
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
-from runtimes.objective.prediction_targets import target_of
 from runtimes.objective.scheduler_config import (
     PREDICTS_SAMPLE,
     RESCALES_BETAS,
@@ -107,7 +106,7 @@ def test_schedulers_do_what_we_count_on(name: str) -> None:
             level = np.array([int(t)], np.int32)
             alpha, sigma = schedule.coefficients(level)
             noise = (seen - alpha.item() * picture) / sigma.item()
-            said = target_of(schedule, picture.numpy(), noise.numpy(), level)
+            said = schedule.target(picture.numpy(), noise.numpy(), level)
             latents = scheduler.step(torch.from_numpy(said), t, latents).prev_sample
         torch.testing.assert_close(latents, picture, atol=0.05, rtol=0)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from artifacts.latent_shards import open_latents
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.holdout_batches import Holdout, sample_losses
+from runtimes.data.holdout_batches import Holdout, draw_losses
 from runtimes.data.loader import BatchReader
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -28,21 +28,22 @@ OBJECTIVE = Objective(SCHEDULE, LatentScale(0.5), seed=1)
 def test_a_sample_s_loss_is_the_mean_of_its_draws(latents_url: str) -> None:
     latents = open_latents(latents_url)
 
-    def losses(batch_size: int, draws: int) -> list[float]:
-        given = {"samples": 4, "draws": draws, "batch_size": batch_size}
+    def losses(batch_size: int) -> list[list[float]]:
+        given = {"samples": 4, "draws": 4, "batch_size": batch_size}
         with Holdout(BatchReader(latents, FAMILIES["sdxl"], OBJECTIVE), **given) as holdout:
-            found = sample_losses(holdout, squares)
+            found = draw_losses(holdout, squares)
         assert found is not None
         return found
 
-    assert losses(3, 4) == pytest.approx(losses(100, 4))
-    drawn: list[float] = []
+    np.testing.assert_allclose(losses(3), losses(100), rtol=1e-6)
     reader = BatchReader(latents, FAMILIES["sdxl"], OBJECTIVE)
     with Holdout(reader, samples=4, draws=4, batch_size=1) as holdout:
         numbers = [(n[0], squares(batch)[0]) for n, batch in holdout.batches()]
-    for sample in range(4):
-        drawn.append(np.mean([error for number, error in numbers if number == sample]))
-    assert losses(3, 4) == pytest.approx(drawn)
+    drawn = [[error for number, error in numbers if number == sample] for sample in range(4)]
+    np.testing.assert_allclose(losses(3), drawn, rtol=1e-6)
+    means = np.mean(drawn, axis=1)
+    assert HeldOutLoss.of(losses(3)).loss == pytest.approx(means.mean())
+    assert HeldOutLoss.of(losses(3)).error == pytest.approx(means.std(ddof=1) / 2)
     assert len({error for _, error in numbers}) == 16
 
 
@@ -52,8 +53,8 @@ def squares(batch: StepBatch) -> NDArray[np.float32]:
 
 
 def test_the_error_of_the_mean_is_over_samples() -> None:
-    assert HeldOutLoss.of([1.0, 2.0, 3.0]) == HeldOutLoss(2.0, pytest.approx(1 / 3**0.5))
-    assert HeldOutLoss.of([1.0]) == HeldOutLoss(1.0, None)
+    assert HeldOutLoss.of([[1.0], [2.0], [3.0]]) == HeldOutLoss(2.0, pytest.approx(1 / 3**0.5))
+    assert HeldOutLoss.of([[1.0]]) == HeldOutLoss(1.0, None)
 
 
 def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
