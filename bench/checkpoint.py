@@ -24,9 +24,8 @@ import torch.distributed as dist
 from bench.report import Row, machine, publish, spread, versions
 from runtimes.contract import StateShapes
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays
-from runtimes.process.collectives import HostCollectives, join
+from runtimes.process.collectives import HostCollectives, free_port, join
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.join_hosts import free_port
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 ROUNDS = 5

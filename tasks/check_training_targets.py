@@ -75,7 +75,7 @@ def _adapted_layers(recipe: Recipe, model: Path) -> dict[str, int]:
 def _check_makes_denoiser(config: Mapping[str, Any]) -> None:
     import torch
 
-    from runtimes.torch_models.random_init import random_init_denoiser
+    from runtimes.torch_models.loading import random_init_denoiser
 
     with torch.device("meta"):  # without weights
         random_init_denoiser(config, seed=0)

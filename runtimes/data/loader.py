@@ -17,7 +17,6 @@ from artifacts.latent_shards import (
     stack_rows,
 )
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.apply_caption_dropout import caption_row, zeroed
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
 from runtimes.data.kept_rows import KeptRows, KeptShard
 from runtimes.data.prefetch import Prefetch
@@ -162,7 +161,7 @@ class BatchReader:
                 raise ValueError(f"picture {index.row} of {group} has no masks")
             if self._extras.aesthetic_score and sample.aesthetic_score is None:
                 raise ValueError(f"picture {index.row} of {group} has no aesthetic score")
-            row = caption_row(sample, choices)
+            row = _caption_row(sample, choices)
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)
         except (ValueError, IndexError, KeyError) as error:
             raise WrongInput(f"latent shard {shard.path} is damaged: {error}") from None
@@ -170,6 +169,7 @@ class BatchReader:
     def _captioned(
         self, sample: LatentSample, shard: LatentShard | KeptShard, row: int, zeros: bool
     ) -> Captioned:
+        """The sample with a caption; zeros replace its embeddings, as some pipelines sample."""
         if self._text_encoders:
             has_t5 = self._family.frozen_text is not None
             t5 = self._padded(shard.prompt_embeds(row)) if has_t5 else None
@@ -177,7 +177,8 @@ class BatchReader:
         stored, pooled = shard.prompt_embeds(row), shard.pooled_prompt_embeds(row)
         prompt, tokens = self._padded(stored), len(stored)
         if zeros:
-            prompt, pooled = zeroed(prompt, pooled)
+            prompt = np.zeros_like(prompt)
+            pooled = None if pooled is None else np.zeros_like(pooled)
         return Captioned(sample, prompt, pooled, tokens=tokens)
 
     def _padded(self, stored: NDArray[np.uint16]) -> NDArray[np.uint16]:
@@ -187,6 +188,12 @@ class BatchReader:
         padded = np.zeros_like(stored, shape=self._prompt_shape)
         padded[: stored.shape[0], : stored.shape[1]] = stored
         return padded
+
+
+def _caption_row(sample: LatentSample, choices: Choices) -> int:
+    """The shard's row of the sample's caption; row 0 is the empty caption."""
+    rows = sample.caption_rows or (0,)
+    return 0 if choices.dropped else rows[int(choices.caption * len(rows))]
 
 
 def latent_moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

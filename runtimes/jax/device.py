@@ -13,11 +13,10 @@ import torch
 from configs.redact_errors_and_logs import one_line
 from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
-from runtimes.process.collectives import HostCollectives
+from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.join_hosts import free_port
 from runtimes.spmd.mesh_shape_and_sharding import mesh_shape
 from runtimes.spmd.tpu_specs import peak_of
 from runtimes.torch_models.gpu_specs import known_peak

@@ -50,9 +50,9 @@ from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.optimizer_step.step_scalars import step_scalars
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
+from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.join_hosts import join_hosts
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.layer_dropout_seed import has_dropout
 from runtimes.torch_models.make_scheduler import trained_scheduler

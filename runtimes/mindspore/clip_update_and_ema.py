@@ -23,9 +23,12 @@ from numpy.typing import NDArray
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.mindspore.loss_scale import DynamicLossScale
-from runtimes.optimizer_step.ema_decay import ema_decay_at
 from runtimes.optimizer_step.ema_swap import swapped
-from runtimes.optimizer_step.step_scalars import bias_corrections, learning_rate_groups
+from runtimes.optimizer_step.step_scalars import (
+    bias_corrections,
+    ema_decay_at,
+    learning_rate_groups,
+)
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
 
 Gradients = Sequence[Tensor]

@@ -8,6 +8,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
+from mindspore import profiler
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
@@ -19,7 +20,6 @@ from runtimes.mindspore.load_diffusers_weights import set_flash_attention
 from runtimes.mindspore.micro_batches import Inputs
 from runtimes.mindspore.network import Network
 from runtimes.mindspore.parallel import open_parallel
-from runtimes.mindspore.profile import tracing
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.mindspore.step import Gradients, Step
 from runtimes.objective.scheduler_config import trained_scheduler_config
@@ -74,7 +74,11 @@ class TheRuntime(BaseRuntime):
         return memory_bytes()
 
     def _trace(self, folder: str) -> AbstractContextManager[None]:
-        return tracing(folder, self._target)
+        kinds = [profiler.ProfilerActivity.CPU]
+        if self._target == "Ascend":
+            kinds.append(profiler.ProfilerActivity.NPU)
+        handler = profiler.tensorboard_trace_handler(folder)
+        return profiler.profile(activities=kinds, on_trace_ready=handler)
 
     def _open_sampler(self) -> Any:
         job, flash = self._job, self._settings.mindspore.flash_attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -73,3 +74,21 @@ class HostCollectives:
         found = [torch.empty_like(value) for _ in range(self.world)]
         dist.all_gather(found, value, self._group)
         return found
+
+
+def join_hosts(ranks: Ranks) -> HostCollectives:
+    """The collectives of a run, whose process group this host joins if there are several.
+
+    XLA's collectives reduce arrays on the devices. Decisions, such as to stop or to resume from a
+    step, are exchanged here.
+    """
+    if ranks.world > 1:
+        join(ranks)
+    return HostCollectives(ranks.world)
+
+
+def free_port() -> int:
+    """A free TCP port of this host. Another process may claim it before it is used."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])

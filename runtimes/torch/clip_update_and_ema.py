@@ -9,8 +9,8 @@ import torch
 
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
-from runtimes.optimizer_step.ema_decay import ema_decay_at
 from runtimes.optimizer_step.ema_swap import swapped
+from runtimes.optimizer_step.step_scalars import ema_decay_at
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.host_copy import HostCopies
@@ -21,7 +21,7 @@ from runtimes.torch.parallel import SingleProcess
 class Update:
     """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
 
-    optimizer_step/ema_decay.py gives the decay of the average.
+    optimizer_step/step_scalars.py gives the decay of the average.
 
     Args:
         parameters: float32 masters of this process, by State's keys.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
@@ -33,7 +34,6 @@ from runtimes.torch.device import (
 )
 from runtimes.torch.npu import enable_npu_attention
 from runtimes.torch.parallel import open_parallel
-from runtimes.torch.profile import tracing
 from runtimes.torch.step import Step
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops
 from runtimes.torch_models.make_scheduler import trained_scheduler
@@ -113,8 +113,17 @@ class TheRuntime(BaseRuntime):
     def _autocast(self) -> AbstractContextManager[None]:
         return self._step.autocast()
 
-    def _trace(self, folder: str) -> AbstractContextManager[None]:
-        return tracing(Path(folder), self._device)
+    @contextmanager
+    def _trace(self, folder: str) -> Iterator[None]:
+        """Trace to `<folder>/<host>_<process>.<time>.pt.trace.json.gz`."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        handler = tensorboard_trace_handler(folder, use_gzip=True)
+        with profile(activities=activities, record_shapes=True, on_trace_ready=handler):
+            yield
+            if self._device.type != "cpu":  # kernels of these steps may still be running
+                torch.get_device_module(self._device).synchronize(self._device)
 
     def _open_sampler(self) -> Any:
         from runtimes.torch.sampler import Sampler  # pipelines are slow to import

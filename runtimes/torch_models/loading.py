@@ -1,4 +1,4 @@
-"""Load the denoiser and text encoders of a diffusers pipeline folder, with checked weights."""
+"""Load or make the denoiser and text encoders of a pipeline folder, with checked weights."""
 
 from __future__ import annotations
 
@@ -119,6 +119,24 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
             family.make_constants(denoiser)
             break
     return denoiser
+
+
+def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
+    """Construct a denoiser with diffusers' random initialization, in float32 on the CPU.
+
+    With the same versions of PyTorch and diffusers, the weights depend on the seed alone.
+
+    Raises:
+        WrongInput: the config does not describe a denoiser.
+    """
+    try:
+        kind = getattr(diffusers, config["_class_name"])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return kind.from_config(config)
+    except Exception as error:  # of any type, such as AssertionError without a message
+        reason = str(error) or type(error).__name__
+        raise WrongInput(f"train.denoiser_config makes no denoiser: {reason}") from None
 
 
 def empty_text_encoder(model_folder: Path, part: str) -> Any:

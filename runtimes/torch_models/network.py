@@ -32,9 +32,9 @@ from runtimes.torch_models.loading import (
     load_denoiser,
     load_text_encoder,
     open_weights,
+    random_init_denoiser,
 )
 from runtimes.torch_models.lora_injection import add_adapters
-from runtimes.torch_models.random_init import random_init_denoiser
 from runtimes.torch_models.undo_torch_npu_patches import keep_diffusers_formulas
 
 #: No weights on `meta`, by the tensor's id.

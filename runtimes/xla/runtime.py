@@ -17,9 +17,9 @@ from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import Owners, State, StepBatch, StepOutput
 from runtimes.data.padding import pad_batch
+from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
-from runtimes.spmd.join_hosts import join_hosts
 from runtimes.spmd.tpu_slices import check_rows
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.make_scheduler import trained_scheduler

@@ -31,7 +31,7 @@ from prefect.settings import Settings
 from configs.load_and_extend_recipe import load_recipe
 from flows.generate import generate
 from flows.model_events import PUBLISHED, REJECTED
-from runtimes.spmd.join_hosts import free_port
+from runtimes.process.collectives import free_port
 from tasks.evaluate.inception import ENVIRONMENT
 from tasks.retrain.watch_source import EVENT, source_resource
 

@@ -10,7 +10,7 @@ import chips
 import pytest
 from jobs import MakeJob
 
-from runtimes.spmd.join_hosts import free_port
+from runtimes.process.collectives import free_port
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 chips.importorskip("jax")
@@ -22,7 +22,7 @@ from runtimes.jax import device
 from runtimes.process.leave import leave
 from runtimes.process.ranks import Ranks
 from runtimes.process.signals import STOPPED, Stop
-from runtimes.spmd.join_hosts import join_hosts
+from runtimes.process.collectives import join_hosts
 ranks, stop = Ranks.here(), Stop()
 stop.listen()
 hosts = join_hosts(ranks)

@@ -14,12 +14,12 @@ from torch._dynamo.utils import counters
 from configs.settings.train import Train
 from runtimes.process.ranks import Ranks
 from runtimes.torch import parallel
-from runtimes.torch.attention_kernel import attention_kernel
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.runtime import TheRuntime
+from runtimes.torch.step import attention_kernel
 from runtimes.torch_models.network import Network
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from store_servers import REMOTE, RequestsTo, UrlOf
 from runtimes.contract import Owners, State
 from runtimes.optimizer_step import training_state_copies as state_module
 from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
-from runtimes.spmd.join_hosts import free_port
+from runtimes.process.collectives import free_port
 from runtimes.train import checkpoint_array_files
 from runtimes.train.checkpoint_array_files import array_files, files_by_rank
 from runtimes.train.checkpoint_errors import CheckpointNotWritten
