@@ -35,7 +35,7 @@ _DOUBLE = {
 }
 _SINGLE = {"norm.linear": "modulation.lin", "proj_out": "linear2"}
 #: Layers that Black Forest Labs' code fuses along the output: (fused layer, position in it).
-FUSED_DOUBLE = {
+_FUSED_DOUBLE = {
     f"attn.{name}": (f"{stream}_attn.qkv", position)
     for stream, names in (
         ("img", ("to_q", "to_k", "to_v")),
@@ -47,37 +47,46 @@ _FUSED_SINGLE = {
     name: ("linear1", position)
     for position, name in enumerate(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
 }
-BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
+_BLOCK = re.compile(r"(single_)?transformer_blocks\.(\d+)\.(.+)")
 _MLP_RATIO = 4
 
 
-def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
-    """Where Black Forest Labs' code has a layer of diffusers' FluxTransformer2DModel.
+def original_layer(
+    layer: str,
+    transformer: Mapping[str, Any],
+    top: Mapping[str, str] = _TOP,
+    double: Mapping[str, str] = _DOUBLE,
+    single: Mapping[str, str] = _SINGLE,
+    fused_single: Mapping[str, tuple[str, int]] = _FUSED_SINGLE,
+) -> KohyaLayer:
+    """Where Black Forest Labs' code has a layer of diffusers' transformer.
 
     Their code fuses query, key and value, and in single blocks also the MLP's first layer.
 
     Args:
         layer: name in diffusers, such as `transformer_blocks.0.attn.to_q`.
         transformer: the transformer's config.
+        top: names of layers outside of the blocks.
+        double: names of layers that double blocks do not fuse.
+        single: the same of single blocks.
+        fused_single: layers that single blocks fuse, as _FUSED_DOUBLE has them.
 
     Raises:
         ValueError: their code has no such layer, or it orders the outputs differently.
     """
-    if layer in _TOP:
-        return KohyaLayer(_TOP[layer])
-    match = BLOCK.fullmatch(layer)
-    if match is None:
-        raise ValueError(f"{layer} has no name in the layout of sd-scripts")
-    single, number, rest = match.groups()
-    block = f"{'single' if single else 'double'}_blocks.{number}"
-    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    plain, fused = (_SINGLE, _FUSED_SINGLE) if single else (_DOUBLE, FUSED_DOUBLE)
+    if layer in top:
+        return KohyaLayer(top[layer])
+    match = _BLOCK.fullmatch(layer)
+    is_single, number, rest = match.groups() if match else (None, "", "")
+    block = f"{'single' if is_single else 'double'}_blocks.{number}"
+    plain, fused = (single, fused_single) if is_single else (double, _FUSED_DOUBLE)
     if rest in plain:
         return KohyaLayer(f"{block}.{plain[rest]}")
     if rest not in fused:
         raise ValueError(f"{layer} has no name in the layout of sd-scripts")
+    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     name, position = fused[rest]
-    rows = width * (3 + _MLP_RATIO if single else 3)
+    rows = width * (3 + _MLP_RATIO if is_single else 3)
     return KohyaLayer(f"{block}.{name}", position * width, rows)
 
 

@@ -6,6 +6,7 @@ The published model is described by its code alone; diffusers' Flux2KleinPipelin
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 
 from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
-from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.flux import BLOCK, FUSED_DOUBLE, positions
+from runtimes.families.family import Family, KohyaNames, TextEncoder
+from runtimes.families.flux import original_layer, positions
 from runtimes.families.patch_transformer import (
     PATCH,
     TEXT_STREAM,
@@ -43,31 +44,6 @@ _DOUBLE = {
     "ff_context.linear_out": "txt_mlp.2",
 }
 _SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
-
-
-def original_layer(layer: str, transformer: Mapping[str, Any]) -> KohyaLayer:
-    """Where Black Forest Labs' code has a layer of diffusers' Flux2Transformer2DModel.
-
-    Args:
-        layer: name in diffusers, such as `transformer_blocks.0.attn.to_q`.
-        transformer: the transformer's config.
-
-    Raises:
-        ValueError: programs that load adapters know no name for the layer.
-    """
-    if layer in _TOP:
-        return KohyaLayer(_TOP[layer])
-    match = BLOCK.fullmatch(layer)
-    single, number, rest = match.groups() if match else (None, "", "")
-    block = f"{'single' if single else 'double'}_blocks.{number}"
-    plain = _SINGLE if single else _DOUBLE
-    if rest in plain:
-        return KohyaLayer(f"{block}.{plain[rest]}")
-    if single or rest not in FUSED_DOUBLE:
-        raise ValueError(f"{layer} has no name in the layout of sd-scripts")
-    name, position = FUSED_DOUBLE[rest]
-    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-    return KohyaLayer(f"{block}.{name}", position * width, 3 * width)
 
 
 class Flux2(PatchTransformer):
@@ -98,7 +74,9 @@ class Flux2(PatchTransformer):
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        *({}, original_layer, "musubi-tuner", "networks.lora_flux_2")
+        {},
+        partial(original_layer, top=_TOP, double=_DOUBLE, single=_SINGLE, fused_single={}),
+        *("musubi-tuner", "networks.lora_flux_2"),
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
