@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 
 from artifacts.check_model_available import check_file_available, check_model_available
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Store, StoreError
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
-from flows.doctor.findings import Finding, fine, limited, note, problem
+from flows.doctor.findings import Check, Finding, fine, limited, named, note, problem
 from flows.preflight import (
     check_gate_and_prompts,
     devices_here,
@@ -31,8 +30,6 @@ from tasks.build_or_reuse import storage_error
 from tasks.evaluate.inception import fidelity_folder
 from tasks.gpu.recipe_memory import memory_of
 
-Check = Callable[[], Iterable[Finding]]
-
 
 def recipe_checks(
     recipe: Recipe, probes: Mapping[str, Probe], arguments: Sequence[str]
@@ -43,30 +40,14 @@ def recipe_checks(
         probes: runtime -> its probe.
         arguments: those that gave the recipe, for the commands of remedies.
     """
-
-    def runtime() -> Iterator[Finding]:
-        return _runtime(recipe, probes[recipe.runtime])
-
-    def gate_and_prompts() -> Iterator[Finding]:
-        return _gate_and_prompts(recipe)
-
-    def memory() -> Iterator[Finding]:  # also reads the prompts
-        return _memory(recipe, arguments)
-
-    def source() -> Iterator[Finding]:
-        return _source(recipe)
-
-    def hub_login() -> Iterator[Finding]:
-        return _hub_login(recipe)
-
-    needed = recipe.publish.hub is not None
-    asking = [limited(check) for check in (*_models(recipe), source, *_stores(recipe))]
+    late = problem if recipe.publish.hub is not None else note
+    source = named("source", _source, recipe)
     return [
-        runtime,
-        limited(gate_and_prompts),
-        limited(memory),
-        *asking,
-        limited(hub_login, problem if needed else note),
+        named("runtime", _runtime, recipe, probes[recipe.runtime]),
+        limited(named("gate and prompts", _gate_and_prompts, recipe)),
+        limited(named("memory", _memory, recipe, arguments)),  # also reads the prompts
+        *(limited(check) for check in (*_models(recipe), source, *_stores(recipe))),
+        limited(named("hub login", _hub_login, recipe), late),
     ]
 
 
@@ -120,15 +101,15 @@ def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
 def _models(recipe: Recipe) -> Iterator[Check]:
     settings = recipe.evaluate
     revision = recipe.model.revision
-    named = {"model.path": recipe.model.path, "model.vae": recipe.model.vae}
-    named |= {"evaluate.clip": settings.clip, "evaluate.image_encoder": settings.image_encoder}
-    named |= {f"evaluate.judges {name}": path for name, path in settings.preference_models.items()}
-    for setting, path in named.items():
+    places = {"model.path": recipe.model.path, "model.vae": recipe.model.vae}
+    places |= {"evaluate.clip": settings.clip, "evaluate.image_encoder": settings.image_encoder}
+    places |= {f"evaluate.judges {name}": path for name, path in settings.preference_models.items()}
+    for setting, path in places.items():
         if path is not None:
             given = revision if setting == "model.path" else None
-            yield _named(setting, partial(_model, setting, path, given))
+            yield named(setting, _model, setting, path, given)
     if settings.inception is not None:
-        yield _named("evaluate.inception", partial(_inception, recipe, settings.inception))
+        yield named("evaluate.inception", _inception, recipe, settings.inception)
 
 
 def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
@@ -158,9 +139,9 @@ def _source(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _stores(recipe: Recipe) -> Iterator[Check]:
-    yield _named("store", partial(_store, "store", recipe.store))
+    yield named("store", _store, "store", recipe.store)
     if recipe.publish.registry is not None:
-        yield _named("registry", partial(_store, "publish.registry", recipe.publish.registry))
+        yield named("registry", _store, "publish.registry", recipe.publish.registry)
 
 
 def _store(setting: str, url: str) -> Iterator[Finding]:
@@ -200,13 +181,3 @@ def _hub_login(recipe: Recipe) -> Iterator[Finding]:
     except Exception as error:  # of several HTTP libraries
         words = f"hub token: the hub does not accept it ({type(error).__name__})"
         yield problem(words, mend) if needed else note(words, mend)
-
-
-def _named(name: str, check: partial[Iterator[Finding]]) -> Check:
-    """A check with a name, for the message of its failure."""
-
-    def run() -> Iterator[Finding]:
-        return check()
-
-    run.__name__ = name
-    return run

@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe, RuntimeName
-from flows.doctor import check_python_driver_and_disk
+from flows.doctor import check_python_driver_and_disk as machine
 from flows.doctor.check_python_driver_and_disk import PINNED, TRAPS
 from flows.doctor.check_recipe import recipe_checks
-from flows.doctor.findings import Finding, collect, problem
+from flows.doctor.findings import Check, Finding, collect, named, problem
 from flows.own_prefect_server import NoOwnServer, check_home
 from flows.preflight import devices_here, stages_without_pool
 from flows.runner import ServerAway, check_server, configured_server
@@ -41,7 +41,7 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     """
     found = _facts()
     probes, findings = found.pop("probes"), found.pop("server")
-    checks = [*_machine_checks(found, probes, recipe)]
+    checks = _machine_checks(found, probes, recipe)
     checks += [] if recipe is None else recipe_checks(recipe, probes, arguments)
     findings += collect(checks)
     problems = [finding.words for finding in findings if finding.level == "problem"]
@@ -88,30 +88,30 @@ def _facts() -> dict[str, Any]:
 
 def _machine_checks(
     found: dict[str, Any], probes: dict[str, Probe], recipe: Recipe | None
-) -> Iterator[Any]:
+) -> list[Check]:
     torch = found["versions"]["torch"]
     cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
-
-    def packages() -> Iterator[Finding]:
-        return check_python_driver_and_disk.packages(
-            package_versions(sys.executable, (*PINNED, *TRAPS))
-        )
-
-    def runtimes() -> Iterator[Finding]:
-        if not any(probe.available for probe in probes.values()):
-            yield problem("no runtime can train here", "run `make setup`")
+    installed = package_versions(sys.executable, (*PINNED, *TRAPS))
 
     def nvidia() -> Iterator[Finding]:
-        return check_python_driver_and_disk.nvidia(
-            cuda, torch, wanted=recipe is not None and _asks_cuda(recipe)
-        )
+        wanted = recipe is not None and _asks_cuda(recipe)
+        return machine.nvidia(cuda, torch, wanted=wanted)
 
-    def disk() -> Iterator[Finding]:
-        return check_python_driver_and_disk.disk("." if recipe is None else recipe.store)
+    return [
+        machine.python_version,
+        named("packages", machine.packages, installed),
+        named("runtimes", _runtimes, probes),
+        nvidia,
+        machine.compiler,
+        named("disk", machine.disk, "." if recipe is None else recipe.store),
+        machine.caches,
+        machine.hub_token,
+    ]
 
-    yield from (check_python_driver_and_disk.python_version, packages, runtimes, nvidia)
-    yield from (check_python_driver_and_disk.compiler, disk)
-    yield from (check_python_driver_and_disk.caches, check_python_driver_and_disk.hub_token)
+
+def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
+    if not any(probe.available for probe in probes.values()):
+        yield problem("no runtime can train here", "run `make setup`")
 
 
 def _asks_cuda(recipe: Recipe) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import wraps
-from typing import Literal
+from typing import Any, Literal
 
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
@@ -30,6 +30,9 @@ class Finding:
         return self.what if self.mend is None else f"{self.what}: {self.mend}"
 
 
+Check = Callable[[], Iterable[Finding]]
+
+
 def problem(what: str, mend: str | None = None) -> Finding:
     return Finding("problem", what, mend)
 
@@ -42,7 +45,17 @@ def fine(what: str) -> Finding:
     return Finding("ok", what)
 
 
-def collect(checks: Iterable[Callable[[], Iterable[Finding]]]) -> Iterator[Finding]:
+def named(name: str, check: Callable[..., Iterable[Finding]], *given: Any) -> Check:
+    """A check with its arguments, and with a name for the message of its failure."""
+
+    def run() -> Iterable[Finding]:
+        return check(*given)
+
+    run.__name__ = name
+    return run
+
+
+def collect(checks: Iterable[Check]) -> Iterator[Finding]:
     """The findings of all checks. One that fails is a problem and does not hide the others."""
     for check in checks:
         try:
@@ -54,10 +67,10 @@ def collect(checks: Iterable[Callable[[], Iterable[Finding]]]) -> Iterator[Findi
 
 
 def limited(
-    check: Callable[[], Iterable[Finding]],
+    check: Check,
     late: Callable[[str], Finding] = problem,
     seconds: float = NETWORK_SECONDS,
-) -> Callable[[], Iterable[Finding]]:
+) -> Check:
     """A check that ends in time; one that does not is the finding of `late`.
 
     Its thread goes on until the program ends: few network clients can be interrupted.
