@@ -184,13 +184,11 @@ def publish(
     parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)
     given = run.eval_inputs(pictures, encoded)
     lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
-    build = partial(
-        publish_stage.build,
-        *(run.recipe, tuned, measured, lineage, run.base, run.vae),
-        run.champion_metrics(given, measured, before[:3]),
-        progress=run.begin(parts),
-        force=run.force,
+    publication = publish_stage.Publication(
+        run.recipe, tuned, measured, lineage, run.base, run.vae, run.force
     )
+    metrics = run.champion_metrics(given, measured, before[:3])
+    build = partial(publish_stage.build, publication, metrics, progress=run.begin(parts))
     parents = {"model": tuned, "evaluation": measured}
     try:
         result = build_or_reuse(run.store, parts, build, parents=parents)

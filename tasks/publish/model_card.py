@@ -15,9 +15,9 @@ from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.strict_yaml import dump_yaml
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
-from runtimes.families.family import Family
+from runtimes.families import Family, detect_family
 from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
-from runtimes.pipeline_folder.describe_encoders import absent_text_parts
+from runtimes.pipeline_folder.describe_encoders import absent_text_parts, unusual_text_length
 from runtimes.pipeline_folder.weight_files import pipeline_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
@@ -42,15 +42,24 @@ class Weights:
     variant: str | None = None  # of the base's weight files, such as fp16
     absent: tuple[str, ...] = ()  # text encoders and tokenizers that the pipeline goes without
     kohya: bool = False  # whether the adapters are there in kohya's layout, too
+    family: Family | None = None  # its pipeline may have other arguments of guidance
+    caption_tokens: int | None = None  # T5's maximum, where it is not the pipeline's default
 
     @classmethod
     def of(cls, tuned: TrainedWeights, base: Path, out: Path, *, merged: bool) -> Weights:
         """Of the folder `out`, in which the weights are."""
         has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
-        absent = absent_text_parts(base)
-        variant, kohya = pipeline_variant(base), any(out.rglob(f"*{KOHYA_SUFFIX}"))
-        return cls(merged or not has_lora, has_lora, scheduler, variant, absent, kohya)
+        return cls(
+            pipeline=merged or not has_lora,
+            adapters=has_lora,
+            scheduler=scheduler,
+            variant=pipeline_variant(base),
+            absent=absent_text_parts(base),
+            kohya=any(out.rglob(f"*{KOHYA_SUFFIX}")),
+            family=detect_family(base),
+            caption_tokens=unusual_text_length(base),
+        )
 
 
 def base_card(base: Path) -> dict[str, str]:
@@ -115,8 +124,6 @@ def write_card(
     training: dict[str, Any] | None = None,
     *,
     forced: str | None = None,
-    caption_tokens: int | None = None,
-    family: Family | None = None,
 ) -> str:
     """README.md of the published folder, with the metadata of the Hugging Face hub.
 
@@ -124,8 +131,6 @@ def write_card(
         measured: the content of metrics.json.
         training: facts of the training run for people, as of `training_facts`.
         forced: the reason to publish a model that failed the gate.
-        caption_tokens: T5's maximum caption length, where it is not the pipeline's default.
-        family: of the base; its pipeline may have other arguments of guidance.
     """
     from huggingface_hub import ModelCard
 
@@ -139,16 +144,15 @@ def write_card(
         base_path=f"path/to/{named}" if is_local(recipe.model.path) else named,
         vae=None if recipe.model.vae is None else base_name(recipe.model.vae),
         weights=weights,
-        adapter_rows=_adapter_rows(recipe, weights, family),
+        adapter_rows=_adapter_rows(recipe, weights),
         prompt=next(iter(_first_prompts(recipe)), "a prompt"),
         training=training,
-        guidance=_guidance(given, family),
+        guidance=_guidance(given, weights.family),
         drawn_with=None if given.scheduler is None else SCHEDULERS[given.scheduler],
         scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
-        caption_tokens=caption_tokens,
         license_name=shown_license(recipe, base),
         license_files=[path.name for path in license_files(base)],
         lineage=lineage,
@@ -207,13 +211,11 @@ def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
     return {name: value for name, value in first.items() if value is not None}
 
 
-def _adapter_rows(
-    recipe: Recipe, weights: Weights, family: Family | None
-) -> list[tuple[str, str, str]]:
+def _adapter_rows(recipe: Recipe, weights: Weights) -> list[tuple[str, str, str]]:
     """(tool, file, use) of the tools, other than diffusers, that read the adapters."""
     lora, folder = recipe.train.lora, "lora/" if weights.pipeline else ""
     kohya_file = f"{folder}{recipe.publish.name}{KOHYA_SUFFIX}"
-    names = family.kohya if family is not None and weights.kohya else None
+    names = weights.family.kohya if weights.family is not None and weights.kohya else None
     load = "copy it to `models/loras`, and add the node *Load LoRA*"
     if names is None or not names.in_comfyui:
         no_dora = "not with DoRA, whose magnitudes ComfyUI does not read in this layout"

@@ -7,6 +7,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ from configs.settings.recipe import Recipe
 from configs.strict_yaml import dump_yaml
 from runtimes.adapters.initialise_lora import alpha
 from runtimes.adapters.lora_file_format import read_adapters
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import unusual_text_length
 from runtimes.pipeline_folder.read_configs import read_index
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
@@ -43,6 +42,20 @@ STAGE = "publish"
 VERSION = 2
 NOT_IN_KEY = {"registry", "hub", "signing_key", "keep_versions"}
 log = logging.getLogger("kiln")
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A trained model to publish, and what it was made from."""
+
+    recipe: Recipe
+    trained: Artifact
+    evaluated: Artifact
+    lineage: dict[str, str]  # input name -> digest, for the card
+    base: Path  # pipeline folder
+    vae: Path | None  # None: the VAE of the base
+    #: The reason to publish a model that fails a rule; the card and the history name it.
+    force: str | None = None
 
 
 class Rejected(Exception):
@@ -167,34 +180,25 @@ def registry_of(recipe: Recipe) -> Registry:
 
 
 def build(
-    recipe: Recipe,
-    trained: Artifact,
-    evaluated: Artifact,
-    lineage: dict[str, str],
-    base: Path,
-    vae: Path | None,
+    given: Publication,
     champion_metrics: Callable[[str], PublishedMetrics],
     draft: Draft,
     progress: Progress,
-    *,
-    force: str | None = None,
 ) -> dict[str, Any]:
     """Judge the model, then write the published folder into the draft.
 
     Args:
-        lineage: input name -> digest, for the card.
-        champion_metrics: URL of a published version -> metrics, comparable with `evaluated`.
-        force: the reason to publish a model that fails a rule; the card and the history name it.
+        champion_metrics: URL of a published version -> metrics, comparable with the evaluation.
 
     Raises:
         Rejected: a rule or the smoke test failed; the draft is empty.
         TransientError: the champion is not the one that the draft's key names.
     """
-    inputs = draft.parts.inputs
-    check_champion(recipe, trained, evaluated, base, draft.parts.as_dict())
+    recipe, inputs = given.recipe, draft.parts.inputs
+    check_champion(recipe, given.trained, given.evaluated, given.base, draft.parts.as_dict())
     champion = _champion_before(recipe, inputs)
-    models, again = _measured(recipe, evaluated, champion, champion_metrics)
-    measured = json.loads(evaluated.read(METRICS)) | _compared(models)
+    models, again = _measured(recipe, given.evaluated, champion, champion_metrics)
+    measured = json.loads(given.evaluated.read(METRICS)) | _compared(models)
     has_champion = champion is not None or "champion" in inputs
     verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
     compared_with = champion.name if champion else None
@@ -202,28 +206,16 @@ def build(
         Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
     )
     passed = all(v.passed for v in verdicts)
-    if not passed and force is None:
+    if not passed and given.force is None:
         raise reject(verdicts)
-    forced = None if passed else force
-    _check_license(recipe, base)
+    forced = None if passed else given.force
+    _check_license(recipe, given.base)
     failed = ", ".join(verdict.rule for verdict in verdicts if not verdict.passed)
     progress(1, 3, "gate passed" if passed else f"gate failed ({failed}), forced: {forced}")
-    with (
-        tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch,
-        local_weights(trained) as tuned,
-    ):
+    with tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch:
         out = Path(scratch) / "model"
-        _write_weights(recipe, tuned, base, vae, out)
-        facts = model_card.Weights.of(tuned, base, out, merged=recipe.publish.merge)
-        training = model_card.training_facts(trained.manifest["run"], trained.summary)
-        card = model_card.write_card(
-            *(recipe, base, measured, verdicts, lineage, facts, training),
-            forced=forced,
-            caption_tokens=unusual_text_length(base),
-            family=detect_family(base),
-        )
-        _write_documents(out, card, recipe, base, evaluated, measured, verdicts)
-        if (failure := _smoke_test(recipe, out, base, vae)) is not None:
+        _write_folder(given, measured, verdicts, forced, out)
+        if (failure := _smoke_test(given, out)) is not None:
             raise reject([*verdicts, failure])
         progress(2, 3, "copying")
         for path in sorted(p for p in out.rglob("*") if p.is_file()):
@@ -231,8 +223,8 @@ def build(
     progress(3, 3, "published")
     return {
         "name": recipe.publish.name,
-        "license": model_card.shown_license(recipe, base),
-        "lineage": lineage,
+        "license": model_card.shown_license(recipe, given.base),
+        "lineage": given.lineage,
         "compared_with": compared_with,
         "forced": forced,
         "parents": {} if again is None else {CHAMPION_EVALUATION: again},
@@ -306,60 +298,62 @@ def _check_license(recipe: Recipe, base: Path) -> None:
         log.warning("publish: the licence is unknown: set publish.license")
 
 
-def _smoke_test(
-    recipe: Recipe, out: Path, base: Path, vae: Path | None
-) -> promotion_gate.Verdict | None:
-    """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
-    try:
-        smoke_test.check_files(out, recipe.publish.max_bytes)
-        if recipe.publish.smoke_test:
-            log.info("publish: smoke test: diffusers loads the folder and draws a picture")
-            smoke_test.check(out, base, vae, recipe)
-    except smoke_test.SmokeTestFailed as failure:
-        return promotion_gate.Verdict("smoke test", False, None, None, str(failure))
-    return None
-
-
-def _write_weights(
-    recipe: Recipe, tuned: TrainedWeights, base: Path, vae: Path | None, out: Path
-) -> None:
-    """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy of them."""
-    dtype, lora = recipe.publish.dtype, tuned.lora
-    alone = lora is not None and not recipe.publish.merge
-    if not alone:
-        instead = tuned.parts | ({} if vae is None else {"vae": vae})
-        adapters = None if lora is None else read_adapters(lora)
-        assemble(base, instead, out, dtype=dtype, adapters=adapters)
-    if lora is not None:
-        write_adapters(
-            lora,
-            base,
-            out if alone else out / "lora",
-            name=recipe.publish.name,
-            dtype=dtype,
-            scheduler=tuned.parts.get("scheduler"),
-        )
-
-
-def _write_documents(
-    out: Path,
-    card: str,
-    recipe: Recipe,
-    base: Path,
-    evaluated: Artifact,
+def _write_folder(
+    given: Publication,
     measured: dict[str, Any],
     verdicts: list[promotion_gate.Verdict],
+    forced: str | None,
+    out: Path,
 ) -> None:
-    """Write what a published folder has beside the weights: card, licences, recipe, metrics."""
+    """Write the weights, and beside them card, licences, recipe and metrics."""
+    recipe, base = given.recipe, given.base
+    with local_weights(given.trained) as tuned:
+        _write_weights(given, tuned, out)
+        weights = model_card.Weights.of(tuned, base, out, merged=recipe.publish.merge)
+    training = model_card.training_facts(given.trained.manifest["run"], given.trained.summary)
+    about = (recipe, base, measured, verdicts, given.lineage, weights, training)
+    card = model_card.write_card(*about, forced=forced)
     (out / "README.md").write_text(card, encoding="utf-8")
     for path in model_card.license_files(base):
         shutil.copyfile(path, out / path.name)
     settings = dump_yaml(published_settings(recipe))
     (out / RECIPE).write_text(settings, encoding="utf-8")
     (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
-    (out / BOOTSTRAP).write_bytes(evaluated.read(BOOTSTRAP))
-    (out / GRID).write_bytes(evaluated.read(GRID))
+    (out / BOOTSTRAP).write_bytes(given.evaluated.read(BOOTSTRAP))
+    (out / GRID).write_bytes(given.evaluated.read(GRID))
     (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
+
+
+def _write_weights(given: Publication, tuned: TrainedWeights, out: Path) -> None:
+    """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy of them."""
+    settings, lora = given.recipe.publish, tuned.lora
+    alone = lora is not None and not settings.merge
+    if not alone:
+        instead = tuned.parts | ({} if given.vae is None else {"vae": given.vae})
+        adapters = None if lora is None else read_adapters(lora)
+        assemble(given.base, instead, out, dtype=settings.dtype, adapters=adapters)
+    if lora is not None:
+        write_adapters(
+            lora,
+            given.base,
+            out if alone else out / "lora",
+            name=settings.name,
+            dtype=settings.dtype,
+            scheduler=tuned.parts.get("scheduler"),
+        )
+
+
+def _smoke_test(given: Publication, out: Path) -> promotion_gate.Verdict | None:
+    """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
+    settings = given.recipe.publish
+    try:
+        smoke_test.check_files(out, settings.max_bytes)
+        if settings.smoke_test:
+            log.info("publish: smoke test: diffusers loads the folder and draws a picture")
+            smoke_test.check(out, given.base, given.vae, given.recipe)
+    except smoke_test.SmokeTestFailed as failure:
+        return promotion_gate.Verdict("smoke test", False, None, None, str(failure))
+    return None
 
 
 def read_metrics(artifact: Artifact) -> dict[str, Any]:

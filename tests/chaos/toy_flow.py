@@ -84,11 +84,8 @@ def run(url: str, toy: ToyRecipe, run_id: str, base: Path) -> dict[str, StageRes
     )
     recipe = recipe_of(url)
     lineage = publish_stage.lineage_of(images, latents, trained, evaluated)
-    build = partial(
-        publish_stage.build,
-        *(recipe, trained, evaluated, lineage, base, None, _metrics_of),
-        progress=lambda *_: None,
-    )
+    given = publish_stage.Publication(recipe, trained, evaluated, lineage, base, None)
+    build = partial(publish_stage.build, given, _metrics_of, progress=lambda *_: None)
     parts = publish_stage.key_parts(recipe, trained, evaluated, base)
     try:
         stage(parts, build, model=trained, evaluation=evaluated)
@@ -135,7 +132,7 @@ def recipe_of(url: str) -> Recipe:
 def without_models() -> None:
     """Let `publish` write the trained weights as they are, and a card without a base."""
 
-    def write(recipe: Recipe, tuned: Any, base: Path, vae: Path | None, out: Path) -> None:
+    def write(given: publish_stage.Publication, tuned: Any, out: Path) -> None:
         for name, folder in tuned.parts.items():
             (out / name).mkdir(parents=True)
             for file in folder.iterdir():
@@ -143,8 +140,6 @@ def without_models() -> None:
                     (out / name / file.name).write_bytes(file.read_bytes())
 
     publish_stage._write_weights = write
-    publish_stage.unusual_text_length = lambda model_folder: None  # the base has no part
-    publish_stage.detect_family = lambda folder: None  # type: ignore[assignment]
     publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},
         shown_license=lambda recipe, base: "none",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,8 @@ def test_the_card_has_each_family_s_files_and_trainers(
     def table(**lora: object) -> list[str]:
         changes = {"train.method": "lora", **{f"train.lora.{n}": v for n, v in lora.items()}}
         given = (load_recipe("digits", changes), tmp_path, {"metrics": {}, "differences": {}}, [])
-        weights = Weights(False, True, kohya=True)
-        card = write_card(*given, {}, weights, family=family_named(family))
+        weights = Weights(False, True, kohya=True, family=family_named(family))
+        card = write_card(*given, {}, weights)
         rows = card.partition("| tool | file | use |\n|---|---|---|\n")[2].partition("\n\n")[0]
         return rows.splitlines()
 
@@ -139,12 +140,16 @@ def test_the_code_of_a_card_draws_with_the_scheduler_of_the_evaluation(
 def test_the_card_of_qwen_image_is_guided_as_the_evaluation(tmp_path: Path) -> None:
     recipe = load_recipe("qwen-image-lora")
     measured = {"metrics": {}, "differences": {}}
-    given = (recipe, tmp_path, measured, [], {}, Weights(False, True))
     scale = recipe.evaluate.guidance_scale
-    assert f"guidance_scale={scale}" in write_card(*given, family=family_named("sd"))
-    (code,) = re.findall(
-        r"```python\n(.*?)```", write_card(*given, family=family_named("qwen_image")), re.DOTALL
+    plain, card = (
+        write_card(
+            *(recipe, tmp_path, measured, [], {}),
+            Weights(False, True, family=family_named(name)),
+        )
+        for name in ("sd", "qwen_image")
     )
+    assert f"guidance_scale={scale}" in plain
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert f", true_cfg_scale={scale}, negative_prompt=''" in code
     assert "guidance_scale" not in code
 
@@ -169,7 +174,8 @@ def test_the_metadata_names_what_the_hub_knows(
     measured = {"metrics": metrics, "differences": {}}
     summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
     facts = training_facts(run, summary)
-    card = write_card(recipe, tmp_path, measured, [], {}, weights, facts, caption_tokens=256)
+    weights = replace(weights, caption_tokens=256)
+    card = write_card(recipe, tmp_path, measured, [], {}, weights, facts)
     assert ", true_cfg_scale=3.0, negative_prompt='', height=512" in card
     assert ", height=512, width=768, max_sequence_length=256).images[0]" in card
     data = ModelCard(card).data

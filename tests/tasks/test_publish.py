@@ -39,6 +39,7 @@ from tasks.publish.model_card import (
 )
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
 from tasks.publish.stage import (
+    Publication,
     Rejected,
     _compared,
     build,
@@ -86,9 +87,9 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
         return PublishedMetrics(metrics(url))
 
     lineage = {"images": "abc"}
-    given = (recipe, trained, evaluated, lineage, base, more.get("vae"), champion)
+    about = (recipe, trained, evaluated, lineage, base, more.get("vae"), more.get("force"))
     progress = more.get("progress", lambda *a: None)
-    summary = build(*given, draft, progress, force=more.get("force"))
+    summary = build(Publication(*about), champion, draft, progress)
     assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
 

@@ -28,7 +28,7 @@ from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble
-from tasks.publish.stage import build, registry_of, settings_for_key, show
+from tasks.publish.stage import Publication, build, registry_of, settings_for_key, show
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
@@ -71,9 +71,8 @@ def publish(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
     draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
     base = Path(recipe.model.path)
     trained = train(folder, recipe, **more)
-    summary = build(
-        recipe, trained, evaluated, {"base": "b"}, base, None, lambda v: {}, draft, lambda *a: None
-    )
+    given = Publication(recipe, trained, evaluated, {"base": "b"}, base, None)
+    summary = build(given, lambda v: {}, draft, lambda *a: None)
     return draft.commit(summary, {"parents": {}})
 
 
