@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from artifacts.check_model_available import check_on_hub
-from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_file, resolve_model
 from artifacts.latent_shards import Latents
 from artifacts.store import Store
 from configs.load_and_extend_recipe import RecipeError
@@ -21,28 +18,12 @@ from configs.settings.without_effect import (
     settings_without_effect,
     with_defaults_without_effect,
 )
+from flows.check_models import check_local_models, check_measuring_models, check_models
 from flows.run import Run
 from flows.send_stage import check_deployments
 from runtimes import check_support
-from runtimes.contract import WrongInput
-from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.hosts.detect_nvidia import usable_gpus
 from runtimes.hosts.host_memory import host_memory
-from runtimes.objective.resolution_shift import ResolutionShift
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.scheduler_config import (
-    read_schedule,
-    read_scheduler_config,
-    scheduler_config,
-    trained_scheduler_config,
-)
-from runtimes.objective.training_objective import Objective
-from runtimes.pipeline_folder.check_weights_and_vocabulary import check_tokenizers, check_weights
-from runtimes.pipeline_folder.denoiser_config import folder_extras, replacement_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
-from runtimes.pipeline_folder.read_configs import read_denoiser_config, read_part_config
-from runtimes.pipeline_folder.weight_files import stored_weight_files
 from runtimes.train.wandb_tracker import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import (
@@ -55,18 +36,12 @@ from tasks.beam_workers import (
 )
 from tasks.build_or_reuse import storage_error
 from tasks.check_places import check_places
-from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.evaluation_inputs import MeasuringModels
-from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
-from tasks.evaluate.inception import check_inception
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
-from tasks.publish.assemble_pipeline import model_parts
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
-from tasks.publish.promotion_gate import check_rules, parse_rule
+from tasks.publish.promotion_gate import check_rules
 from tasks.publish.sign_model import check_key
 from tasks.tpu import launch
 from tasks.train import warn_of_warmup
@@ -109,68 +84,19 @@ def prepare(
     if "download" in built:  # a sent stage may be on a pool that does not reach the source
         download.check(recipe)
     _check_workers(recipe, stages)
-    model, vae = _check_models(recipe)
+    model, vae = check_models(recipe)
     if "train" in stages:
         check_training_targets.warn_of_kohya(recipe, model)
         _check_memory(recipe, model, vae)
     _check_license(recipe, model)
     run_id = run_id or str(uuid.uuid4())
     return Run(
-        *(recipe, store, model, vae, _check_measuring_models(recipe, stages)),
+        *(recipe, store, model, vae, check_measuring_models(recipe, stages)),
         id=run_id,
         retry_run=run_id if retry_failed else None,
         force=force,
         stages=built,
     )
-
-
-def _stages_here(recipe: Recipe, stages: Sequence[StageName]) -> Sequence[StageName]:
-    """The stages that are not sent to a work pool. Raises RecipeError for one that cannot be."""
-    check_places(recipe, stages)
-    check_deployments(recipe, stages)
-    return stages_without_pool(recipe, stages)
-
-
-def stages_without_pool(recipe: Recipe, stages: Sequence[StageName] = STAGES) -> list[StageName]:
-    """The stages that are built on this machine."""
-    return [stage for stage in stages if stage not in recipe.place.pools()]
-
-
-def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
-    """Setting -> device of the stages that compute on this machine."""
-    computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
-    if "encode" in computing and workers_of(beam_options(recipe, "encode")) is Workers.REMOTE:
-        computing.remove("encode")  # its device is on machines that cannot be asked
-    return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
-
-
-def must_fit_one_gpu(recipe: Recipe) -> bool:
-    """Whether training needs the memory of `memory_of` on one GPU, if there is one."""
-    settings = recipe.train
-    on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
-    sharded = settings.fsdp != 1 and settings.processes > 1
-    return recipe.runtime == "torch" and on_gpu and not sharded
-
-
-def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
-    """Raise GateError for rules on metrics that these latents do not support."""
-    count = latents.held_out
-    share = f"encode.holdout {recipe.encode.holdout:g}"
-    hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
-    known = metric_names(recipe, held_out=count)
-    check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
-
-
-def check_gate_and_prompts(recipe: Recipe) -> None:
-    """Check the gate's rules, the prompts of all sets, and the key of the signature.
-
-    Raises:
-        GateError, WrongInput, SignatureError: one of them is unusable.
-    """
-    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
-    evaluate.check(recipe)
-    if recipe.publish.signing_key is not None:
-        check_key(recipe.publish.signing_key)
 
 
 def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
@@ -187,43 +113,26 @@ def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
         _check_monitoring(recipe)
     if "download" in stages and not _is_remote(recipe.source):
         download.check(recipe)
-    here = {setting: _is_here(setting, *place) for setting, place in _models_of(recipe).items()}
-    if all(found for setting, found in here.items() if setting.startswith("model.")):
-        _check_models(recipe)
-    if all(found for setting, found in here.items() if setting.startswith("evaluate.")):
-        _check_measuring_folders(recipe)
-    if (inception := recipe.evaluate.inception) is not None and "://" not in inception:
-        with _naming("evaluate.inception"):
-            resolve_file(inception)
+    check_local_models(recipe)
 
 
-def _models_of(recipe: Recipe) -> dict[str, tuple[str, str | None]]:
-    """Setting -> folder, hub id or URL of a model, and its revision."""
-    model, measured = recipe.model, recipe.evaluate
-    judges = {f"evaluate.judges.{n}": path for n, path in measured.preference_models.items()}
-    found = {
-        "model.vae": model.vae,
-        "evaluate.clip": measured.clip,
-        "evaluate.image_encoder": measured.image_encoder,
-        **judges,
-    }
-    others = {setting: (path, None) for setting, path in found.items() if path is not None}
-    return {"model.path": (model.path, model.revision), **others}
+def _used(recipe: Recipe) -> Recipe:
+    """The recipe without the values that have no effect, of which the log tells."""
+    for setting, choice in settings_without_effect(recipe):
+        log.warning("%s has no effect with %s", setting, choice)
+    return with_defaults_without_effect(recipe)
 
 
-def _is_here(setting: str, path: str, revision: str | None) -> bool:
-    """Whether a model is a local folder. Raises ModelNotFound if neither it nor the hub has it."""
-    with _naming(setting):
-        if local_model(path) is not None:
-            return True
-        if "://" not in path:
-            check_on_hub(path, revision=revision)
-    return False
+def check_gate_and_prompts(recipe: Recipe) -> None:
+    """Check the gate's rules, the prompts of all sets, and the key of the signature.
 
-
-def _is_remote(source: Source) -> bool:
-    path = getattr(source, "path", "")
-    return "://" in path or (source.kind == "dataset" and is_hub_id(path))
+    Raises:
+        GateError, WrongInput, SignatureError: one of them is unusable.
+    """
+    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
+    evaluate.check(recipe)
+    if recipe.publish.signing_key is not None:
+        check_key(recipe.publish.signing_key)
 
 
 def writable_store(recipe: Recipe) -> Store:
@@ -244,6 +153,18 @@ def writable_store(recipe: Recipe) -> Store:
                 raise
             raise RecipeError(f"{setting}: {converted}") from error
     return store
+
+
+def _stages_here(recipe: Recipe, stages: Sequence[StageName]) -> Sequence[StageName]:
+    """The stages that are not sent to a work pool. Raises RecipeError for one that cannot be."""
+    check_places(recipe, stages)
+    check_deployments(recipe, stages)
+    return stages_without_pool(recipe, stages)
+
+
+def stages_without_pool(recipe: Recipe, stages: Sequence[StageName] = STAGES) -> list[StageName]:
+    """The stages that are built on this machine."""
+    return [stage for stage in stages if stage not in recipe.place.pools()]
 
 
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
@@ -269,20 +190,12 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
         check_support.check_settings(recipe.runtime, settings)
 
 
-def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    """Raise BeamOptionsError or RecipeError for Beam options or workers that cannot work."""
-    for options in filter(None, (beam_options(recipe, stage) for stage in BEAM_STAGES)):
-        from tasks.beam_options import check_options  # seconds to import
-
-        check_options(options)
-    check_workers(recipe, stages)
-
-
-def _used(recipe: Recipe) -> Recipe:
-    """The recipe without the values that have no effect, of which the log tells."""
-    for setting, choice in settings_without_effect(recipe):
-        log.warning("%s has no effect with %s", setting, choice)
-    return with_defaults_without_effect(recipe)
+def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
+    """Setting -> device of the stages that compute on this machine."""
+    computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
+    if "encode" in computing and workers_of(beam_options(recipe, "encode")) is Workers.REMOTE:
+        computing.remove("encode")  # its device is on machines that cannot be asked
+    return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
 
 
 def _check_monitoring(recipe: Recipe) -> None:
@@ -299,98 +212,32 @@ def _check_monitoring(recipe: Recipe) -> None:
         )
 
 
-def _check_models(recipe: Recipe) -> tuple[Path, Path | None]:
-    """Check the models; returns the base's folder and that of a separate VAE, if any."""
-    model = _resolved("model.path", recipe.model.path, recipe.model.revision)
-    vae = _resolved("model.vae", recipe.model.vae) if recipe.model.vae else None
-    with _naming("model.path" if vae is None else "model.path or model.vae"):
-        found = describe_encoders(model, vae)
-    for device in (recipe.train.device, recipe.evaluate.device):
-        check_support.check_family(recipe.runtime, found["family"], device)
-    factor = found["size_step"]
-    largest = max(map(max, bucket_sizes(TransformSettings.of(recipe), factor)))
-    _check_position_embeddings(recipe, model, largest, factor)
-    evaluate.check_drawn_size(recipe, model, vae)
-    _check_weights(model, vae)
-    check_tokenizers(model)
-    _check_objective(recipe, model)
-    _check_schedulers(recipe, model)
-    check_training_targets.check(recipe, model)
-    return model, None if vae is None else vae_path(model, vae)
+def _is_remote(source: Source) -> bool:
+    path = getattr(source, "path", "")
+    return "://" in path or (source.kind == "dataset" and is_hub_id(path))
 
 
-def _check_schedulers(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for a scheduler that cannot draw the base or the tuned model."""
-    own, drawn = read_scheduler_config(model / "scheduler"), recipe.evaluate
-    for config in (own, scheduler_config(own, recipe.train)):
-        check_support.check_scheduler(
-            recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
-        )
+def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    """Raise BeamOptionsError or RecipeError for Beam options or workers that cannot work."""
+    for options in filter(None, (beam_options(recipe, stage) for stage in BEAM_STAGES)):
+        from tasks.beam_options import check_options  # seconds to import
+
+        check_options(options)
+    check_workers(recipe, stages)
 
 
-def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor: int) -> None:
-    """Raise RecipeError for pictures whose sides exceed a denoiser's table of positions (SD3).
-
-    Args:
-        largest: the longest side of a bucket, in pixels.
-        factor: pixels per position.
-    """
-    settings, drawn = recipe.train, recipe.evaluate
-    base, instead = read_denoiser_config(model), replacement_config(settings)
-    trained = base if instead is None else instead
-    draws = max(drawn.height or 0, drawn.width or 0)
-    checks = [("encode.resolution", largest, trained), ("evaluate.height and width", draws, base)]
-    for setting, side, config in [*checks, ("evaluate.height and width", draws, trained)]:
-        most = config.get("pos_embed_max_size")
-        if most is not None and side > most * factor:
-            raise RecipeError(
-                f"{setting}: sides of {side} pixels exceed the {most * factor} of the model's "
-                "position embeddings: lower them, or encode.max_aspect"
-            )
+def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
+    """Raise WrongInput if a run of runtime torch cannot fit the largest GPU of this machine."""
+    if must_fit_one_gpu(recipe) and (found := usable_gpus()):
+        check_fits(recipe, model, vae, max(gpu.memory for gpu in found), host_memory())
 
 
-def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
-    """A model's local folder. Raises ModelNotFound, with the setting's name."""
-    with _naming(setting):
-        return resolve_model(path, revision=revision)
-
-
-@contextmanager
-def _naming(setting: str) -> Iterator[None]:
-    """Put the setting's name before the message of a ModelNotFound or WrongInput."""
-    try:
-        yield
-    except (ModelNotFound, WrongInput) as error:
-        raise type(error)(f"{setting}: {error}") from None
-
-
-def _check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> MeasuringModels:
-    """Check the models that measure pictures, and find their local copies."""
-    inception, named = None, recipe.evaluate.inception
-    folders = _check_measuring_folders(recipe)
-    if named is not None:
-        with _naming("evaluate.inception"):
-            inception = resolve_file(named)
-        if "evaluate" in stages:
-            check_inception(inception, named)
-    return MeasuringModels(*folders, inception)
-
-
-def _check_measuring_folders(recipe: Recipe) -> tuple[Path, Path | None, dict[str, Path]]:
-    """The folders of the CLIP model, of the image encoder and of the judges, checked."""
-    settings = recipe.evaluate
-    clip, encoder = _resolved("evaluate.clip", settings.clip), None
-    check_clip(clip)
-    if settings.image_encoder is not None:
-        encoder = _resolved("evaluate.image_encoder", settings.image_encoder)
-        check_image_encoder(encoder)
-    judges = {
-        name: _resolved(f"evaluate.judges.{name}", path)
-        for name, path in settings.preference_models.items()
-    }
-    for name, folder in judges.items():
-        check_clip(folder, f"evaluate.judges.{name}")
-    return clip, encoder, judges
+def must_fit_one_gpu(recipe: Recipe) -> bool:
+    """Whether training needs the memory of `memory_of` on one GPU, if there is one."""
+    settings = recipe.train
+    on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
+    sharded = settings.fsdp != 1 and settings.processes > 1
+    return recipe.runtime == "torch" and on_gpu and not sharded
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:
@@ -402,45 +249,10 @@ def _check_license(recipe: Recipe, base: Path) -> None:
         log.warning("%s", conflict)
 
 
-def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
-    """Raise WrongInput if a run of runtime torch cannot fit the largest GPU of this machine."""
-    if must_fit_one_gpu(recipe) and (found := usable_gpus()):
-        check_fits(recipe, model, vae, max(gpu.memory for gpu in found), host_memory())
-
-
-def _check_weights(model: Path, vae: Path | None) -> None:
-    """Raise ModelNotFound or WrongInput for weights that are missing, damaged or others."""
-    parts = [part for part in model_parts(model) if part.name != "vae" or vae is None]
-    missing = [part.name for part in parts if not stored_weight_files(part)]
-    if missing:
-        raise ModelNotFound(
-            f"model.path {model}: no .safetensors weights in {', '.join(missing)}: fetch them, or "
-            "convert other files"
-        )
-    if vae is not None and not stored_weight_files(folder := vae_path(model, vae)):
-        raise ModelNotFound(f"model.vae {folder}: it has no .safetensors weights")
-    for part in parts if vae is None else [*parts, vae_path(model, vae)]:
-        check_weights(part)
-
-
-def _check_objective(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for train settings that contradict the base or each other."""
-    folder, family = model / "scheduler", detect_family(model)
-    denoiser = model / family.denoiser
-    patch = family.latent_multiple(read_part_config(model, family.denoiser))
-    shift = ResolutionShift.from_config(read_scheduler_config(folder), patch)
-    Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0), shift)
-    if recipe.encode.holdout:  # evaluation computes the base's loss
-        Objective(read_schedule(folder), LatentScale(1.0), seed=0)
-    if trained_scheduler_config(folder, recipe.train) is not None:
-        why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
-    elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):
-        why = "the inputs (train.inpainting or train.aesthetic_score)"
-    else:
-        return
-    for rule in map(parse_rule, recipe.publish.gate):
-        if rule.metric.startswith(HOLDOUT_LOSS) and rule.model == "base":
-            raise RecipeError(
-                f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
-                "of the tuned model differ from the base's: remove the rule"
-            )
+def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
+    """Raise GateError for rules on metrics that these latents do not support."""
+    count = latents.held_out
+    share = f"encode.holdout {recipe.encode.holdout:g}"
+    hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
+    known = metric_names(recipe, held_out=count)
+    check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)

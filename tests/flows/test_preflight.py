@@ -15,7 +15,8 @@ from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
 from configs.expand_sweep_trials import load_trials
 from configs.load_and_extend_recipe import RecipeError, load_recipe
-from flows.preflight import _check_position_embeddings, check_gate_rules, prepare
+from flows.check_models import _check_position_embeddings
+from flows.preflight import check_gate_rules, prepare
 from flows.sweep import prepared
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
