@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -44,7 +43,7 @@ class AbstractStep:
         exact = "highest" if settings.compute_dtype == "float32" else "default"
         jax.config.update("jax_default_matmul_precision", exact)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
-        given = (Path(request.model), plain, request.denoiser_config, request.text_dtype)
+        given = (request.model_folder, plain, request.denoiser_config, request.text_dtype)
         network = Network.without_weights(*given)
         self._settings = settings
         self._network = network
@@ -54,10 +53,9 @@ class AbstractStep:
         self._counter = FlopCounter(network)
         self._loops = list[scan_blocks.Loop]()
         extras = ExtraInputs.from_config(network.denoiser.config)
-        vae = None if request.vae is None else Path(request.vae)
         size = (request.resolution, request.resolution)
         self._batch = sample_batch(
-            *(Path(request.model), vae, size, network.family, extras),
+            *(request.model_folder, request.vae_folder, size, network.family, extras),
             text=network.encodes_text,
         )
         recompute_blocks(network, settings, self._mesh)

@@ -27,7 +27,6 @@ from runtimes.jax.parameters_and_optimizer_state import move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.sample.image_levels import image_levels
 from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
@@ -71,7 +70,7 @@ class Sampler:
         self._encoder = Encoder(folder, vae, device="cpu")
         self._folders = folder, vae
         decoder = Wrapped(self._encoder.vae, self._encoder.family.decode_latents)
-        wide = vae_dtype(self._encoder.family, vae_path(folder, vae), getattr(torch, dtype))
+        wide = vae_dtype(self._encoder.vae.config, getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
         self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))

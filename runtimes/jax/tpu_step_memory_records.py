@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from runtimes.process.job import HasModel
+
 
 @dataclass(frozen=True)
-class TpuStepRequest:
+class TpuStepRequest(HasModel):
     """A training step and the TPU slice to compile it for."""
 
     model: str  # local folder of the base pipeline; its configs are enough

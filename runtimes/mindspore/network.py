@@ -74,7 +74,7 @@ class Network(nn.Cell):
         Raises:
             WrongInput: weights are missing, damaged or do not match their config.
         """
-        folder = Path(job.model)
+        folder = job.model_folder
         family = detect_family(folder)
         full = settings.method == "full"
         dtype = ms.float32 if full else getattr(ms, settings.compute_dtype)

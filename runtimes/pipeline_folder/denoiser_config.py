@@ -89,9 +89,7 @@ def trained_config(
 
 def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
     """The config of the denoiser that a job trains. Raises WrongInput."""
-    folder = Path(job.model)
-    base = read_denoiser_config(folder)
-    return trained_config(base, settings, job.denoiser_config)
+    return trained_config(read_denoiser_config(job.model_folder), settings, job.denoiser_config)
 
 
 def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:

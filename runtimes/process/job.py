@@ -12,8 +12,8 @@ from fsspec.core import url_to_fs
 from artifacts.lock import Claim
 
 
-class _HasModel:
-    """A job with a pipeline, and perhaps a VAE that replaces the pipeline's own."""
+class HasModel:
+    """A job or request with a pipeline, and perhaps a VAE that replaces the pipeline's own."""
 
     model: str
     vae: str | None
@@ -30,7 +30,7 @@ class _HasModel:
 
 
 @dataclass(frozen=True)
-class TrainJob(_HasModel):
+class TrainJob(HasModel):
     """Fine-tune `model` on `latents`; resume from `work` if it holds a checkpoint."""
 
     runtime: str
@@ -70,7 +70,7 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class GenerateJob(_HasModel):
+class GenerateJob(HasModel):
     """Generate images of the same prompts and noise with each model; measure held-out losses."""
 
     runtime: str
@@ -100,7 +100,7 @@ class GenerateJob(_HasModel):
 
 
 @dataclass(frozen=True)
-class EncodeJob(_HasModel):
+class EncodeJob(HasModel):
     """The encoders that a process loads and serves (see contract.PipelineEncoder)."""
 
     runtime: str

@@ -46,7 +46,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     Raises:
         WrongInput: a model or the job's latents are missing or cannot be loaded.
     """
-    detect_family(Path(job.model))
+    detect_family(job.model_folder)
     pipeline = open_pipeline(job)
     missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
     total = len(job.drawings) * len(job.prompts)
@@ -97,7 +97,7 @@ def _missing(out: Path, job: GenerateJob) -> list[range]:
 
 def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
     scheduler = drawing.parts.get("scheduler", f"{job.model}/scheduler")
-    latents, family = open_job_latents(str(job.latents)), detect_family(Path(job.model))
+    latents, family = open_job_latents(str(job.latents)), detect_family(job.model_folder)
     objective = Objective(
         schedule=read_schedule(Path(scheduler)),
         scale=LatentScale.from_info(latents.info, draws=family.draws_latents),

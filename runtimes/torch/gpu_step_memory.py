@@ -11,7 +11,6 @@ import time
 from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -24,7 +23,6 @@ from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.pipeline_folder.read_configs import read_config, read_index
-from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.process.answer_planner import answer_planner
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.clip_update_and_ema import Update
@@ -34,6 +32,7 @@ from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step
 from runtimes.torch.tensor_lifetimes import LiveMemory, prime_batch_size
+from runtimes.torch_models.encode_images_and_captions import vae_dtype
 from runtimes.torch_models.loading import empty_text_encoder
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
@@ -122,7 +121,7 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
         update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
     )
     network, vae = _network(request, plain).requires_grad_(False), _empty_vae(request)
-    vae = vae.to(_vae_dtype(vae, dtype)).requires_grad_(False)
+    vae = vae.to(vae_dtype(vae.config, dtype)).requires_grad_(False)
     encoders = _encoders(request, request.sampling_dtype)
     fake_tensors = FakeTensorMode()
     with fake_tensors:
@@ -157,15 +156,15 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
 
 
 def _network(request: GpuStepRequest, settings: Train) -> Network:
-    given = (Path(request.model), settings, request.denoiser_config, request.text_dtype)
+    given = (request.model_folder, settings, request.denoiser_config, request.text_dtype)
     return Network.without_weights(*given)
 
 
 def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:
     extras = ExtraInputs.from_config(network.denoiser.config)
-    vae = None if request.vae is None else Path(request.vae)
     size = request.drawn_size or (request.resolution, request.resolution)
-    return sample_batch(Path(request.model), vae, size, network.family, extras, text=text)
+    folders = (request.model_folder, request.vae_folder)
+    return sample_batch(*folders, size, network.family, extras, text=text)
 
 
 def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -181,12 +180,12 @@ def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ())
     parts = [part for name, part in _text_encoders(request) if name not in trained]
     total = sum(parameter.numel() for part in parts for parameter in part.parameters())
     of_vae = sum(parameter.numel() for parameter in vae.parameters())
-    return total * kind.itemsize + of_vae * _vae_dtype(vae, kind).itemsize
+    return total * kind.itemsize + of_vae * vae_dtype(vae.config, kind).itemsize
 
 
 def _text_encoders(request: GpuStepRequest) -> Iterator[tuple[str, torch.nn.Module]]:
     """The pipeline's text encoders on `meta`, by name."""
-    folder = Path(request.model)
+    folder = request.model_folder
     index = read_index(folder)
     for encoder in detect_family(folder).text_encoders:
         if (index.get(encoder.component) or [None])[0]:
@@ -202,15 +201,10 @@ def _largest_layer(network: Network, request: GpuStepRequest, dtype: torch.dtype
 
 
 def _empty_vae(request: GpuStepRequest) -> Any:
-    folder = vae_path(Path(request.model), None if request.vae is None else Path(request.vae))
+    folder = vae_path(request.model_folder, request.vae_folder)
     with torch.device("meta"):
-        vae_class = getattr(diffusers, detect_family(Path(request.model)).vae_class)
+        vae_class = getattr(diffusers, detect_family(request.model_folder).vae_class)
         return vae_class.from_config(read_config(folder / "config.json"))
-
-
-def _vae_dtype(vae: Any, dtype: torch.dtype) -> torch.dtype:
-    overflows = vae_overflows(vae.config, float16=dtype == torch.float16)
-    return torch.float32 if overflows else dtype
 
 
 def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:

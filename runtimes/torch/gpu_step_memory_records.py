@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from runtimes.process.job import HasModel
+
 #: Kinds of memory that change during a step. `compute_weights` are copies of weights in the compute
 #: dtype, `activations` are made by the forward pass. `temporaries` are all else: recomputed
 #: activations, gradients of activations, and what the update or the sampler allocates.
@@ -12,7 +14,7 @@ KINDS = ("gradients", "compute_weights", "activations", "temporaries")
 
 
 @dataclass(frozen=True)
-class GpuStepRequest:
+class GpuStepRequest(HasModel):
     """A training step, or a denoising step of sampling, to compute the memory of."""
 
     model: str  # local folder of the base pipeline; its configs are enough

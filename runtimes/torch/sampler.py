@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import fully_masked
 from runtimes.pipeline_folder.describe_encoders import text_length
+from runtimes.pipeline_folder.read_configs import read_index
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
 from runtimes.sample.initial_noise import NoiseBatch
@@ -53,8 +53,7 @@ class Sampler(PipelineSampler):
         *,
         offload: bool = False,
     ) -> None:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-        family = detect_family(folder)
+        family, index = detect_family(folder), read_index(folder)
         # The number of tokens must equal that of training.
         frozen = family.frozen_text is not None
         self._text_options = {"max_sequence_length": text_length(folder)} if frozen else {}

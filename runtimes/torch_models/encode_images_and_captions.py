@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
-from runtimes.families import Family, family_named
+from runtimes.families import family_named
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.pipeline_folder.describe_encoders import (
     describe_encoders,
@@ -78,8 +78,9 @@ class Encoder:
             ) from None
 
     def _load_vae(self, folder: Path) -> None:
-        self._vae_dtype = vae_dtype(self.family, folder, self.dtype)
-        vae = getattr(diffusers, self.family.vae_class).from_pretrained(
+        vae_class = getattr(diffusers, self.family.vae_class)
+        self._vae_dtype = vae_dtype(vae_class.load_config(folder), self.dtype)
+        vae = vae_class.from_pretrained(
             folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
         )
         self.vae = vae.to(self.device).eval().requires_grad_(False)
@@ -236,7 +237,6 @@ def unpadded(states: Float32, kept: list[NDArray[Any]] | None) -> Embeds:
     return [rows[places] for rows, places in zip(states, kept, strict=True)]
 
 
-def vae_dtype(family: Family, folder: Path, dtype: torch.dtype) -> torch.dtype:
+def vae_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
     """Compute dtype of a VAE: float32 in place of float16 if its config has `force_upcast`."""
-    config = getattr(diffusers, family.vae_class).load_config(folder)
     return torch.float32 if vae_overflows(config, float16=dtype == torch.float16) else dtype

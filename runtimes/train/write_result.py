@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -24,6 +23,7 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, to_file_n
 from runtimes.contract import State
 from runtimes.objective.scheduler_config import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.pipeline_folder.denoiser_config import job_config
+from runtimes.pipeline_folder.read_configs import read_part_config
 from runtimes.pipeline_folder.weight_files import DENOISER_WEIGHTS, TEXT_WEIGHTS
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoint_errors import with_retries
@@ -60,16 +60,16 @@ def _write(
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
+            own, stem = job_config(job, settings), DENOISER_WEIGHTS
+            if component.startswith("text_encoder"):
+                own, stem = read_part_config(job.model_folder, component), TEXT_WEIGHTS
             # _name_or_path is a local path of the machine that trained the base.
-            own = _config(job, settings, component)
             config = {name: value for name, value in own.items() if name != "_name_or_path"}
             with write(f"{component}/config.json") as sink:
                 sink.write(_json(config))
-            is_text = component.startswith("text_encoder")
-            stem = TEXT_WEIGHTS if is_text else DENOISER_WEIGHTS
             with write(f"{component}/{stem}.safetensors") as sink:
                 write_arrays(sink, arrays)
-    scheduler = trained_scheduler_config(Path(job.model) / "scheduler", settings)
+    scheduler = trained_scheduler_config(job.model_folder / "scheduler", settings)
     if scheduler is not None:
         with write(f"scheduler/{SCHEDULER_FILE}") as sink:
             sink.write(_json(scheduler))
@@ -89,11 +89,3 @@ def by_component(arrays: Arrays) -> dict[str, Arrays]:
         component, _, rest = name.partition(".")
         components.setdefault(component, {})[rest] = array
     return components
-
-
-def _config(job: TrainJob, settings: Train, component: str) -> dict[str, Any]:
-    """The config.json of a trained component."""
-    if not component.startswith("text_encoder"):
-        return job_config(job, settings)
-    path = Path(job.model) / component / "config.json"
-    return dict(json.loads(path.read_text(encoding="utf-8")))
