@@ -51,7 +51,9 @@ def run(
             for recipe in recipes:
                 _check_before_server(recipe, arguments.get("until", STAGES[-1]))
             if len(recipes) > 1:
-                _check_metric(recipes[0])
+                from tasks.compare_sweep_trials import check_metric
+
+                check_metric(recipes[0])
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     for line in closing_lines(report):
         print(line, file=sys.stderr if as_json else sys.stdout)
@@ -77,12 +79,6 @@ def _check_before_server(recipe: Recipe, until: StageName) -> None:
     if _sends_a_stage(recipe, until):
         lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")
     check_before_server(recipe, until)
-
-
-def _check_metric(recipe: Recipe) -> None:
-    from tasks.compare_sweep_trials import check_metric
-
-    check_metric(recipe)
 
 
 def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
@@ -131,7 +127,6 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
 
     It uses the configured Prefect server, else one of its own during the run.
     """
-    _prepare_prefect()
     with _Display(as_json=as_json) as display, error_as_json(as_json):
         if (server := configured_server()) is None:
             display.print("starting Prefect (its own server, for this run) …")

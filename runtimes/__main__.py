@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
         return _fail_for(error, events)
     except Exception as error:
         message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        return _fail(events, message, 1, away=_is_away(error), trace=trace)
+        return _fail(events, message, 1, away=_is_away(error), traceback=trace)
 
 
 def _is_away(error: Exception) -> bool:
@@ -163,32 +163,19 @@ def _give_up(events: Events, lost: LostRank) -> None:
 def _fail_for(lost: LostRank, events: Events) -> int:
     if lost.code == STOPPED:  # it received a stop request before its first checkpoint
         return STOPPED
-    return _fail(
-        events,
-        str(lost),
-        lost.code,
-        wrong_input=lost.wrong_input,
-        errno=lost.errno,
-        away=lost.away,
-        trace=lost.traceback,
-    )
+    return _fail(events, str(lost), lost.code, **lost.facts)
 
 
-def _fail(
-    events: Events,
-    message: str,
-    code: int,
-    *,
-    wrong_input: bool = False,
-    errno: int | None = None,
-    away: bool = False,
-    trace: str = "",
-) -> int:
-    """Report an error once and return `code`: rank 0 prints the root cause for all ranks."""
-    facts = {"wrong_input": wrong_input, "errno": errno, "away": away}
-    events.emit("error", message=message, **facts, traceback=trace)
+def _fail(events: Events, message: str, code: int, **facts: Any) -> int:
+    """Report an error once and return `code`: rank 0 prints the root cause for all ranks.
+
+    Args:
+        facts: fields of the event, see process/events.py.
+    """
+    fields = {"wrong_input": False, "errno": None, "away": False, "traceback": ""} | facts
+    events.emit("error", message=message, **fields)
     if not is_follower():
-        print(f"{trace}error: {message}", file=sys.stderr)
+        print(f"{fields['traceback']}error: {message}", file=sys.stderr)
     return code
 
 

@@ -149,7 +149,7 @@ class ShardFiles:
         """
         copy = _cache_path(ref)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(copy):
+        with _flocked(copy.parents[1] / "shard-locks" / copy.stem):
             if not copy.exists():
                 self._download_with_retries(fs, path, ref, copy)
         return copy
@@ -174,14 +174,8 @@ class ShardFiles:
 
 
 @contextmanager
-def _locked(copy: Path) -> Iterator[None]:
-    """Be the only one on this host to write a file of the cache; a dead process holds nothing."""
-    with _flocked(copy.parents[1] / "shard-locks" / copy.stem):
-        yield
-
-
-@contextmanager
 def _flocked(path: Path) -> Iterator[None]:
+    """Hold a lock among the threads and processes of this host; a dead process holds nothing."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

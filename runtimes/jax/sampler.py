@@ -77,7 +77,7 @@ class Sampler:
         self._decoder = as_function(decoder, training=False)
         self._jit_decode = jax.jit(self._decode)
         self._pipeline_scheduler = make_scheduler(read_scheduler_config(folder / "scheduler"))
-        self._network: Network | None = None
+        self._network: Any = None
 
     def use(self, network: Network, arrays: Callable[[], Arrays], scheduler: Any = None) -> None:
         """Set the network; programs of an earlier one with the same architecture are reused.
@@ -101,7 +101,6 @@ class Sampler:
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> NDArray[np.uint8]:
         """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
-        assert self._network is not None, "call `use` first"
         arrays = self._arrays()
         texts = self._encoder.texts
         if self._network.text_encoders:
@@ -150,7 +149,6 @@ class Sampler:
         }
         latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
-        assert self._network is not None, "call `use` first"
         family = self._network.family
         guided = family.is_guided(sampler, self._encoder.info)
         given = conditioning, np.float32(family.guidance_weight(sampler))
@@ -211,7 +209,6 @@ class Sampler:
         output = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
         output = output.astype(jnp.float32)
         if guided:
-            assert self._network is not None, "call `use` first"
             output = self._network.family.guide(output[0::2], output[1::2], guidance)
         return scheduler_step(latents, previous, output, coefficients)
 

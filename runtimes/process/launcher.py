@@ -26,6 +26,8 @@ from runtimes.process.events import EVENT_FD
 from runtimes.process.ranks import FOLLOWER
 from runtimes.process.signals import STOP_SIGNALS
 
+#: Fields of an event `error` with which rank 0 reports it again.
+FACTS = ("wrong_input", "errno", "away", "traceback")
 #: Time limit in seconds for rank 0 to fail by itself after the loss of a child.
 NOTICE_SECONDS = 10.0
 #: Seconds until all ranks that fail as a consequence of a loss have reported their errors.
@@ -39,10 +41,7 @@ class LostRank(RuntimeError):
 
     def __init__(self, rank: int, code: int, error: dict[str, Any]) -> None:
         self.code = 1 if code < 0 else code
-        self.wrong_input = bool(error.get("wrong_input"))
-        self.errno = error.get("errno")
-        self.away = bool(error.get("away"))
-        self.traceback = error.get("traceback") or ""
+        self.facts = {name: error[name] for name in FACTS if name in error}
         self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         message = error.get("message") or f"process {rank} of the run (from 0) {ended}"

@@ -36,25 +36,19 @@ class LockedTokenizers:
     def __init__(self) -> None:
         self._tokenizing = threading.Lock()
 
-    def ids(
-        self, tokenizer: Any, captions: Sequence[str], length: int | None = None
-    ) -> NDArray[np.int64]:
-        """Token ids [K, T] int64 of K captions, padded and truncated to T tokens.
-
-        Args:
-            length: T; None is the tokenizer's `model_max_length`.
-        """
-        return self.ids_and_mask(tokenizer, captions, length)[0]
+    def ids(self, tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, T] int64 of K captions, padded or cut to the tokenizer's length."""
+        return self.ids_and_mask(tokenizer, captions, tokenizer.model_max_length)[0]
 
     def ids_and_mask(
-        self, tokenizer: Any, captions: Sequence[str], length: int | None
+        self, tokenizer: Any, captions: Sequence[str], length: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `ids`, with the mask [K, T] int64 (1: no padding)."""
+        """As `ids`, of `length` tokens, with the mask [K, T] int64 (1: no padding)."""
         with self._tokenizing:
             found = tokenizer(
                 list(captions),
                 padding="max_length",
-                max_length=length or tokenizer.model_max_length,
+                max_length=length,
                 truncation=True,
                 return_tensors="np",
             )

@@ -91,7 +91,7 @@ def test_an_error_caused_by_a_lost_rank_names_the_lost_rank(wrong_job: Path) -> 
     with pytest.raises(LostRank, match="no latents artifact is there") as lost:  # noqa: SIM117
         with Launcher(wrong_job, 3, must_not):
             raise RuntimeError("connection closed by peer")
-    assert lost.value.wrong_input and lost.value.code == 2
+    assert lost.value.facts["wrong_input"] and lost.value.code == 2
 
 
 def test_our_own_error_stays_our_own(wrong_job: Path) -> None:
