@@ -81,30 +81,23 @@ class Samples:
         """
         if not (self._writes or self._runtime.samples_collectively):
             return False
-        pictures = self._try_to_draw(step)
-        return pictures is not None and self._writes and self._try_to_write(step, pictures)
-
-    def _try_to_draw(self, step: int) -> NDArray[np.uint8] | None:
         try:
-            return self._runtime.sample(self._job.sample_prompts, self._job.sampler)
+            pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
         except WeightsLost:
             raise
-        except ImagesNotFinite as error:  # each rank drew to the end: none waits
-            self._warn(step, error)
-            return None
         except Exception as error:  # such as out of memory, or a missing pipeline component
-            if self._runtime.samples_collectively:
+            drawn = isinstance(error, ImagesNotFinite)  # by each rank to the end: none waits
+            if self._runtime.samples_collectively and not drawn:
                 raise  # the other ranks would wait in a collective for ever
             self._warn(step, error)
-            return None
-
-    def _try_to_write(self, step: int, pictures: NDArray[np.uint8]) -> bool:
+            return False
         try:
-            self._write(step, pictures)
+            if self._writes:
+                self._write(step, pictures)
         except Exception as error:  # clients of remote stores define their own exception types
             self._warn(step, error)
             return False
-        return True
+        return self._writes
 
     def _warn(self, step: int, error: Exception) -> None:
         message = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
