@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
 from runtimes.train.detect_divergence import DivergenceDetector
@@ -28,34 +29,23 @@ class _PendingStep:
 class Recorder:
     """Collects step outputs and fetches them in groups, so that no step waits for the device.
 
-    Args:
-        total: steps of the whole run.
-        batch_size: global batch size, in images.
-        peak: peak FLOP per second of one device, if known.
-
     Attributes:
         history: JSON lines, one per fetched step.
+        divergence: of the fetched steps.
     """
 
     def __init__(
-        self,
-        events: Events,
-        trackers: Trackers,
-        runtime: Runtime,
-        divergence: DivergenceDetector,
-        *,
-        total: int,
-        batch_size: int,
-        peak: float | None = None,
+        self, settings: Train, runtime: Runtime, trackers: Trackers, events: Events
     ) -> None:
-        self._events = events
-        self._trackers = trackers
         self._runtime = runtime
-        self._divergence = divergence
+        self._trackers = trackers
+        self._events = events
+        self.divergence = DivergenceDetector(settings.divergence)
         self._flops = StepFlops(runtime)
-        self._total = total
-        self._batch_size = batch_size
-        self._peak = peak
+        self._total = settings.steps
+        self._batch_size = settings.global_batch_size
+        tera = settings.peak_tflops
+        self._peak = runtime.peak_flops() if tera is None else tera * 1e12
         self._steps = 0  # steps of this process up to the last report
         self._seconds = 0.0  # training time of those steps
         self.begin([])
@@ -64,7 +54,7 @@ class Recorder:
         """Continue after the steps of `history` (JSON lines, one per step)."""
         self.history = history
         self._pending: list[_PendingStep] = []
-        self._divergence.reset(json.loads(line)["loss"] for line in history)
+        self.divergence.reset(json.loads(line)["loss"] for line in history)
         self._restart(0.0)
 
     def add(
@@ -85,12 +75,12 @@ class Recorder:
     def synchronize(self) -> None:
         """Wait for all queued outputs; record them up to the first divergence."""
         for pending in self._pending:
-            if self._divergence.event is not None:
+            if self.divergence.event is not None:
                 break
             step = len(self.history) + 1
             loss, norm = float(pending.output.loss), float(pending.output.grad_norm)
             overflowed = pending.output.overflowed
-            self._divergence.observe(step, loss, 0.0 if overflowed else norm)
+            self.divergence.observe(step, loss, 0.0 if overflowed else norm)
             line: dict[str, Any] = {"step": step, "loss": loss}
             line["learning_rate"] = pending.learning_rate
             line["grad_norm"] = None if overflowed else norm

@@ -17,7 +17,7 @@ from runtimes.process.ranks import Ranks
 from runtimes.process.signals import Stop
 from runtimes.train.background_save import Saver
 from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.detect_divergence import Diverged, DivergenceDetector, DivergenceEvent
+from runtimes.train.detect_divergence import Diverged, DivergenceEvent
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.learning_rate import learning_rate
 from runtimes.train.measurements import Measurements, is_due
@@ -66,18 +66,8 @@ class TrainingRun:
         )
         self._saver = Saver(trackers, events)
         self._profiling = Profiling(settings.profile, job.work, runtime)
-        self._divergence = DivergenceDetector(settings.divergence)
         self._ranking = CheckpointRanking(settings)
-        peak = settings.peak_tflops
-        self._recorder = Recorder(
-            events,
-            trackers,
-            runtime,
-            self._divergence,
-            total=settings.steps,
-            batch_size=settings.global_batch_size,
-            peak=runtime.peak_flops() if peak is None else peak * 1e12,
-        )
+        self._recorder = Recorder(settings, runtime, trackers, events)
         samples = Samples(job, runtime, events, trackers, writes=self._first)
         self._measurements = Measurements(
             settings, runtime, holdout, samples, self._ranking, self._recorder, events, stop
@@ -281,7 +271,7 @@ class TrainingRun:
             *(self.step, state, history, facts),
             shapes=shapes,
             best_first=self._ranking.best_first(history),
-            prune=not self._divergence.is_suspicious,
+            prune=not self._recorder.divergence.is_suspicious,
         )
         self._saver.start(self.step, since, save)
 
@@ -291,7 +281,7 @@ class TrainingRun:
         Raises:
             Diverged: the settings demand a stop, or `max_skips` batches are already skipped.
         """
-        found = self._divergence.event
+        found = self._recorder.divergence.event
         step = self._runtime.broadcast(0 if found is None else found.step)
         if not step:
             return None

@@ -7,10 +7,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from configs.settings.holdout_divergence_profile_wandb import OnDivergence
+from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch, StepOutput
 from runtimes.process.events import Events
-from runtimes.train.detect_divergence import DivergenceDetector
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.recorder import Recorder
 
@@ -31,6 +30,9 @@ class Idle:
 
     def memory_bytes(self) -> int:
         return 0
+
+    def peak_flops(self) -> float | None:
+        return None
 
     def flops(self, batch: StepBatch) -> float | None:
         assert batch.on_device is None, "a batch that waits to be counted uses no device memory"
@@ -53,14 +55,13 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def make(runtime: Idle, heard: RecordedEvents, **more: Any) -> Recorder:
-    divergence = DivergenceDetector(OnDivergence())
-    known = cast(Runtime, runtime)
-    return Recorder(heard, Trackers([]), known, divergence, batch_size=8, **{"total": 9, **more})
+    settings = Train(**{"steps": 9, "global_batch_size": 8, **more})
+    return Recorder(settings, cast(Runtime, runtime), Trackers([]), heard)
 
 
 def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
     heard = RecordedEvents()
-    recorder = make(Idle(), heard, total=6)
+    recorder = make(Idle(), heard, steps=6)
     recorder.begin([json.dumps({"step": step}) for step in (1, 2)])  # resumed after two
     for seconds, paused in ((1.0, 0.0), (1.0, 5.0), (3.0, 0.0), (3.0, 7.0)):
         recorder.add(batch(), StepOutput(0.5, 0.5), 1e-3)
@@ -80,7 +81,7 @@ def test_flops_are_counted_once_per_shape_and_reported_for_completed_steps(
     now: list[float],
 ) -> None:
     heard, runtime = RecordedEvents(), Idle()
-    recorder = make(runtime, heard, peak=96e9)
+    recorder = make(runtime, heard, peak_tflops=0.096)
     for sizes, seconds in (((8, 8), 2.0), ((8, 4), 1.0)):
         for size in sizes:
             recorder.add(batch(size), StepOutput(0.5, 0.5), 1e-3)
