@@ -17,12 +17,16 @@ from tasks.import_beam_quietly import quiet_import
 with quiet_import():
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
+    from apache_beam.runners.worker import sdk_worker
 
 #: The default runner. Beam's own default first tries to download another one.
 RUNNER = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
 #: Loggers that repeat an error before it is raised, or report each lost connection.
 LOUD = ("apache_beam", "distributed", "distributed.client", "distributed.gc", "tornado.application")
+
+# It prints the traceback of every error, unredacted, beside a logger that LOUD silences.
+sdk_worker.print = lambda *_, **__: None
 
 
 class BeamOptionsError(ValueError):

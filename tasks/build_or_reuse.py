@@ -234,7 +234,9 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
     Args:
         store: None: one that is not known here. An error of the system must then name a file.
     """
-    number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+    number = getattr(error, "errno", None)
+    # Of a copy the second file is the one that is written.
+    file = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if store is None and number is not None and file is None and not is_of_client(error):
         return error
     url = "the store" if store is None else store.url

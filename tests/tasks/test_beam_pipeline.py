@@ -1,5 +1,6 @@
 """Shards on the threads of the default runner: balanced, ended by the first error."""
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -83,6 +84,22 @@ def test_no_shard_begins_after_an_error() -> None:
             list(exhaust.process(0))
         assert list(exhaust.process(1)) == []  # as another thread calls it
     assert Fail.done == [0]
+
+
+class Full(beam.DoFn):
+    """Finds no space, as a download into a full store."""
+
+    def process(self, element: int) -> Iterator[int]:
+        raise OSError(errno.ENOSPC, "No space left on device", "/store/shard")
+        yield
+
+
+def test_an_error_is_raised_and_not_printed_by_beam(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StorageAway, match=r"^no space left for /store/shard: free some"):
+        run_linear(range(4), Full(), {}, watch(tmp_path), threads=2)
+    assert capfd.readouterr() == ("", "")
 
 
 class TakeOver(beam.DoFn):

@@ -280,6 +280,11 @@ def test_errors_of_a_full_or_closed_store_are_storage_errors(
         build_or_reuse(store, parts(), build, parents={})
 
 
+def test_a_full_disk_is_that_of_a_copy_and_not_of_its_source(store: Store) -> None:
+    full = OSError(errno.ENOSPC, "No space left", "/tmp/shard", None, "/store/shard")
+    assert str(storage_error(store, full)).startswith("no space left for /store/shard: free some")
+
+
 def test_a_full_disk_is_not_said_of_a_remote_store() -> None:
     """A training process has the name of its file in the text alone."""
     full = OSError(errno.ENOSPC, "No space left on device: '/cache/shard'")
