@@ -12,10 +12,10 @@ from typing import Any, Literal
 from artifacts.checksummed_files import first_fault
 from artifacts.gc_delete_unneeded import Collector, Garbage
 from artifacts.gc_find_needed import Key, Marks, mark
-from artifacts.list_folder import entries, subfolders
+from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.remote_client_options_and_errors import is_full
 from artifacts.run_records import GarbageUnsure, registries, runs
-from artifacts.store import Artifact, Store
+from artifacts.store import MANIFEST, Artifact, Store
 from configs.load_and_extend_recipe import RecipeError
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
@@ -149,7 +149,9 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked
     if what and damaged:
         return
     for artifact in [_one(store, what)] if what else store.artifacts():
-        yield artifact.stage, artifact.key, _fault(partial(store.fault, artifact, deep=True))
+        fault = _fault(partial(store.fault, artifact, deep=True))
+        if fault is None or _is_still_there(store, artifact.path):
+            yield artifact.stage, artifact.key, fault
     if what:
         return
     for name, error in _damage(store, url):
@@ -161,7 +163,14 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked
     for found, version, _ in _models(store, url):
         root = f"{found.root}/{version.name}"
         check = partial(first_fault, found.fs, root, version.manifest["files"], deep=True)
-        yield MODEL, f"{found.name} {version.name}", _fault(check)
+        fault = _fault(check)
+        if fault is None or _is_still_there(found.store, root):
+            yield MODEL, f"{found.name} {version.name}", fault
+
+
+def _is_still_there(store: Store, folder: str) -> bool:
+    """Whether neither `kiln gc` nor `keep_versions` has deleted what has a fault."""
+    return MANIFEST in map(name_of, entries(store.fs, folder))
 
 
 def _fault(check: Callable[[], str | None]) -> str | None:

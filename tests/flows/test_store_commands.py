@@ -92,6 +92,27 @@ def test_a_file_that_may_not_be_read_does_not_end_the_other_checks(
     assert told[whole.key[:12]].endswith("whole")
 
 
+def test_what_is_deleted_while_it_is_read_is_not_damaged(
+    store: Store, registry: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by `kiln gc --delete`, and by a publication with `keep_versions`."""
+    gone, whole, found = model(store, 1), model(store, 2), Registry(registry, "digits")
+    for one in (gone, whole):
+        found.promote(found.publish(one).name)
+    opening = LocalFileSystem._open
+
+    def deleted(fs: LocalFileSystem, path: str, *given: Any, **options: Any) -> Any:
+        folder, _, name = path.rpartition("/")
+        if name == "model_index.json" and folder in (gone.path, f"{found.root}/v1"):
+            fs.rm(folder, recursive=True)
+        return opening(fs, path, *given, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "_open", deleted)
+    assert verify_store(store.root, None, given(store, registry))
+    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert told == [["publish", whole.key[:12], "whole"], ["model", "digits", "v2", "whole"]]
+
+
 def test_a_store_with_nothing_to_verify_is_an_error(store: Store, registry: str) -> None:
     with pytest.raises(NotInStore, match=f"nothing in {store.root}"):
         verify_store(store.root, None, given(store, registry))
