@@ -96,8 +96,7 @@ def check_held_out(
     """
     if not continues and not needs_champion(recipe.publish.gate):
         return
-    latents = champion.load(store, "encode", champion.latents)
-    held_out = latents.manifest["settings"]["holdout"]
+    held_out = _held_out(store, champion)
     if recipe.encode.holdout > held_out:  # a lower share is a part of a higher one
         base = "set retrain.start: base and " if continues else ""
         raise WrongInput(
@@ -110,7 +109,7 @@ def check_held_out(
 def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> None:
     """Raise WrongInput as check_held_out does, for a model that is trained without a retraining.
 
-    Of a champion of another source or store, no picture is known to be held out here.
+    Of a champion of another store, or of other pictures, no picture is known to be held out here.
 
     Args:
         latents: those of the model.
@@ -119,19 +118,29 @@ def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> No
         return
     try:
         champion = find_champion(recipe, store)
-        if champion is None:
+        if champion is None or recipe.encode.holdout <= _held_out(store, champion):
             return
-        before = _shards(champion.load(store, "download", champion.images))
+        before = champion.load(store, "download", champion.images)
         made_of = latents.manifest["run"]["parents"]["images"]["key"]
-        is_of_same_source = before & _shards(champion.load(store, "download", made_of))
+        images = champion.load(store, "download", made_of)
     except WrongInput:  # it was published from another store
         return
-    if is_of_same_source:
+    if _pictures(before) & _pictures(images):
         check_held_out(recipe, store, champion)
 
 
-def _shards(images: Artifact) -> set[str]:
-    return {one.path for one in images.files if one.path.startswith("../")}
+def _held_out(store: Store, champion: Champion) -> float:
+    """The share of pictures that the champion was not trained on."""
+    latents = champion.load(store, "encode", champion.latents)
+    return float(latents.manifest["settings"]["holdout"])
+
+
+def _pictures(images: Artifact) -> set[str]:
+    """Hashes of the downloaded pictures, whatever their stored size; of many, a sample by hash."""
+    tars = [one.path for one in images.files if one.path.endswith(".tar")]
+    keys = [path.rpartition("/")[2].partition(".")[0] for path in tars]
+    shards = images.store.committed_shards(images.stage, keys)
+    return {value for shard in shards if shard is not None for value in shard.meta["hashes"]}
 
 
 def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> None:

@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:
-    """An artifact with the recipe's settings of its stage."""
+    """An artifact with the recipe's settings of its stage; images `a of b` have b's pictures."""
     settings = {"encode": settings_for_key(run.recipe)}.get(stage, {})
     inputs = {name: artifact.digest for name, artifact in parents.items()}
     parts = KeyParts(stage, 1, settings, {"name": name, **inputs})
@@ -57,7 +57,8 @@ def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:
             tar = Path(run.store.root).with_name(f"{name}.tar")
             tar.write_bytes(name.encode())
             key = hashlib.sha256(name.encode()).hexdigest()
-            draft.add_shard(run.store.commit_shard(stage, key, {".tar": str(tar)}, {}))
+            facts = {"hashes": [name.rpartition(" of ")[2]]}
+            draft.add_shard(run.store.commit_shard(stage, key, {".tar": str(tar)}, facts))
         return {"forced": None} if stage == "publish" else {}
 
     return build_or_reuse(run.store, parts, build, parents=parents).load(run.store)
@@ -144,6 +145,7 @@ def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
     ("changed", "is_refused"),
     [
         ({}, True),
+        ({"source": "larger pictures of first"}, True),
         ({"source": "another"}, False),
         ({"stages": STAGES[:4]}, False),
         ({"gate": ["cmmd < base"]}, False),
