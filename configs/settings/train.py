@@ -203,7 +203,9 @@ class Train(Section):
     )
     prefetch: PositiveInt = Field(2, description="Batches to prepare ahead of the device.")
     cache_bytes: PositiveInt = Field(
-        20 * 2**30, description="Maximum size of the local cache of a remote store, in bytes."
+        20 * 2**30,
+        description="Maximum size of the local cache of a remote store, in bytes; fewer on a "
+        "small disk.",
     )
 
     checkpointing_steps: PositiveInt = Field(500, description="Steps between checkpoints.")

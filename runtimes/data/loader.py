@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,8 +89,9 @@ class BatchReader:
         """Set the maximum number of memory-mapped shards."""
         self._shards.open_limit = count
 
-    def read_ahead(self, shards: Sequence[int]) -> None:
-        """Fetch remote shards in the background, in this order."""
+    def read_ahead(self, shards: Sequence[int], in_use: Set[int]) -> None:
+        """Fetch remote shards in the background, in this order; close those that are not in use."""
+        self._shards.close_others(in_use)
         self._shards.read_ahead(shards)
 
     def batch(
@@ -247,7 +248,8 @@ class Loader:
         with self._lock:
             if self._windows.get(window.bucket) != window:
                 self._windows[window.bucket] = window
-                self._reader.read_ahead(self.order.shards(window))
+                in_use = {n for one in self._windows.values() for n in self.order.shards(one)}
+                self._reader.read_ahead(self.order.shards(window), in_use)
             return self._reader.batch(step, samples, counters, self._batch_size)
 
     def prefetch(

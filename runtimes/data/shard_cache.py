@@ -6,11 +6,12 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -72,6 +73,11 @@ class ShardFiles:
             self._ahead = ReadAhead(self._fetch_ahead)
         if self._ahead is not None:
             self._ahead.replace(wanted)
+
+    def close_others(self, numbers: Set[int]) -> None:
+        """Close all shards but these: a deleted file is on the disk for as long as it is open."""
+        for number in self._open.keys() - numbers:
+            self._open.pop(number).close()
 
     def _fetch_ahead(self, number: int) -> None:
         ref = self._refs[number]
@@ -194,7 +200,7 @@ def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
     eviction = copy.parents[1] / "shard-locks" / "eviction"
     with ExitStack() as held:
         with _flocked(eviction):
-            _evict(copy.parent, limit - size)
+            _evict(copy.parent, limit, size)
             held.callback(partial.unlink, missing_ok=True)
             file = held.enter_context(partial.open("wb"))
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -239,12 +245,13 @@ def _download(fs: AbstractFileSystem, path: str, ref: ShardRef, target: Path) ->
         raise ValueError("its sha256 differs from the committed one")
 
 
-def _evict(folder: Path, limit: int) -> None:
-    """Delete what killed downloads left, and the least recently used files beyond `limit` bytes.
+def _evict(folder: Path, limit: int, room: int) -> None:
+    """Delete what killed downloads left, and the least recently used files until `room` bytes fit.
 
+    All files together have at most `limit` bytes, or what their disk has for them if that is less.
     A deleted file that is memory-mapped stays readable until it is unmapped.
     """
-    total, deletable = 0, []
+    total, taken, deletable = 0, 0, []
     for path in folder.iterdir():
         try:
             stat = path.stat()
@@ -254,10 +261,12 @@ def _evict(folder: Path, limit: int) -> None:
             path.unlink(missing_ok=True)
             continue
         total += stat.st_size
+        taken += 512 * stat.st_blocks  # of a download, what has come of it
         if path.suffix != ".tmp":
             deletable.append((stat.st_mtime, stat.st_size, path))
+    limit = min(limit, taken + shutil.disk_usage(folder).free)
     for _, size, path in sorted(deletable):
-        if total <= limit:
+        if total + room <= limit:
             return
         path.unlink(missing_ok=True)
         total -= size

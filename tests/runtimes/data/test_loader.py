@@ -304,6 +304,18 @@ def test_a_remote_store_is_read_through_a_bounded_cache(
         assert sum(path.stat().st_size for path in kept) <= 3 * max(sizes)
 
 
+def test_shards_of_past_windows_are_not_mapped(tmp_path: Path, write_latents: WriteLatents) -> None:
+    """The disk of an evicted copy is free only once the copy is closed."""
+    shards = [{f"train/{n}x8": 8 for n in range(4, 12)}] * 24
+    loader = make_loader(url := write_latents(str(tmp_path), shards), window=2)
+    refs, most = open_latents(url).shards, 0
+    for step in range(loader.order.steps_before(1)):
+        loader.batch(step)
+        maps = Path("/proc/self/maps").read_text()
+        most = max(most, sum(ref.url in maps for ref in refs))
+    assert most <= 10, "the windows of 8 buckets, which are at about the same place, and the next"
+
+
 def test_held_out_samples_come_with_fixed_noise(latents_url: str) -> None:
     def drawn(batch_size: int) -> dict[int, list[bytes]]:
         rows: dict[int, list[bytes]] = {}

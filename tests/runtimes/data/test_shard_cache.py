@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,28 @@ def test_a_full_disk_of_the_cache_is_named(remote: Remote, monkeypatch: pytest.M
     monkeypatch.setattr(shard_cache, "_download", full)
     with pytest.raises(OSError, match=f"No space left on device: '{remote.folder}/"):
         remote.open()
+
+
+def test_a_small_disk_holds_fewer_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+) -> None:
+    """A cache of the default size would otherwise fill it, and the training would end."""
+    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    refs = open_latents(write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6}] * 4)).shards
+    folder = tmp_path / "cache/kilnworks/shards"
+    disk = 3 * (max(ref.size for ref in refs) + 4096)
+
+    def usage(path: Path) -> SimpleNamespace:
+        taken = sum(512 * file.stat().st_blocks for file in folder.iterdir())
+        return SimpleNamespace(free=disk - taken)
+
+    monkeypatch.setattr(shard_cache.shutil, "disk_usage", usage)
+    files = ShardFiles(refs, open_limit=1, cache_bytes=10**9)
+    for number in range(4):
+        assert files[number].groups == {"train/8x8": 6}
+    kept = {path.stem for path in folder.iterdir()}
+    assert kept < {ref.sha256 for ref in refs} and refs[3].sha256 in kept
+    files.close()
 
 
 def test_a_shard_that_is_gone_from_the_store_is_named(remote: Remote) -> None:
