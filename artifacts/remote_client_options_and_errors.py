@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
@@ -89,6 +90,12 @@ def is_forbidden(error: BaseException) -> bool:
 def is_full(error: BaseException) -> bool:
     """Whether a disk, or the share of it that this user may have, is full."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def target_of(error: Exception) -> str | None:
+    """The file that an error of the system names: of a copy, the one that was to be written."""
+    files = (getattr(error, name, None) for name in ("filename2", "filename"))
+    return next((str(file) for file in files if isinstance(file, str | Path)), None)
 
 
 def is_outage(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.download_or_find_model import ModelNotFound, resolve_model
 from artifacts.lock import LockLost
-from artifacts.remote_client_options_and_errors import is_outage
+from artifacts.remote_client_options_and_errors import is_outage, target_of
 from configs.settings.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
@@ -94,7 +94,8 @@ def main(arguments: list[str]) -> int:
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
-        return _fail(events, str(error), 1, errno=error.errno, away=_is_away(error))
+        number, file, away = error.errno, target_of(error), _is_away(error)
+        return _fail(events, str(error), 1, errno=number, file=file, away=away)
     except (Diverged, LockLost) as error:
         return _fail(events, str(error), 1)
     except LostRank as error:
@@ -172,7 +173,8 @@ def _fail(events: Events, message: str, code: int, **facts: Any) -> int:
     Args:
         facts: fields of the event, see process/events.py.
     """
-    fields = {"wrong_input": False, "errno": None, "away": False, "traceback": ""} | facts
+    unset = {"wrong_input": False, "errno": None, "file": None, "away": False, "traceback": ""}
+    fields = unset | facts
     events.emit("error", message=message, **fields)
     if not is_follower():
         print(f"{fields['traceback']}error: {message}", file=sys.stderr)

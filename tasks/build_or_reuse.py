@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,12 @@ from typing import Any
 
 from artifacts.artifact_key import KeyParts
 from artifacts.lock import owner_in_words
-from artifacts.remote_client_options_and_errors import is_forbidden, is_full, is_of_client
+from artifacts.remote_client_options_and_errors import (
+    is_forbidden,
+    is_full,
+    is_of_client,
+    target_of,
+)
 from artifacts.store import Artifact, Draft, Store
 from configs.redact_errors_and_logs import one_line
 from runtimes.registry import interpreter
@@ -234,9 +240,7 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
     Args:
         store: None: one that is not known here. An error of the system must then name a file.
     """
-    number = getattr(error, "errno", None)
-    # Of a copy the second file is the one that is written.
-    file = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    number, file = getattr(error, "errno", None), target_of(error)
     if store is None and number is not None and file is None and not is_of_client(error):
         return error
     url = "the store" if store is None else store.url
@@ -246,6 +250,8 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
         why = getattr(error, "strerror", None) or one_line(error)
         return StorageAway(f"no space left on this machine ({why}): free some, then run again")
     if is_full(error):
+        if file is None:
+            place = f"{url}, or for temporary files in {tempfile.gettempdir()}"
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")

@@ -178,8 +178,10 @@ def _failure(code: int, error: Event, last_lines: str) -> Exception:
     if error.get("away"):
         why = one_line(OSError(message))
         return StorageAway(f"a remote store cannot be used now ({why}): run again later")
-    if error.get("errno"):  # for example a full disk, which the stage handles
-        return OSError(error["errno"], message)
+    if (number := error.get("errno")) and error.get("file"):  # such as one of a cache
+        return OSError(number, os.strerror(number), error["file"])
+    if number:  # for example a full disk, which the stage handles
+        return OSError(number, message)
     if code == STOPPED:
         return TransientError("the runtime's process was stopped; run again to resume")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

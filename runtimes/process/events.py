@@ -11,8 +11,8 @@
 | sample     | step, path                                                                       |
 | drawn      | done, total                                                                      |
 | warning    | message                                                                          |
-| error      | message, wrong_input (bool), errno (of an OSError, or null), away (bool: a store |
-|            | did not respond), traceback (or null)                                            |
+| error      | message, wrong_input (bool), errno and file (of an OSError, or null), away (bool: |
+|            | a store did not respond), traceback (or null)                                    |
 | result     | the job's results, different for each kind of job                                |
 """
 

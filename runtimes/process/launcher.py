@@ -27,7 +27,7 @@ from runtimes.process.ranks import FOLLOWER
 from runtimes.process.signals import STOP_SIGNALS
 
 #: Fields of an event `error` with which rank 0 reports it again.
-FACTS = ("wrong_input", "errno", "away", "traceback")
+FACTS = ("wrong_input", "errno", "file", "away", "traceback")
 #: Time limit in seconds for rank 0 to fail by itself after the loss of a child.
 NOTICE_SECONDS = 10.0
 #: Seconds until all ranks that fail as a consequence of a loss have reported their errors.

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from gcs_server import GcsServer
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
+from artifacts.checksummed_files import put_atomic
 from artifacts.lock import read_owner
 from artifacts.store import Draft, Store
 from runtimes.contract import WrongInput
@@ -27,6 +29,7 @@ from tasks.build_or_reuse import (
     build_or_reuse,
     package_versions,
     storage_error,
+    storing,
 )
 
 SEVEN = f"changed: {', '.join(f'{name} null → true' for name in 'nopqrs')}, …"
@@ -280,9 +283,21 @@ def test_errors_of_a_full_or_closed_store_are_storage_errors(
         build_or_reuse(store, parts(), build, parents={})
 
 
-def test_a_full_disk_is_that_of_a_copy_and_not_of_its_source(store: Store) -> None:
-    full = OSError(errno.ENOSPC, "No space left", "/tmp/shard", None, "/store/shard")
-    assert str(storage_error(store, full)).startswith("no space left for /store/shard: free some")
+def test_a_full_disk_is_that_of_the_copy_and_not_of_its_source(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's copies name the source first; writes name no file at all."""
+    (tmp_path / "source").write_bytes(b"data")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "sendfile", full)
+    with pytest.raises(StorageAway, match=f"^no space left for {store.root}/there"), storing(store):
+        put_atomic(store.fs, str(tmp_path / "source"), f"{store.root}/there")
+    said = rf"^no space left for {store.root}, or for temporary files in {gettempdir()}: free some"
+    with pytest.raises(StorageAway, match=said), storing(store):
+        full()
 
 
 def test_a_full_disk_is_not_said_of_a_remote_store() -> None:

@@ -1,6 +1,8 @@
 """A job in a child process: result, errors and interruption."""
 
+import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -19,10 +21,11 @@ from kiln_command import jobs_of
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock
+from artifacts.store import Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks import child_process
-from tasks.build_or_reuse import StorageAway
+from tasks.build_or_reuse import StorageAway, StorageError, storing
 from tasks.child_process import ChildOutput, JobFailed, run_job, wait_for_result
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
@@ -63,6 +66,20 @@ def test_an_outage_of_the_store_has_its_type(s3_away: None) -> None:
     job = GenerateJob("torch", "s3://models/tiny", (), ("a prompt",), {})
     with pytest.raises(StorageAway, match=r"^a remote store cannot be used now \(.*Could not conn"):
         run_job(job)
+
+
+def test_a_file_that_a_job_cannot_write_is_named() -> None:
+    """Such as one of a cache on a read-only disk; the store is another place."""
+    error = {"event": "error", "message": "Read-only", "errno": errno.EROFS, "file": "/cache/a"}
+    script = f"echo '{json.dumps(error)}'; exit 1"
+    child = subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    output = ChildOutput(lambda event: None)
+    pumps = [lambda: output.mixed(child.stdout)]
+    refused = pytest.raises(StorageError, match=r"^no permission for /cache/a: grant it")
+    with refused, storing(Store("memory://bucket")):
+        wait_for_result(child, output, pumps, child.kill, child.kill)
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def test_an_error_of_the_disk_says_which(
     os.close(read)
     assert error["event"] == "error" and not error["wrong_input"]
     assert error["errno"] in (errno.ENOTDIR, errno.EEXIST)
+    assert error["file"].startswith(str(tmp_path / "file"))
 
 
 def test_a_work_folder_has_one_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
