@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -40,8 +42,10 @@ def put_model(store: Store, digest: str, files: Mapping[str, Path]) -> str:
 def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path:
     """The local folder of a model of `put_model`, fetched to the cache once per machine.
 
+    A damaged copy in the cache is fetched again.
+
     Args:
-        digest_of: the digest of a local folder, which is checked after fetching.
+        digest_of: the digest of a local folder; it may raise ValueError.
 
     Raises:
         ModelNotFound: the store has no such model, or other bytes.
@@ -50,9 +54,20 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
     target = cache_folder() / "models" / digest
     with caching(cache_folder()):
         target.parent.mkdir(parents=True, exist_ok=True)
+
+    def is_whole() -> bool:
+        with suppress(ValueError):  # of a damaged config.json
+            return target.is_dir() and digest_of(target) == digest
+        return False
+
+    if is_whole():
+        return target
     # The other workers of this machine wait.
     with caching(cache_folder()), FileLock(f"{target}.lock"):
-        if not target.is_dir():
+        if not is_whole():
+            if target.is_dir():
+                log.warning("%s is fetched again: its local copy is damaged", url)
+                shutil.rmtree(target)
             fs, root = url_to_fs(url)
             names = fs.find(root)
             if not names:
@@ -61,6 +76,9 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
                 complete = Path(temporary, "model")
                 fetch_files(fs, root, names, str(complete))
                 if digest_of(complete) != digest:
-                    raise ModelNotFound(f"model {url}: it has other bytes than its name says")
+                    raise ModelNotFound(
+                        f"model {url}: it has other bytes than its name says: delete {url}.json, "
+                        "and the next run copies it again"
+                    )
                 complete.rename(target)
     return target

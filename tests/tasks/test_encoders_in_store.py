@@ -1,5 +1,6 @@
 """Remote workers fetch the encoders from the store, once per machine, and check their digest."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,20 @@ def test_workers_of_a_machine_fetch_once(
     assert len(found) == len(gets) == 1
 
 
+@pytest.mark.parametrize("name", ["config.json", "*.safetensors"])
+def test_a_damaged_copy_in_the_cache_is_fetched_again(
+    local: Store, cache: Path, models: tuple[Path, Path], name: str
+) -> None:
+    """Else a worker would store wrong latents under the key of the right ones."""
+    copy, job = put_encoders(local, models[0], None), EncodeJob("torch", "")
+    (file,) = (copy.fetched(job).model_folder / "vae").glob(name)
+    whole, status = file.read_bytes(), file.stat()
+    file.write_bytes(bytes([whole[0] ^ 255, *whole[1:]]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # as another process finds it
+    (file,) = (copy.fetched(job).model_folder / "vae").glob(name)
+    assert file.read_bytes() == whole
+
+
 def test_changed_bytes_in_the_store_are_refused(
     local: Store, cache: Path, models: tuple[Path, Path]
 ) -> None:
@@ -69,6 +84,6 @@ def test_changed_bytes_in_the_store_are_refused(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(ModelNotFound, match="other bytes"):
+    with pytest.raises(ModelNotFound, match=rf"other bytes .*: delete {copy.url}\.json"):
         copy.fetched(EncodeJob("torch", ""))
     assert not list(cache.glob(copy.digest))
