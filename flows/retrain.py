@@ -14,6 +14,7 @@ from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
+from artifacts.run_records import record_registry
 from artifacts.store import Artifact
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
@@ -55,6 +56,8 @@ def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
     with failing("retrain"):
         champion = find_champion(run.recipe, run.store)
+        if champion is not None:  # its registry may have moved since the publication
+            record_registry(run.store, registry_of(run.recipe).store)
         plan = download_stage.plan(run.recipe, run.begin)
         _, changes = plan_changes(run.recipe, run.store, champion, plan)
         models = run.model_digests()

@@ -165,7 +165,7 @@ def _load(store: Store, stage: str, key: str, version: str) -> Artifact:
     artifact = store.load(stage, key)
     if artifact is None:
         raise WrongInput(
-            f"retrain: {store.url} has no artifact {stage} {key[:12]} of the champion {version}: "
+            f"{store.url} has no artifact {stage} {key[:12]} of the champion {version}: "
             "publish a model from this store first (`kiln run`)"
         )
     return artifact

@@ -21,6 +21,7 @@ from flows import finetune
 from flows import retrain as flow
 from flows.retrain import one_at_a_time
 from flows.run import Run
+from flows.store_commands import collect_garbage
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.encode.latent_keys import settings_for_key
@@ -106,6 +107,21 @@ def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) 
     encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
     other = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}), champion=champion)
     assert other.eval_inputs(images, latents).images == images  # the champion is measured again
+
+
+def test_gc_keeps_what_a_champion_in_a_moved_registry_was_made_of(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weeks without a new row publish nothing, which would tell the store of the registry."""
+    made = publish_model(run, "first")
+    Path(run.store.root, "registry").rename(tmp_path / "moved")
+    monkeypatch.setattr(flow, "plan_changes", lambda *_: (None, replace(CHANGES, new_rows=0)))
+    monkeypatch.setattr(flow.download_stage, "plan", lambda *_: None)
+    given = {"store": run.recipe.store, "publish.registry": str(tmp_path / "moved")}
+    found = flow.compare.fn(replace(run, recipe=load_recipe("digits", given)))
+    assert found.unchanged == "the source has no new rows since v1"
+    collect_garbage(run.store.root, days=0, hours=0, delete=True)
+    assert all(run.store.find(one.stage, one.key) for one in made.values())
 
 
 @pytest.mark.parametrize(
