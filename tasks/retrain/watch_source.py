@@ -51,7 +51,8 @@ def is_retraining(recipe: Recipe) -> bool:
         return True
     found = [one for one in entries(registry.fs, registry.root) if name_of(one).startswith(LOCK)]
     now = present_time(registry.fs, registry.root) if found else 0.0
-    return any(now - modified(one) < SETTLING for one in found)
+    # A clock that was set back since makes the file one of the future.
+    return any(abs(now - modified(one)) < SETTLING for one in found)
 
 
 def last_stamp(recipe: Recipe) -> str | None:

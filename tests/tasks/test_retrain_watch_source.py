@@ -206,6 +206,17 @@ def test_a_change_during_a_retraining_is_announced_after_it(
     assert len({event["payload"]["stamp"] for event in emitted}) == len(emitted) == 2
 
 
+def test_a_clock_that_was_set_back_after_a_retraining_delays_no_event(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"kind": "digits"})
+    with one_at_a_time(recipe):
+        pass
+    assert is_retraining(recipe)
+    (lock,) = Path(recipe.store).glob("registry/*/retrain-lock.json.*")
+    later = lock.stat().st_mtime + 3600
+    os.utime(lock, (later, later))
+    assert not is_retraining(recipe)
+
+
 def test_a_retraining_that_was_killed_delays_no_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
