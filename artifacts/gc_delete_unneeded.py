@@ -9,6 +9,7 @@ error ends the collection, since what cannot be read may be needed.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,9 +34,11 @@ from artifacts.list_folder import (
 from artifacts.lock import LockLost, hold, seize
 from artifacts.remote_client_options_and_errors import file_info
 from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
-from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Store
+from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Store, is_key
 
 CHECKPOINTS = "checkpoints"
+#: A file that atomic_disk_writes.py and list_folder.py name, and delete unless they are killed.
+LEFTOVER = re.compile(r".*\.[0-9a-f]{32}\.tmp|\.probe-[0-9a-f]{32}", re.DOTALL)
 #: Things that are deleted before waiting runs continue.
 BATCH = 20
 #: Seconds for waiting runs to continue: each looks at the lock every half second.
@@ -189,7 +192,7 @@ class Collector:
         """Base models copied for other machines; the record beside each says that it is whole."""
         present = {name_of(entry): entry for entry in self._entries("models")}
         for name, entry in sorted(present.items()):
-            if entry["type"] == "directory":
+            if entry["type"] == "directory" and is_key(name):
                 copied, record = self._files(f"models/{name}"), present.get(f"{name}.json")
                 age = self._min_age if record is None else self._days * DAY
                 if self._is_old([*copied, *([record] if record else [])], age):
@@ -317,4 +320,4 @@ def _garbage(
 
 
 def _is_leftover(entry: Entry) -> bool:
-    return name_of(entry).endswith(".tmp") or name_of(entry).startswith(".probe-")
+    return LEFTOVER.fullmatch(name_of(entry)) is not None

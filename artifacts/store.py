@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -243,6 +244,11 @@ class StoreError(ValueError):
     """The URL is of no filesystem that can be used here; the message says why."""
 
 
+def is_key(name: str) -> bool:
+    """Whether a folder's name is a key: a store may be among folders of others."""
+    return re.fullmatch("[0-9a-f]{64}", name) is not None
+
+
 class Store:
     """Artifacts below one fsspec URL.
 
@@ -469,7 +475,7 @@ class Store:
         for stage in subfolders(self.fs, self.root):
             if stage not in NO_STAGES:
                 for key in subfolders(self.fs, f"{self.root}/{stage}"):
-                    if len(key) == 64:
+                    if is_key(key):
                         yield stage, key
 
     def _walk(self) -> Iterator[tuple[str, str, Artifact | str | None]]:

@@ -136,16 +136,27 @@ def test_gc_deletes_an_old_shard_file_with_its_last_artifact(store: Store, tmp_p
     assert len(store.fs.ls(store.shards_path("download"))) == 2
 
 
+def test_gc_deletes_nothing_that_is_not_of_the_store(store: Store) -> None:
+    """A bucket without a prefix, or a folder of all data, has other things, too."""
+    others = ["models/sdxl/unet.safetensors", "notes.tmp", f"books/{'a title ' * 8}/text"]
+    for path in others:
+        store.fs.makedirs(f"{store.root}/{path}".rpartition("/")[0], exist_ok=True)
+        store.fs.pipe_file(f"{store.root}/{path}", b"x")
+    found = collector(store)
+    found._now += 400 * DAY
+    assert list(found.garbage()) == []
+
+
 def test_gc_deletes_temporary_files_of_killed_processes(local: Store) -> None:
-    model = make(local, "train", 1)
+    model, part = make(local, "train", 1), "0123" * 8
     for path in (
-        "train/shards/shard1.tar.0123.tmp",
+        f"train/shards/shard1.tar.{part}.tmp",
         "train/shards/shard9.abc.tar",  # whose record was never written
-        f"train/{model.key}/data.0123.tmp",
+        f"train/{model.key}/data.{part}.tmp",
         "train/locks/sha/shard9.json.3",
-        "runs/a-run.json.0123.tmp",
-        "registry/digits/champion.0123.tmp",
-        ".probe-0123",
+        f"runs/a-run.json.{part}.tmp",
+        f"registry/digits/champion.{part}.tmp",
+        f".probe-{part}",
     ):
         local.fs.makedirs(str(Path(local.root, path).parent), exist_ok=True)
         local.fs.pipe_file(f"{local.root}/{path}", b"x")
