@@ -30,6 +30,7 @@ from configs.settings.recipe import StageName
 from flows.cli_models_and_stores import AsJson, commands
 from flows.error_as_json import error_as_json
 from flows.exit_codes import FAILED, INTERRUPTED, REJECTED, WRONG_INPUT
+from flows.usage_error import usage_error
 from runtimes.process.memory import collect_garbage_rarely
 
 app = typer.Typer(
@@ -361,8 +362,10 @@ def main() -> None:
                 raise KeyboardInterrupt
             sys.exit(code)
     except TyperException as error:
-        error.show()  # type: ignore[attr-defined]
-        sys.exit(WRONG_INPUT)
+        if len(sys.argv) == 1:  # the help is no error
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(WRONG_INPUT)
+        _fail(usage_error(error), WRONG_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         _fail(RESUME, INTERRUPTED)
     except Exception as error:

@@ -91,9 +91,27 @@ def test_a_value_that_is_no_yaml_is_not_printed(here: Here) -> None:
     assert "override source.token: the value is not valid YAML" in said and "@secret" not in said
 
 
-def test_until_must_be_a_stage(here: Here) -> None:
-    said = here("run", "digits", "--until", "encod", code=2)
-    assert all(f"'{stage}'" in said for stage in (*STAGES, "encod"))
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "digits", "--until", "evalute"], "--until: 'evalute' is unknown (did you mean ev"),
+        (["run", "digits", "--until", "x"], f"'x' is unknown (there are: {', '.join(STAGES)})"),
+        (["run", "digits", "--untill", "x"], "run: --untill: no such option (did you mean --until"),
+        (["run", "digits", "-x"], "run: -x: no such option (see kiln run -h)"),
+        (["run", "digits", "--until"], "'--until' requires an argument"),
+        (["run"], "run: RECIPE is missing (see kiln run -h)"),
+        (["rum", "digits"], "No such command 'rum'. Did you mean 'run'"),
+        (["gc", "--days", "x"], "gc: --days: Input should be a valid number"),
+        (["recipes", "-o", "name=x"], "recipes: -o needs a recipe: kiln recipes NAME"),
+        (["--digits"], "--digits: no such option (see kiln -h)"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(here: Here, words: list[str], line: str) -> None:
+    assert line in only_line(here(*words, code=2))
+
+
+def test_kiln_alone_prints_its_help(here: Here) -> None:
+    assert "Run a recipe: download, encode" in here(code=2)
 
 
 @pytest.mark.slow
