@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+import sys
+from contextlib import suppress
+from random import Random
 from tempfile import TemporaryFile
-from types import SimpleNamespace
 from typing import Any
 
 
@@ -26,18 +26,19 @@ def start_server() -> None:
     Raises:
         NoOwnServer: Prefect's home cannot be written, or the server did not answer in time.
     """
-    from prefect.server.api import server
-
     check_home()
+    port = _free_port()
+    early = [_serve(port)]
+    # Prefect's client needs this module, too: seconds in which the server's process starts.
+    from prefect.server.api import server
 
     class Server(server.SubprocessASGIServer):
         def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
-            with _in_new_sessions(server):
-                process = super()._run_uvicorn_command()
-            _end_after_us(process.pid)
-            return process
+            assert self.port is not None
+            return early.pop() if early else _serve(self.port)
 
     try:
+        Server().port = port
         Server().start()
     except RuntimeError as error:
         raise NoOwnServer(
@@ -64,16 +65,37 @@ def check_home() -> None:
         ) from error
 
 
-@contextmanager
-def _in_new_sessions(module: Any) -> Iterator[None]:
-    """Let a module start its processes in sessions of their own: Prefect's has no option for it."""
-    plain = module.subprocess
-    module.subprocess = SimpleNamespace(**vars(plain))
-    module.subprocess.Popen = partial(plain.Popen, start_new_session=True)
-    try:
-        yield
-    finally:
-        module.subprocess = plain
+def _free_port() -> int:
+    """A port outside the range from which the kernel takes those of clients."""
+    for port in Random().sample(range(8000, 9000), 1000):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise NoOwnServer("Prefect's own server finds no free port from 8000 to 8999: free one")
+
+
+def _serve(port: int) -> subprocess.Popen[Any]:
+    """The process of a server, with the command and variables of Prefect's SubprocessASGIServer."""
+    import prefect
+    from prefect.settings import get_current_settings
+
+    folder = str(prefect.__module_path__.parent)  # by default, that of the command
+    options = ["--app-dir", folder, "--host", "127.0.0.1", "--port", str(port)]
+    options += ["--log-level", "error", "--lifespan", "on"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+        + options,
+        env={
+            **os.environ,
+            "PREFECT_UI_ENABLED": "0",
+            "PREFECT__SERVER_EPHEMERAL": "1",
+            "PREFECT__SERVER_FINAL": "1",
+            **get_current_settings().to_environment_variables(exclude_unset=True),
+        },
+        start_new_session=True,
+    )
+    _end_after_us(process.pid)
+    return process
 
 
 def _end_after_us(pid: int) -> None:

@@ -43,6 +43,8 @@ def run(
     **arguments: Any,
 ) -> dict[str, Any]:
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
+    out = sys.stderr if as_json else sys.stdout
+    print(f"checking {arguments['recipe']} …", file=out, flush=True)  # imports take seconds
     _prepare_prefect()
     with error_as_json(as_json):
         recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change meanwhile
@@ -56,7 +58,7 @@ def run(
                 check_metric(recipes[0])
     report = _run_flow(flow, as_json, overrides=hide_secrets(overrides), **arguments)
     for line in closing_lines(report):
-        print(line, file=sys.stderr if as_json else sys.stdout)
+        print(line, file=out)
     if as_json:
         print(json.dumps(report), flush=True)
     else:
