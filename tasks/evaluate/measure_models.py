@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,8 @@ from tasks.evaluate.reference_features import (
 )
 from tasks.evaluate.reference_pictures import LIMIT, reference_pictures
 from tasks.progress import Report
+
+log = logging.getLogger("kiln")
 
 BATCH = 256  # pictures in memory
 #: Names of the encoders of pictures. IMAGE may be the same model as CLIP, of whole pictures.
@@ -132,6 +135,8 @@ class MetricSuite:
             model: the model's name for the progress, such as "base".
         """
         features, scores = self._look(store, drawn, model, progress)
+        count = self.resampling.count  # of a large encoder's features, this takes some seconds
+        log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
         found = self._clip_scores(features[CLIP]) | self._distances(features)
         found |= holdout_losses(read_losses(store, drawn), self.resampling)
         closest = self.nearest_training(features)

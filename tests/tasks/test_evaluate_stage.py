@@ -211,6 +211,10 @@ def test_measuring_is_not_silent(
     assert [r.message for r in caplog.records if "held-out losses" in r.message] == [
         f"evaluate: held-out losses of model {number} of 2" for number in (1, 2)
     ]
+    resamples = f"{world.recipe.evaluate.bootstrap:,} resamples"
+    assert [r.message for r in caplog.records if "intervals" in r.message] == [
+        f"evaluate: intervals of the {model} by {resamples}" for model in ("base", "tuned model")
+    ]
 
 
 def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
