@@ -7,6 +7,7 @@ docs/coming-from.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ TABLE = (
     Foreign("max_steps", "T", "train.steps"),
     Foreign(
         *("num_train_epochs max_train_epochs", "DKS", "train.epochs"),
-        "with `train.steps: 1000` where the extended recipe sets steps",
+        "instead of the `train.steps` of the extended recipe",
     ),
     Foreign("train_batch_size", "DKS", "train.micro_batch_size", "images per forward pass"),
     Foreign(
@@ -56,7 +57,8 @@ TABLE = (
     Foreign("learning_rate unet_lr", "DKS", "train.learning_rate"),
     Foreign("lr", "P", "train.learning_rate"),
     Foreign("scale_lr", "D", "none", "learning_rate is not scaled"),
-    Foreign("lr_scheduler", "DKS", "train.lr_scheduler"),
+    Foreign("lr_scheduler", "DKS", "train.lr_scheduler",
+            "`constant_with_warmup` is `constant` with `lr_warmup_steps`"),
     Foreign("lr_warmup_steps", "DKS", "train.lr_warmup_steps"),
     Foreign("lr_num_cycles lr_scheduler_num_cycles", "DKS", "train.lr_num_cycles"),
     Foreign("lr_power lr_scheduler_power", "DKS", "train.lr_power"),
@@ -157,10 +159,24 @@ TABLE = (
 )  # fmt: skip
 TOOLS = {"D": "diffusers", "K": "kohya", "P": "PyTorch", "S": "SimpleTuner", "T": "transformers"}
 
+#: Setting and value of another tool -> our equivalent.
+VALUES = {
+    ("train.lr_scheduler", "constant_with_warmup"): "constant here, with train.lr_warmup_steps",
+    ("train.lr_scheduler", "cosine_with_min_lr"): "cosine here, with train.lr_min_ratio",
+    ("train.optimizer", "AdamW8bit"): "adamw_8bit here",
+    ("train.optimizer", "AdamW"): "adamw here",
+    ("train.optimizer", "Adafactor"): "adafactor here",
+}
+
 
 def ours(name: str) -> Foreign | None:
     """The row of another tool's setting; None if no tool has it."""
     return next((foreign for foreign in TABLE if name in foreign.names.split()), None)
+
+
+def value_hint(setting: str, value: Any) -> str:
+    """Our equivalent of another tool's value; empty without one."""
+    return VALUES.get((setting, value), "") if isinstance(value, str) else ""
 
 
 def hint(foreign: Foreign) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -36,11 +37,21 @@ def explain(
         model: the class they were validated with.
         overridden: dotted settings whose values are not those of `where`.
     """
+    lacking = [str(item["loc"][0]) for item in error.errors() if _is_missing_section(item, model)]
     lines = [
         _origin(item, where, overridden) + _explain_one(item, settings, model)
         for item in error.errors()
+        if item["loc"][:1] not in [(name,) for name in lacking]
     ]
+    if lacking:
+        begin = "begin with `extends: NAME`, such as sdxl-lora (`kiln recipes` lists them)"
+        lines.insert(0, f"{where}: it lacks {', '.join(lacking)}: {begin}")
     return without_secrets("\n".join(dict.fromkeys(lines)))
+
+
+def _is_missing_section(item: ErrorDetails, model: type[BaseModel]) -> bool:
+    is_missing = item["type"] == "missing" and len(item["loc"]) == 1
+    return is_missing and _section(model.model_fields[str(item["loc"][0])].annotation) is not None
 
 
 def _path(item: ErrorDetails) -> list[str]:
@@ -74,7 +85,11 @@ def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseM
     if item["type"] == "value_error" and isinstance(item["input"], dict):
         # A validator of a whole section: its message names the settings.
         return f"{dotted}: {message}" if dotted else message
-    return f"{dotted}: {message} (got {item['input']!r})"
+    value = item["input"]
+    if item["type"] == "literal_error" and (hint := coming_from.value_hint(dotted, value)):
+        return f"{dotted}: {value!r} is {hint}"
+    got = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return f"{dotted}: {message} (got {got})"  # as YAML has it: null, true
 
 
 def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) -> str:

@@ -43,8 +43,9 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     path = find_recipe(name)
     settings = _read(path, seen=())
     overrides = overrides or {}
-    if "source.kind" in overrides:  # a source of another kind takes nothing from the recipe's
-        settings = _merge(settings, {"source": {"kind": overrides["source.kind"]}}, "override ")
+    for dotted in overrides.keys() & {"source.kind", "train.epochs", "train.steps"}:
+        section, name = dotted.split(".")  # what these replace is not inherited
+        settings = _merge(settings, {section: {name: overrides[dotted]}}, "override ")
     for dotted, value in overrides.items():
         _set(settings, dotted, anchored(value, Path.cwd()))
     try:
@@ -156,9 +157,17 @@ def _merge(base: dict[str, Any], over: dict[str, Any], where: str) -> dict[str, 
                     f"{where}{key}: {{}} changes nothing of {', '.join(map(str, old))}: remove it, "
                     "or set what it shall change"
                 )
-            value = _merge(old, value, f"{where}{key}.")
+            value = _merge(_inherited(key, old, value), value, f"{where}{key}.")
         merged[key] = value
     return merged
+
+
+def _inherited(section: str, old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The old section without the other of `train.steps` and `train.epochs`, if one is new."""
+    given = {name for name in ("steps", "epochs") if new.get(name) is not None}
+    if section != "train" or len(given) != 1:
+        return old
+    return {name: value for name, value in old.items() if name not in {"steps", "epochs"} - given}
 
 
 def _replaces(section: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

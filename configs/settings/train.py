@@ -56,7 +56,10 @@ class Train(Section):
     )
     steps: PositiveInt = Field(1000, description="Optimizer steps.")
     epochs: float | None = Field(
-        None, gt=0, description="Passes over the training samples, instead of `steps`."
+        None,
+        gt=0,
+        description="Passes over the training samples, instead of `steps`. Of the two, a recipe "
+        "that sets one does not inherit the other.",
     )
     seed: int = Field(
         0,
@@ -261,7 +264,8 @@ class Train(Section):
         if self.text_encoder_lr is not None and not self.train_text_encoder:
             raise ValueError("text_encoder_lr requires train_text_encoder: true")
         if self.epochs is not None:
-            self.refuse_changed(("steps",), f"epochs: {self.epochs:g}")
+            if self.steps != type(self).model_fields["steps"].default:  # of a resolved recipe
+                raise ValueError("epochs and steps exclude each other: remove one of them")
         elif self.profile.steps and self.profile.start + self.profile.steps > self.steps:
             raise ValueError(
                 f"profile: steps {self.profile.start} to {self.profile.start + self.profile.steps} "

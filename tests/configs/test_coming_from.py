@@ -55,5 +55,5 @@ def test_epochs_are_converted_to_steps() -> None:
     resolved = train.with_steps(100)
     assert (resolved.steps, resolved.epochs) == (16, None)  # 250 samples, rounded up
     assert resolved.with_steps(7) is resolved
-    with pytest.raises(RecipeError, match="steps has no effect with epochs: 1"):
+    with pytest.raises(RecipeError, match="epochs and steps exclude each other"):
         load_recipe("digits", {"train.epochs": 1, "train.steps": 5})

@@ -48,6 +48,13 @@ def test_documented_recipes_exist() -> None:
         ({"evaluate.prompts.new.prompt": ["a"]}, "did you mean evaluate.prompts.new.prompts?"),
         ({"train.steps": "many"}, "train.steps: Input should be a valid integer"),
         ({"train.steps": 0}, "train.steps: Input should be greater than 0 (got 0)"),
+        ({"train.steps": None}, "train.steps: Input should be a valid integer (got null)"),
+        ({"train.epochs": 1, "train.steps": 5}, "train: epochs and steps exclude each other"),
+        (
+            {"train.lr_scheduler": "constant_with_warmup"},
+            "'constant_with_warmup' is constant here, with train.lr_warmup_steps",
+        ),
+        ({"train.optimizer": "AdamW8bit"}, "train.optimizer: 'AdamW8bit' is adamw_8bit here"),
         ({"runtime": "tpu"}, "runtime: Input should be 'torch'"),
         ({"name.x": 1}, "name is a value, not a section"),
         ({"source.kind": "ftp"}, "source.kind: 'ftp' is unknown (there are: "),
@@ -132,6 +139,34 @@ def test_extends_changes_given_settings_and_keeps_others(tmp_path: Path) -> None
     assert recipe.train.steps == 7
     assert recipe.train.learning_rate == parent.train.learning_rate
     assert recipe.source == parent.source
+
+
+def test_a_recipe_with_epochs_does_not_inherit_steps(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: digits-lora\ntrain: {epochs: 3}\n", encoding="utf-8")
+    by_epochs = load_recipe(str(path))
+    assert by_epochs.train.epochs == 3 and load_recipe("digits-lora").train.steps == 300
+    for overrides in ({"train.epochs": 3}, {"train": {"epochs": 3}}):
+        assert load_recipe("digits-lora", overrides).train == by_epochs.train
+    assert load_recipe(str(path), {"train.steps": 7}).train.epochs is None
+    path.write_text(dump(by_epochs), encoding="utf-8")  # it has both, one by default
+    assert load_recipe(str(path)) == by_epochs
+    assert load_recipe(str(path), {"train.steps": 7}).train.epochs is None
+    path.write_text("extends: digits\ntrain: {epochs: 3, steps: 7}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"train: epochs and steps exclude each other: remove"):
+        load_recipe(str(path))
+
+
+def test_a_recipe_without_sections_is_told_to_extend_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(path))
+    begin = "begin with `extends: NAME`, such as sdxl-lora (`kiln recipes` lists them)"
+    assert str(error.value) == f"mine.yaml: it lacks model, evaluate, publish: {begin}"
+    path.write_text("extends: digits\nsource: {kind: folder}\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"^mine\.yaml: source\.path: missing; it must be set$"):
+        load_recipe(str(path))
 
 
 def test_another_kind_of_source_replaces_the_section(tmp_path: Path) -> None:
