@@ -78,6 +78,7 @@ class Collector:
         self._runs: set[RunFacts] = set()
         self._busy: set[str] = set()  # stages whose shards stay
         self._named: set[tuple[str, str, str]] = set()  # (stage, key, digest): its shards are known
+        self.kept_bytes = 0  # of the finished artifacts that `garbage` leaves out
         self._mark_after(self._run_records())  # a run that comes between is seen later
 
     @property
@@ -94,7 +95,7 @@ class Collector:
             if (stage, key) not in self._marks and self._is_old(held):
                 yield from self._folder(stage, key, held)
             else:
-                names |= self._names(stage, key)
+                names |= self._names(stage, key, names)
                 yield from self._within(stage, key, held)
         for stage in sorted(named.keys() - self._busy):
             yield from self._shards(stage, named[stage])
@@ -141,8 +142,12 @@ class Collector:
         elif self._is_old(held, DAY):
             yield Garbage(stage, key, "unfinished", [folder], size)
 
-    def _names(self, stage: str, key: str) -> set[str]:
-        """Names of the shard files of an artifact that stays."""
+    def _names(self, stage: str, key: str, known: set[str]) -> set[str]:
+        """Names of the shard files of an artifact that stays.
+
+        Args:
+            known: those of others, whose bytes are counted.
+        """
         try:
             artifact = self._store.load(stage, key)
         except ValueError as error:
@@ -151,7 +156,10 @@ class Collector:
             self._busy.add(stage)
             return set()
         self._named.add((stage, key, artifact.digest))
-        return {e.path.rpartition("/")[2] for e in artifact.files if e.path.startswith("../")}
+        sizes = {entry.path: entry.size for entry in artifact.files}
+        shards = {path: path.rpartition("/")[2] for path in sizes if path.startswith("../")}
+        self.kept_bytes += sum(n for path, n in sizes.items() if shards.get(path) not in known)
+        return set(shards.values())
 
     def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""

@@ -79,12 +79,11 @@ def _serve(port: int) -> subprocess.Popen[Any]:
     import prefect
     from prefect.settings import get_current_settings
 
-    folder = str(prefect.__module_path__.parent)  # by default, that of the command
-    options = ["--app-dir", folder, "--host", "127.0.0.1", "--port", str(port)]
-    options += ["--log-level", "error", "--lifespan", "on"]
+    serve = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    serve += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    serve += ["--lifespan", "on", "--app-dir", str(prefect.__module_path__.parent)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-        + options,
+        [sys.executable, *serve],
         env={
             **os.environ,
             "PREFECT_UI_ENABLED": "0",

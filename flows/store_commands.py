@@ -124,7 +124,7 @@ def _shortened(text: str) -> str:
 def verify_store(
     url: str, what: str | None, registry: str | None = None, *, as_json: bool = False
 ) -> bool:
-    """Re-hash artifacts and models, and print a line for each; returns whether all are intact.
+    """Re-hash artifacts and models; print a line for each, and the count; whether all are whole.
 
     Raises:
         NotInStore: there is nothing to verify, as in a folder without a store.
@@ -136,10 +136,12 @@ def verify_store(
             print(f"{kind:9} {name if kind == MODEL else name[:12]}  {fault or 'whole'}")
     if not checked:
         raise NotInStore(f"nothing in {without_secrets(url)}: name the store by --store")
-    whole = all(one["fault"] is None for one in checked)
+    damaged = sum(one["fault"] is not None for one in checked)
     if as_json:
-        print(json.dumps({"whole": whole, "checked": checked}))
-    return whole
+        print(json.dumps({"whole": not damaged, "checked": checked}))
+    else:
+        print(f"{len(checked)} checked: {f'{damaged} damaged' if damaged else 'all whole'}")
+    return not damaged
 
 
 def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked]:
@@ -230,12 +232,14 @@ def collect_garbage(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
         ) from error
     if as_json:
-        limits = {"days": days, "hours": hours, "kept": collector.needed}
+        kept = {"kept": collector.needed, "kept_bytes": collector.kept_bytes}
+        limits = {"days": days, "hours": hours, **kept}
         print(json.dumps({"deleted": delete, "bytes": size, "garbage": found, **limits}))
         return
     print(
         f"kept: {_count(collector.needed, 'artifact')} that published models or runs of the last "
-        f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours)"
+        f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours): "
+        f"{_size(collector.kept_bytes)} in finished artifacts"
     )
     total = f"{_count(len(found), 'thing')}, {_size(size)}"
     print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")

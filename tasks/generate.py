@@ -175,7 +175,7 @@ def with_prompts(settings: Generate) -> Generate:
     """The settings with `file` replaced by its prompts. Raises WrongInput if it is unreadable."""
     if settings.file is None:
         return settings
-    prompts = read_prompts("file", settings.file)
+    prompts = read_prompts("--from-file", settings.file)
     return settings.model_copy(update={"prompts": prompts, "file": None})
 
 

@@ -115,7 +115,8 @@ def parse_gpu(text: str) -> Gpu:
         spec = named if whole else None
     if spec is None:
         names = ", ".join(gpu.name for gpu in GPU_SPECS)
-        raise WrongInput(f"gpu {text}: set its memory, such as 24GB, or one of {names}")
+        example = f"{text}GB" if re.fullmatch(r"[1-9]\d*", text) else "24GB"
+        raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
     return Gpu(spec.name, spec.memory, spec)
 
 

@@ -6,6 +6,7 @@ import re
 
 import fsspec
 
+from configs.redact_errors_and_logs import one_line
 from configs.settings.evaluate import PromptSet
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
@@ -47,8 +48,11 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     try:
         with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
             prompts = tuple(line.strip() for line in stream if line.strip())
+    except FileNotFoundError:
+        raise WrongInput(f"{setting}: {url}: no such file") from None
     except (OSError, ValueError) as error:
-        raise WrongInput(f"{setting}: {url} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or one_line(error)
+        raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
     if not prompts:
         raise WrongInput(f"{setting}: {url} has no prompt: write one per line")
     return prompts

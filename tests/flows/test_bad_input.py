@@ -153,6 +153,7 @@ def test_errors_found_before_any_stage(
         ({"store": "FILE"}, "store: no folder can be made at"),
         ({"publish.registry": "FILE"}, "publish.registry: no folder can be made at"),
         ({"model.path": "FILE"}, "it is a file: give a folder"),
+        ({"source": {"kind": "folder", "path": "/no"}}, "source.path: /no: no such folder"),
         ({"model.path": "demo/base/unet"}, "model.path: ROOT/demo/base/unet/model_index.json is"),
         ({"model.vae": "/nowhere"}, "model.vae: model"),
         ({"evaluate.clip": "FILE"}, "evaluate.clip: model"),
@@ -285,7 +286,9 @@ def test_wrong_input_of_generate_starts_no_server(
     assert "model nosuch: it is neither a folder nor a champion in" in said
     assert "no such folder" in only_line(here("generate", "/no/model", "a cat", code=2))
     said = only_line(here("generate", "demo/base", "--from-file", "/no.txt", code=2))
-    assert "/no.txt cannot be read" in said
+    assert said == "kiln: --from-file: /no.txt: no such file"
+    said = only_line(here("generate", "demo/base", "--from-file", "demo", code=2))
+    assert said == "kiln: --from-file: demo cannot be read: Is a directory"
     for setting, words in (("height=33", "height: 33 is not"), ("device=cuda", "device: cuda is")):
         assert words in only_line(here("generate", "demo/base", "a cat", "-o", setting, code=2))
     said = only_line(here("generate", "demo/base", "a cat", "--out", "s3://a/b", code=2))

@@ -199,7 +199,7 @@ def test_devices_of_other_machines_are_not_asked_for() -> None:
         ({"publish.signing_key": "none.pem"}, "signing key none.pem"),
         (
             {"evaluate.prompts": {"new": {"prompts": [], "file": "none.txt"}}},
-            "evaluate.prompts.new.file: none.txt cannot be read",
+            "evaluate.prompts.new.file: none.txt: no such file",
         ),
     ],
 )

@@ -226,9 +226,9 @@ def test_the_exit_code_reports_a_damaged_store(here: Here, place: Path) -> None:
     (victim,) = (place / "store/encode").glob("*/model_index.json")
     victim.write_bytes(b"[]")
     said = here("verify", "--store", f"{place}/store", code=1)
-    assert [line.split()[0] for line in said.splitlines() if not line.endswith("whole")] == [
-        "encode"
-    ]
+    told = [line for line in said.splitlines() if not line.endswith("whole")]
+    assert [line.split()[0] for line in told[:-1]] == ["encode"]
+    assert told[-1] == "3 checked: 1 damaged"
 
 
 def test_commands_on_a_store_speak_json(here: Here, place: Path) -> None:
@@ -251,6 +251,7 @@ def test_commands_on_a_store_speak_json(here: Here, place: Path) -> None:
     assert (garbage["stage"], garbage["key"]) == ("encode", found.name)
     assert told["bytes"] == garbage["bytes"] > 0 and not told["deleted"]
     assert (told["days"], told["hours"], told["kept"]) == (30, 0, 1)
+    assert told["kept_bytes"] > 0
     assert (found / "manifest.json").exists()
     assert json.loads(here("gc", "--hours", "0", "--delete", *stored))["deleted"]
     assert not (found / "manifest.json").exists()

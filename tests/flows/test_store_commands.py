@@ -47,6 +47,22 @@ def given(store: Store, registry: str) -> str | None:
     return None if registry.startswith(store.root) else registry
 
 
+def test_bytes_that_two_kept_artifacts_share_count_once(
+    store: Store, registry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.bin").write_bytes(b"1234")
+    shared = store.commit_shard("publish", "a", {".bin": str(tmp_path / "a.bin")}, {})
+    found = Registry(registry, "digits")
+    for n in (1, 2):
+        draft = store.draft(KeyParts("publish", 1, {"n": n}, {}))
+        draft.write("model_index.json", b"{}")
+        draft.add_shard(shared)
+        found.publish(draft.commit({}, {"created": "2026-01-01"}))
+    collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=False)
+    kept, _ = capsys.readouterr().out.splitlines()
+    assert kept.startswith("kept: 2 artifacts ") and kept.endswith(": 8 B in finished artifacts")
+
+
 def test_published_models_are_listed(
     store: Store, registry: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,11 +77,13 @@ def test_an_unreadable_manifest_is_not_whole(
 ) -> None:
     damaged, whole = model(store, 1), model(store, 2)
     assert verify_store(store.root, None)
+    assert capsys.readouterr().out.splitlines()[-1] == "2 checked: all whole"
     store.fs.pipe_file(f"{damaged.path}/manifest.json", b"{}")
     capsys.readouterr()
     assert not verify_store(store.root, None)
     told = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in told] == [damaged.key[:12], whole.key[:12]]
+    assert [line.split()[1] for line in told[:-1]] == [damaged.key[:12], whole.key[:12]]
+    assert told[-1] == "2 checked: 1 damaged"
     assert "not a readable record" in told[0]
     assert told[1].endswith("whole")
     assert not verify_store(store.root, damaged.key[:12])
@@ -244,7 +262,7 @@ def test_garbage_that_is_not_a_day_old_stays(
     assert store.find("publish", young.key) is not None
     kept, deleted = capsys.readouterr().out.splitlines()
     assert kept.startswith("kept: 0 artifacts ")
-    assert kept.endswith("1 days need, and what changed in the last 24 hours (--days, --hours)")
+    assert "1 days need, and what changed in the last 24 hours (--days, --hours): " in kept
     assert deleted == "deleted 0 things, 0 B"
 
 

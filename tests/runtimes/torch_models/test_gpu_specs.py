@@ -53,6 +53,11 @@ def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> 
         assert parse_gpu(text).memory == gib * GIB
 
 
+def test_a_memory_without_its_unit_is_told_to_have_one() -> None:
+    with pytest.raises(WrongInput, match="gpu 48: set its memory, such as 48GB, or one of"):
+        parse_gpu("48")
+
+
 def test_every_gpu_of_the_table_is_read_by_its_own_name() -> None:
     for gpu in GPU_SPECS:
         assert parse_gpu(gpu.name).spec is gpu
