@@ -72,7 +72,8 @@ def download(run: Run) -> StageResult:
     )
     summary = result.load(run.store).summary
     download_stage.check_data(summary, run.recipe.download)
-    download_stage.warn_of_illegible_captions(summary)
+    has_captions = getattr(run.recipe.source, "caption_column", "caption") is not None
+    download_stage.warn_of_captions(summary, expected=has_captions)
     return ended(run.store, run.model_name, result, download_stage.show)
 
 

@@ -1,6 +1,6 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
-from tasks.download.check_dataset_limits import check_data, warn_of_illegible_captions
+from tasks.download.check_dataset_limits import check_data, warn_of_captions
 from tasks.download.download_shard import STAGE, VERSION
 from tasks.download.plan_shards import DownloadPlan, ShardSpec
 from tasks.download.stage import (
@@ -31,5 +31,5 @@ __all__ = [
     "planned",
     "settings_for_key",
     "show",
-    "warn_of_illegible_captions",
+    "warn_of_captions",
 ]

@@ -69,8 +69,19 @@ def check_data(summary: Mapping[str, Any], settings: Download) -> None:
             )
 
 
-def warn_of_illegible_captions(summary: Mapping[str, Any]) -> None:
-    """Log a warning if captions have lost letters; older downloads have not counted them."""
+def warn_of_captions(summary: Mapping[str, Any], *, expected: bool = True) -> None:
+    """Warn of pictures without a caption, or with lost letters; older downloads count none.
+
+    Args:
+        expected: whether the source has captions.
+    """
+    found = summary["data"].get("uncaptioned", {"rows": 0})
+    if found["rows"] and expected:
+        log.warning(
+            "download: %s of %s pictures have no caption (%s) and train unconditionally; if this "
+            "is wrong, check source.caption_column or the .txt files beside them",
+            *(f"{found['rows']:,}", f"{summary['images']:,}", ", ".join(found["examples"])),
+        )
     found = summary["data"].get("illegible", {"rows": 0})
     if found["rows"]:
         log.warning(

@@ -70,6 +70,7 @@ def shard_statistics(
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
         "caption_lengths": _lengths(row.captions[0] for row, _ in found),
         "illegible": _illegible(row for row, _ in found),
+        "uncaptioned": _named([row for row, _ in found if not any(map(str.strip, row.captions))]),
         "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in found),
         "hashes": [value for value in values if _is_sampled(value, share)],
         "hashed_share": share,
@@ -94,7 +95,10 @@ def _name(row: Row) -> str:
 
 def _illegible(rows: Iterable[Row]) -> dict[str, Any]:
     """The number of rows with a caption that is no UTF-8, and the names of the first."""
-    found = [row for row in rows if any(ILLEGIBLE in caption for caption in row.captions)]
+    return _named([row for row in rows if any(ILLEGIBLE in text for text in row.captions)])
+
+
+def _named(found: Sequence[Row]) -> dict[str, Any]:
     return {"rows": len(found), "examples": [_name(row) for row in found[:EXAMPLES]]}
 
 
@@ -132,7 +136,9 @@ class DownloadStatistics:
         self.caption_lengths: Counter[int] = Counter()
         self.hosts: dict[str, Host] = {}
         self.examples: dict[str, list[str]] = {}
-        self.illegible: dict[str, Any] = {"rows": 0, "examples": []}
+        self.named: dict[str, dict[str, Any]] = {
+            what: {"rows": 0, "examples": []} for what in ("illegible", "uncaptioned")
+        }
         self._hashes: list[np.ndarray[Any, np.dtype[np.uint64]]] = []
         self._share = 1.0
 
@@ -143,11 +149,10 @@ class DownloadStatistics:
         self.caption_lengths.update({int(k): n for k, n in facts["caption_lengths"].items()})
         for reason, names in facts.get("examples", {}).items():  # older records have none
             self.examples[reason] = [*self.examples.get(reason, ()), *names][:EXAMPLES]
-        if (more := facts.get("illegible")) is not None:  # older records have none
-            self.illegible["rows"] += more["rows"]
-            self.illegible["examples"] += more["examples"][
-                : EXAMPLES - len(self.illegible["examples"])
-            ]
+        for what, named in self.named.items():
+            more = facts.get(what, {"rows": 0, "examples": []})  # older records have none
+            named["rows"] += more["rows"]
+            named["examples"] = [*named["examples"], *more["examples"]][:EXAMPLES]
         for name, host in facts["hosts"].items():
             _add(self.hosts, name, host)
         if len(self.hosts) > MOST_HOSTS:
@@ -164,7 +169,7 @@ class DownloadStatistics:
             "duplicates": self.duplicates(),
             "caption_lengths": {str(k): n for k, n in sorted(self.caption_lengths.items())},
             "examples": self.examples,
-            "illegible": self.illegible,
+            **self.named,
             "failing_hosts": list(_described(failing, 1)),
             "slowest_hosts": list(_described(self.hosts, 2)),
         }

@@ -244,6 +244,11 @@ def reading(path: str) -> Iterator[None]:
     except FileNotFoundError:
         raise SourceError(f"source: {path}: no such file or folder") from None
     except (*_UNREADABLE, ArrowException) as error:
+        if "support range requests" in str(error):
+            raise SourceError(
+                f"source: {path}: its web server gives no parts of a file (range requests): "
+                "download the file and name its path"
+            ) from None
         raise SourceError(f"source: {path}: cannot be read: {one_line(error)}") from None
     except Exception as error:
         if not is_of_client(error):

@@ -252,6 +252,7 @@ def _selected(
         values = _json_values(named, additional)
     else:
         types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
+        _refuse_names_by_case([*named.values(), *additional], types, format, file)
         require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
         require_columns(additional_settings(additional), [*types], file)
         values = _typed_values(named, additional, types)
@@ -259,7 +260,7 @@ def _selected(
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
             values = values._replace(additional=kept)
     listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
-    binary, caption = values.binary, _text("c", "captions" in values.binary)
+    binary, caption = values.binary, _caption("c", "captions" in values.binary)
     given = f"list_filter({listed['captions']}, lambda c: c is not null)"
     captions = f"list_transform({given}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
@@ -278,16 +279,37 @@ def _selected(
     """
 
 
+def _refuse_names_by_case(
+    wanted: Iterable[str], types: Mapping[str, str], format: ListFormat, file: str
+) -> None:
+    """Raise SourceError for a column that DuckDB, which ignores case, has under another name."""
+    absent = set(wanted) - types.keys()
+    if absent and (renamed := sorted(absent & set(format.columns(file)))):
+        raise SourceError(
+            f"source: {file} has another column {renamed[0]!r} in other case: rename one of them"
+        )
+
+
 def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values:
     """SQL of values in the column `json` of objects; a caption alone becomes a list."""
     values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
     if "captions" in named:
         path = _path(named["captions"])
-        kind, many = f"json_type(json, {literal(path)})", f"json ->> {literal(f'{path}[*]')}"
+        kind, items = f"json_type(json, {literal(path)})", literal(f"{path}[*]")
+        # What is no text, as an object, would otherwise be trained on as JSON.
+        texts = (
+            f"list_filter(json_extract(json, {items}), lambda c: not {_is_nested('json_type(c)')})"
+        )
+        many = f"list_transform({texts}, lambda c: json_extract_string(c, '$'))"
         one = values["captions"]
-        one = f"if({one} = 'NaN' and {kind} = 'DOUBLE', null, {one})"
+        no_number = f"{one} = 'NaN' and {kind} = 'DOUBLE'"
+        one = f"if({_is_nested(kind)} or {no_number}, null, {one})"
         values["captions"] = f"if({kind} = 'ARRAY', {many}, [{one}])"
     return _Values(values, {name: f"json -> {literal(_path(name))}" for name in additional})
+
+
+def _is_nested(kind: str) -> str:
+    return f"{kind} in ('OBJECT', 'ARRAY')"
 
 
 def _typed_values(
@@ -324,8 +346,17 @@ def _text(value: str, binary: bool) -> str:
 
 
 def _decoded(value: str) -> str:
-    """SQL of bytes as text: UTF-8, else with an escape for each byte."""
+    """SQL of bytes as text: UTF-8, else with an escape for each byte, so that URLs differ."""
     return f"coalesce(try(decode({value})), ({value})::varchar)"
+
+
+def _caption(value: str, binary: bool) -> str:
+    """SQL of a caption as text: bytes that are no UTF-8 have U+FFFD for each beyond ASCII."""
+    digits = f"substr(hex({value}), (2 * i + 1)::int, 2)"
+    letter = f"if({digits} < '80', chr(('0x' || {digits})::int), '\ufffd')"
+    letters = f"list_transform(range(octet_length({value})), lambda i: {letter})"
+    decoded = f"coalesce(try(decode({value})), array_to_string({letters}, ''), '')"
+    return decoded if binary else _text(value, binary)
 
 
 def _digest(value: str, binary: bool) -> str:

@@ -85,10 +85,13 @@ def absolute(url: str, base_url: str | None) -> str:
 
 
 def captions_of(value: Any) -> tuple[str, ...]:
-    """The captions in a column's value, a string or a list; at least one, which may be empty."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return tuple(text_of(item) for item in value if item is not None) or ("",)
-    return (text_of(value),)
+    """The captions in a column's value, a string or a list; at least one, which may be empty.
+
+    An object of JSON is no caption, nor is a list in a list.
+    """
+    items = [value] if isinstance(value, str | bytes) or not isinstance(value, Sequence) else value
+    texts = [item for item in items if not isinstance(item, Mapping | list)]
+    return tuple(text_of(item) for item in texts if item is not None) or ("",)
 
 
 def score_of(value: Any) -> float | None:

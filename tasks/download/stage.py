@@ -233,7 +233,7 @@ def _data_panels(summary: dict[str, Any]) -> list[Panel]:
                 "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
                 "pictures with the bytes of another": f"{data['duplicates']:.2%}",
                 "pictures below image_size": f"{data['undersized'] / images:.2%}",
-                **_illegible(data),
+                **_captions(data),
             },
         ),
         Table("Caption lengths", lengths, bars="pictures"),
@@ -242,10 +242,11 @@ def _data_panels(summary: dict[str, Any]) -> list[Panel]:
     ]
 
 
-def _illegible(data: dict[str, Any]) -> dict[str, str]:
-    """How many captions are no UTF-8; nothing if none is."""
-    rows = data.get("illegible", {"rows": 0})["rows"]
-    return {"captions that are no UTF-8": f"{rows:,}"} if rows else {}
+def _captions(data: dict[str, Any]) -> dict[str, str]:
+    """How many captions are missing or no UTF-8; nothing if none is."""
+    told = {"uncaptioned": "pictures without a caption", "illegible": "captions that are no UTF-8"}
+    found = {text: data.get(what, {"rows": 0})["rows"] for what, text in told.items()}
+    return {text: f"{rows:,}" for text, rows in found.items() if rows}
 
 
 def _kind(outcome: str) -> str:

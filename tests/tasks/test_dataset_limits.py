@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.settings.download import Download
-from tasks.download.check_dataset_limits import check_data, warn_of_illegible_captions
+from tasks.download.check_dataset_limits import check_data, warn_of_captions
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics, shard_statistics
 from tasks.download.row_fields_and_hash import Row, text_of_file
 from tasks.download.stage_errors import TooManyFailed
@@ -96,17 +96,32 @@ def test_captions_that_are_no_utf8_are_counted_and_told(caplog: pytest.LogCaptur
     summary = {"data": statistics(shard, shard).summary()}
     named = [f"/pictures/{n}.png" for n in (1, 2, 3)]
     assert summary["data"]["illegible"] == {"rows": 10, "examples": named}
-    warn_of_illegible_captions(summary)
+    warn_of_captions(summary)
     assert f"captions of 10 pictures have U+FFFD in place of letters ({named[0]}," in caplog.text
     caplog.clear()
-    warn_of_illegible_captions({"data": statistics(facts([1])).summary()})
-    warn_of_illegible_captions({"data": {}})
+    whole = shard_statistics(rows[-1:], [done], [(1.0, 0)], Download(), 1)
+    warn_of_captions({"images": 1, "data": statistics(whole).summary()})
+    warn_of_captions({"data": {}})
+    assert not caplog.text
+
+
+def test_pictures_without_a_caption_are_counted_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = [Row("", (text,), place=f"/pictures/{n}.png") for n, text in enumerate(["", "a", " "])]
+    done = {"status": "success", "sha256": "0" * 64, "width": 9, "height": 9}
+    shard = shard_statistics(rows, [done] * 3, [(1.0, 0)] * 3, Download(), 3)
+    warn_of_captions({"images": 3, "data": statistics(shard).summary()})
+    named = "/pictures/0.png, /pictures/2.png"
+    assert f"download: 2 of 3 pictures have no caption ({named}) and train unco" in caplog.text
+    caplog.clear()
+    warn_of_captions({"images": 3, "data": statistics(shard).summary()}, expected=False)
     assert not caplog.text
 
 
 def test_records_of_before_have_no_examples() -> None:
     shard = facts([1, None])
-    del shard["examples"], shard["illegible"]
+    del shard["examples"], shard["illegible"], shard["uncaptioned"]
     found = statistics(shard).summary()
     assert found["examples"] == {} and found["illegible"]["rows"] == 0
 

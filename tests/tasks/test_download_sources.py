@@ -1,6 +1,7 @@
 """Sources: every kind and format yields its rows, or any span of them, or a one-line error."""
 
 import socket
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from loopback_server import LoopbackServer
 from source_rows import ROWS, make_recipe, many_rows, parquet, png, rows_of, write_list
 from store_servers import REMOTE, UrlOf
 
@@ -133,6 +135,41 @@ def test_rows_may_have_several_captions_none_or_unpaired_surrogates(tmp_path: Pa
         assert [row.captions for row in found] == [*whole[:2], *whole[3:]]
 
 
+def test_objects_and_lists_in_lists_are_no_captions(tmp_path: Path) -> None:
+    captions = [{"text": "a"}, ["one", {"text": "a"}, ["b"], 3], [{"text": "a"}], "a cat"]
+    rows = [{"url": f"http://a/{n}", "caption": c} for n, c in enumerate(captions)]
+    lines = {"kind": "urls", "path": write_list(tmp_path / "a.jsonl", rows), "format": "jsonl"}
+    whole = rows_of(make_recipe(lines), tmp_path)
+    assert [row.captions for row in whole] == [("",), ("one", "3"), ("",), ("a cat",)]
+    (tmp_path / "a.jsonl").open("a").write("malformed\n")  # read by Python
+    assert rows_of(make_recipe(lines), tmp_path)[:4] == whole
+
+
+def test_bytes_that_are_no_utf8_lose_their_letters_alike(tmp_path: Path) -> None:
+    latin = 'un caf\xe9 d\'\xe9t\xe9 \\ "x"\n'.encode("latin-1")
+    columns = {"url": [b"http://a/1"], "caption": [latin], "image": [png(1)]}
+    pq.write_table(pa.table(columns), path := tmp_path / "a.parquet")
+    (listed,) = rows_of(make_recipe({"kind": "urls", "path": str(path)}), tmp_path)
+    assert listed.captions == (latin.decode(errors="replace"),)
+    dataset = {"kind": "dataset", "path": str(path), "caption_column": "caption"}
+    (embedded,) = rows_of(make_recipe(dataset), tmp_path)
+    assert embedded.captions == listed.captions
+
+
+def test_a_web_server_without_range_requests_is_named(tmp_path: Path) -> None:
+    """A parquet file is read from its end; Python's own server gives whole files alone."""
+    write_list(tmp_path / "a.parquet", many_rows(20_000))
+
+    class Whole(SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(tmp_path))
+
+    with LoopbackServer(Whole) as server:
+        source = {"kind": "urls", "path": f"{server.url}/a.parquet"}
+        with pytest.raises(SourceError, match=r"its web server gives no parts of a file"):
+            download.plan(make_recipe(source))
+
+
 def test_a_caption_that_is_not_a_number_is_none(tmp_path: Path) -> None:
     """As pandas has a missing text; the text NaN is a caption."""
     captions = [float("nan"), "NaN", "a cat"]
@@ -202,6 +239,9 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     (tmp_path / "two").mkdir()
     write_list(tmp_path / "two/a.parquet", ROWS)
     pq.write_table(pa.table({"url": ["u"], "Caption": ["c"]}), tmp_path / "two/b.parquet")
+    pq.write_table(
+        pa.table({"url": ["u"], "Caption": ["c"], "caption": ["d"]}), tmp_path / "case.parquet"
+    )
     nested = str(tmp_path / "nested.parquet")
     pq.write_table(pa.table({"url": ["u"], "urls": [["u"]], "raw": [[{"raw": "c"}]]}), nested)
     (tmp_path / "lines.json").write_text(' {"url": "a", "caption": ""}\n' * 2)
@@ -241,6 +281,10 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "column of a later file": (
             {**urls, "path": str(tmp_path / "two")},
             r"source\.caption_column: .*b\.parquet has no column 'caption' \(did you mean 'Caption",
+        ),
+        "columns that differ in case": (
+            {**urls, "path": str(tmp_path / "case.parquet")},
+            r"case\.parquet has another column 'caption' in other case: rename one of them",
         ),
         "no such file": ({**urls, "path": f"{good}x"}, r"source\.path: .*parquetx: no such"),
         "empty folder": ({**urls, "path": str(tmp_path / "empty")}, "no .parquet files in"),
