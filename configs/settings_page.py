@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
 
 Node = dict[str, Any]
@@ -20,14 +21,15 @@ prints this page from the schema in `configs/`.
 * A section whose default is null is absent until one of its settings is given.
 """
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+#: Settings of `kiln generate` that are arguments of the command.
+ARGUMENTS = ("model", "prompts")
 PLAIN = {"boolean": "true or false", "object": "mapping"}
 
 
 def page() -> str:
     """The text of docs/settings.md."""
-    schema = Recipe.model_json_schema()
     parts = [HEAD]
-    for title, about, rows in _tables(schema):
+    for title, about, rows in (*_tables(Recipe.model_json_schema()), _generate_table()):
         lines = [f"## {title}", "", *([about, ""] if about else [])]
         lines += ["| setting | type | default | description |", "|---|---|---|---|", *rows]
         parts.append("\n".join(lines) + "\n")
@@ -55,6 +57,16 @@ def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
             title = f"`{name}`" + (f", `kind: {kind}`" if kind else "")
             rows = list(_rows(f"{name}.", section, definitions))
             yield title, _sentence(section), rows
+
+
+def _generate_table() -> tuple[str, str, list[str]]:
+    """As of `_tables`; without what are arguments of the command."""
+    schema = Generate.model_json_schema()
+    rows = list(_rows("", schema, schema.get("$defs", {})))
+    about = (
+        "The settings of `kiln generate MODEL PROMPT`, such as `-o seed=7`; no part of a recipe."
+    )
+    return "`kiln generate`", about, [row for row in rows if row.split("`")[1] not in ARGUMENTS]
 
 
 def _rows(prefix: str, section: Node, definitions: Node) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from configs.settings.base_section import Fraction, Section, StoredUrl
 from configs.settings.sampling import Prompts, Sampling
@@ -52,7 +52,10 @@ class Memorization(Section):
 class Evaluate(Sampling):
     """Compare the tuned model with its base on equal prompts and noise."""
 
-    prompts: dict[str, PromptSet] = Field(description="Named prompt sets.", min_length=1)
+    prompts: dict[str, PromptSet] = Field(
+        description="Named prompt sets; null instead of one drops that of the extended recipe.",
+        min_length=1,
+    )
     clip: StoredUrl = Field(
         description="CLIPModel folder for clip_score and cmmd: hub id, local path or fsspec URL."
     )
@@ -96,6 +99,13 @@ class Evaluate(Sampling):
         if len(set(names)) < len(names):
             raise ValueError("judges: two judges have the same name")
         return self
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _drop_null(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            return {name: prompts for name, prompts in given.items() if prompts is not None}
+        return given
 
     @property
     def preference_models(self) -> dict[str, str]:

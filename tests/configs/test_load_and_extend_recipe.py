@@ -157,6 +157,18 @@ def test_a_recipe_with_epochs_does_not_inherit_steps(tmp_path: Path) -> None:
         load_recipe(str(path))
 
 
+def test_null_drops_an_inherited_set_of_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = "extends: digits\nevaluate: {judges: [], prompts: {old: null}}\n"
+    path.write_text(text, encoding="utf-8")
+    found = load_recipe(str(path)).evaluate
+    assert [*found.prompts] == ["new"] and not found.judges
+    jsonschema.validate(parse_yaml(text), json_schema())
+    assert [*load_recipe("digits", {"evaluate.prompts.new": None}).evaluate.prompts] == ["old"]
+    with pytest.raises(RecipeError, match=r"evaluate\.prompts: .* at least 1 item"):
+        load_recipe(str(path), {"evaluate.prompts.new": None})
+
+
 def test_a_recipe_without_sections_is_told_to_extend_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")

@@ -6,6 +6,7 @@ from kiln_command import ROOT
 
 from configs import settings_page
 from configs.load_and_extend_recipe import dump, load_recipe, recipe_names
+from configs.settings.generate import Generate
 from configs.strict_yaml import parse_yaml
 
 PAGE = ROOT / "docs/settings.md"
@@ -13,6 +14,12 @@ PAGE = ROOT / "docs/settings.md"
 
 def test_page_matches_the_schema() -> None:
     assert PAGE.read_text(encoding="utf-8") == settings_page.page()
+
+
+def test_page_has_the_settings_of_generate() -> None:
+    table = settings_page.page().partition("## `kiln generate`")[2]
+    named = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
+    assert named == Generate.model_fields.keys() - {"model", "prompts"}
 
 
 def leaves(value: Any, prefix: str = "") -> set[str]:
