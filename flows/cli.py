@@ -198,7 +198,7 @@ def generate(
 ) -> None:
     """Sample pictures of prompts from a model; equal settings reuse earlier pictures.
 
-    The settings are those of docs/generation.md, such as seed=7 or scheduler=ddim.
+    The settings of -o are in docs/settings.md, such as seed=7 or scheduler=ddim.
     """
     with error_as_json(as_json):  # report wrong input before servers start
         settings = _parsed(override)

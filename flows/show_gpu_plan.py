@@ -107,5 +107,10 @@ def _parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in named)
 
 
+def duration(hours: float) -> str:
+    """Of a short training, minutes: it is not done in 0.0 hours."""
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
 def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"

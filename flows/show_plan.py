@@ -208,7 +208,8 @@ def _time(plan: TrainingPlan) -> str:
         return "unknown"
     images = plan.recipe.train.global_batch_size
     speed = f"{images / seconds:,.1f} images/s ({plan.assumption})"
-    text = f"{seconds:.3g} s per step, {speed}; {plan.steps:,} steps in {hours:,.1f} hours"
+    whole = f"{plan.steps:,} steps in {show_gpu_plan.duration(hours)}"
+    text = f"{seconds:.3g} s per step, {speed}; {whole}"
     return text if plan.cost is None else f"{text}, cost {plan.cost:,.0f}"
 
 

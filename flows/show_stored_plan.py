@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.settings.recipe import Recipe
-from flows.show_gpu_plan import gib, gpu_row, memory_row, recipe_row, saving_row
+from flows.show_gpu_plan import duration, gib, gpu_row, memory_row, recipe_row, saving_row
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.gpu.gpu_training_plan import TYPICAL_MFU, USABLE
 from tasks.gpu.recipe_memory import RecipeMemory
@@ -97,5 +97,5 @@ def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     yield "saving", saving_row(found.checkpoint, found.checkpoint_bytes)
     yield "memory", memory_row(found.largest, plan.usable)
     yield "work", f"{found.flops_per_image / 1e12:.4g} TFLOP per image, with recomputation"
-    hours = "unknown" if plan.hours is None else f"{plan.hours:,.1f} hours ({plan.assumption})"
+    hours = "unknown" if plan.hours is None else f"{duration(plan.hours)} ({plan.assumption})"
     yield "time", hours if plan.cost is None else f"{hours}, cost {plan.cost:,.0f}"

@@ -241,6 +241,9 @@ def collect_garbage(
         f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours): "
         f"{_size(collector.kept_bytes)} in finished artifacts"
     )
+    if not found and not delete:
+        print("nothing to delete")
+        return
     total = f"{_count(len(found), 'thing')}, {_size(size)}"
     print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")
 

@@ -59,7 +59,8 @@ def test_bytes_that_two_kept_artifacts_share_count_once(
         draft.add_shard(shared)
         found.publish(draft.commit({}, {"created": "2026-01-01"}))
     collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=False)
-    kept, _ = capsys.readouterr().out.splitlines()
+    kept, deleted = capsys.readouterr().out.splitlines()
+    assert deleted == "nothing to delete"
     assert kept.startswith("kept: 2 artifacts ") and kept.endswith(": 8 B in finished artifacts")
 
 
