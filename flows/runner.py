@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 from urllib.request import getproxies
 
 from rich.console import Console
@@ -44,7 +44,7 @@ def run(
 ) -> dict[str, Any]:
     """Run a flow and print its report; with `as_json`, as JSON on the last line."""
     out = sys.stderr if as_json else sys.stdout
-    print(f"checking {arguments['recipe']} …", file=out, flush=True)  # imports take seconds
+    _say_first(arguments["recipe"], out)
     _prepare_prefect()
     with error_as_json(as_json):
         recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change meanwhile
@@ -65,6 +65,11 @@ def run(
         for line in next_commands(report, recipes[0], has_server=has_server):
             print(line)
     return report
+
+
+def _say_first(what: str, out: TextIO) -> None:
+    """Say that the command works, before imports that take seconds."""
+    print(f"checking {what} …", file=out, flush=True)
 
 
 def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
@@ -103,6 +108,7 @@ def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None
 
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
+    _say_first(without_secrets(arguments["model"]), sys.stderr if as_json else sys.stdout)
     _prepare_prefect()
     with error_as_json(as_json):
         if configured_server() is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from typer.exceptions import TyperException
 
@@ -13,7 +14,8 @@ _NOT_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of ('.*')\.?")
 
 def usage_error(error: TyperException) -> str:
     """The command, its option or argument, what is wrong, and what was probably meant."""
-    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    context: Any = getattr(error, "ctx", None)
+    parameter: Any = getattr(error, "param", None)
     name = "" if context is None or context.parent is None else f"{context.info_name} "
     command, options = name and f"{name.strip()}: ", f"see kiln {name}-h"
     wrong = getattr(error, "option_name", None)

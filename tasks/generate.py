@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from artifacts.artifact_key import KeyParts
 from artifacts.check_model_available import check_on_hub
 from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_model
+from artifacts.list_folder import subfolders
 from artifacts.store import Artifact, Draft
 from configs.explain_recipe_errors import explain
+from configs.nearest_name import hint_of
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
 from configs.settings.sampling import Sampling
@@ -70,9 +72,11 @@ def locate(settings: Generate) -> str:
         models = Registry(registry_url(settings.store, settings.registry), name)
         found = models.find(version) if version else models.champion()
         if found is None and not Path(name).is_dir():
+            others = [one for one in subfolders(models.fs, models.store.root) if one != name]
+            hint = hint_of(name, others) if others else "`kiln ls` lists the published models"
             raise ModelNotFound(
                 f"model {name}: it is neither a folder nor a champion in {models.store.url} "
-                "(`kiln ls` lists the published models)"
+                f"({hint})"
             )
         place = place if found is None else found.uri
     local_model(place)

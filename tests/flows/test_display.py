@@ -2,12 +2,29 @@
 
 import pytest
 
+from flows import runner
 from flows.runner import _Display
 
 #: An evaluation: (done, total, text), of pictures that are drawn, then measured.
 DRAWN = [(n, 600, f"{n} of 600 pictures drawn") for n in range(0, 601, 50)]
 MEASURED = [(n, 300, f"{n} of 300 pictures of the base measured") for n in (128, 256, 300)]
 AGAIN = [(n, 300, f"{n} of 300 pictures of the tuned model measured") for n in (128, 256, 300)]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_command_says_that_it_works_before_slow_imports(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    def importing() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(runner, "_prepare_prefect", importing)
+    with pytest.raises(SystemExit):
+        runner.run("finetune", recipe="digits", overrides={}, as_json=as_json)
+    with pytest.raises(SystemExit):
+        runner.generate(model="digits", prompts=["a"], settings={}, out="", as_json=as_json)
+    told = capsys.readouterr()
+    assert (told.err if as_json else told.out) == "checking digits …\n" * 2
 
 
 def test_each_phase_of_a_stage_has_its_first_tenths_and_its_end(

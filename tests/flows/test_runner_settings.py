@@ -84,6 +84,30 @@ time.sleep(600)
 """
 
 
+#: The start of a server, until its process would start.
+STARTING = """
+import sys
+from flows import own_prefect_server, runner
+
+def serve(port):
+    print("prefect.server.api.server" in sys.modules)
+    raise SystemExit
+
+own_prefect_server._serve = serve
+runner._prepare_prefect()
+runner.start_server()
+"""
+
+
+def test_a_server_starts_before_its_module_is_imported_here(tmp_path: Path) -> None:
+    """The import takes 2 s of CPU time, which the server needs for the same import."""
+    command = [sys.executable, "-c", STARTING]
+    done = subprocess.run(
+        command, env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_killed_leaves_no_server(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-c", SERVING]
