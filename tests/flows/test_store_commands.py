@@ -128,8 +128,9 @@ def test_what_is_deleted_while_it_is_read_is_not_damaged(
 
     monkeypatch.setattr(LocalFileSystem, "_open", deleted)
     assert verify_store(store.root, None, given(store, registry))
-    told = [line.split() for line in capsys.readouterr().out.splitlines()]
+    *told, count = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert told == [["publish", whole.key[:12], "whole"], ["model", "digits", "v2", "whole"]]
+    assert count == ["2", "checked:", "all", "whole"]
 
 
 def test_a_store_with_nothing_to_verify_is_an_error(store: Store, registry: str) -> None:
