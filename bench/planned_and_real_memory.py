@@ -26,7 +26,6 @@ from bench import benchmark_inputs
 from bench.train_cuda import SD2_UNET, SDXL_UNET
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.job import TrainJob
 from runtimes.torch.device import free_memory
 from runtimes.torch.gpu_step_memory import step_memory
@@ -104,10 +103,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
     network, count = runtime._network, job.train["global_batch_size"]
-    extras = ExtraInputs.from_config(network.denoiser.config)
-    text = network.encodes_text
-    size = (resolution, resolution)
-    one = sample_batch(job.model_folder, None, size, network.family, extras, text=text)
+    one = sample_batch(job, network, (resolution, resolution), text=network.encodes_text)
     many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
     arrays = ("noisy_latents", "timesteps", "target", "weight")
     repeated: dict[str, Any] = {

@@ -13,7 +13,6 @@ from jax import ShapeDtypeStruct
 from jax.sharding import NamedSharding
 
 from configs.settings.train import Train
-from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.jax import scan_blocks
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.micro_batches import stack_micro_batches
@@ -43,8 +42,7 @@ class AbstractStep:
         exact = "highest" if settings.compute_dtype == "float32" else "default"
         jax.config.update("jax_default_matmul_precision", exact)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
-        given = (request.model_folder, plain, request.denoiser_config, request.text_dtype)
-        network = Network.without_weights(*given)
+        network = Network.without_weights(request, plain)
         self._settings = settings
         self._network = network
         self._hosts = hosts
@@ -52,12 +50,8 @@ class AbstractStep:
         self._splash = self._mesh.splash_attention()
         self._counter = FlopCounter(network)
         self._loops = list[scan_blocks.Loop]()
-        extras = ExtraInputs.from_config(network.denoiser.config)
         size = (request.resolution, request.resolution)
-        self._batch = sample_batch(
-            *(request.model_folder, request.vae_folder, size, network.family, extras),
-            text=network.encodes_text,
-        )
+        self._batch = sample_batch(request, network, size, text=network.encodes_text)
         recompute_blocks(network, settings, self._mesh)
         self._names = trained_names(network)
         share, self._size = settings.global_batch_size // hosts, settings.micro_batch(hosts)

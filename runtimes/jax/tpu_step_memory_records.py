@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from runtimes.process.job import HasModel
+from runtimes.process.job import HasNetwork
 
 
 @dataclass(frozen=True)
-class TpuStepRequest(HasModel):
+class TpuStepRequest(HasNetwork):
     """A training step and the TPU slice to compile it for."""
 
     model: str  # local folder of the base pipeline; its configs are enough

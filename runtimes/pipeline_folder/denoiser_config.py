@@ -15,7 +15,7 @@ from runtimes.families.inpainting_and_scores import (
     latent_channels,
 )
 from runtimes.pipeline_folder.read_configs import read_config, read_denoiser_config
-from runtimes.process.job import TrainJob
+from runtimes.process.job import HasNetwork
 
 #: Keys in which a replacement must equal the base's config: the interface to VAE and text encoders,
 #: and the default image size.
@@ -87,8 +87,8 @@ def trained_config(
     return config
 
 
-def job_config(job: TrainJob, settings: Train) -> dict[str, Any]:
-    """The config of the denoiser that a job trains. Raises WrongInput."""
+def job_config(job: HasNetwork, settings: Train) -> dict[str, Any]:
+    """The config of the denoiser that a job or request trains. Raises WrongInput."""
     return trained_config(read_denoiser_config(job.model_folder), settings, job.denoiser_config)
 
 

@@ -29,8 +29,15 @@ class HasModel:
         return None if self.vae is None else Path(self.vae)
 
 
+class HasNetwork(HasModel):
+    """A job or request with a network to train."""
+
+    denoiser_config: dict[str, Any] | None
+    text_dtype: str | None
+
+
 @dataclass(frozen=True)
-class TrainJob(HasModel):
+class TrainJob(HasNetwork):
     """Fine-tune `model` on `latents`; resume from `work` if it holds a checkpoint."""
 
     runtime: str

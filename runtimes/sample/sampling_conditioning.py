@@ -1,4 +1,4 @@
-"""Initial noise and denoiser conditioning of a batch of prompts, as arrays on the host.
+"""Initial noise, conditioning and scheduler coefficients of sampling, as arrays on the host.
 
 Runtimes that sample from tabulated coefficients (tabulated_schedulers.py) use this module in place
 of a diffusers pipeline.
@@ -48,7 +48,7 @@ class ConditionedNoise:
 
 @dataclass(frozen=True)
 class Conditioner:
-    """Computes the denoiser's conditioning of a pipeline.
+    """Computes the denoiser's conditioning of a pipeline, and the coefficients of its scheduler.
 
     Args:
         info: description of the pipeline's encoders, from describe_encoders.

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.pipeline_folder.read_configs import read_config, read_index
 from runtimes.process.answer_planner import answer_planner
@@ -65,7 +64,7 @@ class _Device(DeviceHooks):
 
 def _training(request: GpuStepRequest) -> StepMemory:
     settings = Train(**request.train)
-    network = _network(request, settings)
+    network = Network.without_weights(request, settings)
     encoders = _encoders(request, settings.compute_dtype, network.parts)
     trained = network.trained()
     sizes = [parameter.numel() for parameter in trained.values()]
@@ -120,7 +119,8 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
     plain = Train(train_text_encoder=False).model_copy(
         update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
     )
-    network, vae = _network(request, plain).requires_grad_(False), _empty_vae(request)
+    network = Network.without_weights(request, plain).requires_grad_(False)
+    vae = _empty_vae(request)
     vae = vae.to(vae_dtype(vae.config, dtype)).requires_grad_(False)
     encoders = _encoders(request, request.sampling_dtype)
     fake_tensors = FakeTensorMode()
@@ -155,16 +155,9 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
     )
 
 
-def _network(request: GpuStepRequest, settings: Train) -> Network:
-    given = (request.model_folder, settings, request.denoiser_config, request.text_dtype)
-    return Network.without_weights(*given)
-
-
 def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:
-    extras = ExtraInputs.from_config(network.denoiser.config)
     size = request.drawn_size or (request.resolution, request.resolution)
-    folders = (request.model_folder, request.vae_folder)
-    return sample_batch(*folders, size, network.family, extras, text=text)
+    return sample_batch(request, network, size, text=text)
 
 
 def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from runtimes.process.job import HasModel
+from runtimes.process.job import HasNetwork
 
 #: Kinds of memory that change during a step. `compute_weights` are copies of weights in the compute
 #: dtype, `activations` are made by the forward pass. `temporaries` are all else: recomputed
@@ -14,7 +14,7 @@ KINDS = ("gradients", "compute_weights", "activations", "temporaries")
 
 
 @dataclass(frozen=True)
-class GpuStepRequest(HasModel):
+class GpuStepRequest(HasNetwork):
     """A training step, or a denoising step of sampling, to compute the memory of."""
 
     model: str  # local folder of the base pipeline; its configs are enough

@@ -15,9 +15,8 @@ from configs.settings.train import Train
 from runtimes.adapters.weight_names import state_name
 from runtimes.contract import StoredRows
 from runtimes.families import Family, detect_family
-from runtimes.pipeline_folder.denoiser_config import job_config, trained_config
-from runtimes.pipeline_folder.read_configs import read_denoiser_config
-from runtimes.process.job import TrainJob
+from runtimes.pipeline_folder.denoiser_config import job_config
+from runtimes.process.job import HasNetwork, TrainJob
 from runtimes.torch_models.encode_token_ids import (
     Encoded,
     FrozenTextEncoders,
@@ -100,76 +99,50 @@ class Network(torch.nn.Module):
         weights = open_weights(denoiser, folder, dtype, config, settings.seed)
         tensors = denoiser.state_dict(keep_vars=True)
         unread = {id(tensors[name]): stored for name, stored in weights.items()}
-        network = cls._of(family, denoiser, job, settings, unread)
+        network = cls._of(family, denoiser, job, settings, unread=unread)
         tensors = network.state_dict(keep_vars=True)  # adapters change names
         return network, {n: unread[id(t)] for n, t in tensors.items() if id(t) in unread}
+
+    @classmethod
+    def without_weights(cls, request: HasNetwork, settings: Train) -> Network:
+        """Construct the network from config files alone, with uninitialized weights.
+
+        Planning compiles a step with it, and needs shapes only.
+
+        Raises:
+            WrongInput: a config is missing or does not describe a supported model.
+        """
+        folder, config = request.model_folder, job_config(request, settings)
+        family = detect_family(folder)
+        denoiser = empty_denoiser(folder / family.denoiser, config).to(_dtype(settings))
+        _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
+
+        def load(folder: Path, name: str, dtype: torch.dtype) -> Any:
+            return empty_text_encoder(folder, name).to(dtype).to_empty(device="cpu")
+
+        return cls._of(family, denoiser.to_empty(device="cpu"), request, settings, load=load)
 
     @classmethod
     def _of(
         cls,
         family: Family,
         denoiser: Any,
-        job: TrainJob,
+        job: HasNetwork,
         settings: Train,
-        unread: Mapping[int, StoredRows] = NOTHING,
-    ) -> Network:
-        parts, frozen = {family.denoiser: denoiser}, list[torch.nn.Module]()
-        folder, dtype, names = job.model_folder, _dtype(settings), family.clip_encoders
-        if settings.train_text_encoder:
-            parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
-        elif job.text_dtype is not None:
-            frozen = load_frozen_clip(folder, family, job.text_dtype)
-        return cls._prepared(family, parts, settings, frozen, unread)
-
-    @classmethod
-    def without_weights(
-        cls,
-        folder: Path,
-        settings: Train,
-        denoiser_config: dict[str, Any] | None = None,
-        text_dtype: str | None = None,
-    ) -> Network:
-        """Construct the network from config files alone, with uninitialized weights.
-
-        Planning compiles a step with it, and needs shapes only.
-
-        Args:
-            folder: pipeline folder; its weight files may be absent.
-            settings: of the training run.
-            denoiser_config: replaces the folder's config, for training from scratch.
-            text_dtype: as TrainJob.text_dtype.
-
-        Raises:
-            WrongInput: a config is missing or does not describe a supported model.
-        """
-        family, dtype = detect_family(folder), _dtype(settings)
-        base = folder / family.denoiser
-        config = trained_config(read_denoiser_config(folder), settings, denoiser_config)
-        denoiser = empty_denoiser(base, config).to(dtype)
-        _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
-        parts, frozen = {family.denoiser: denoiser}, list[torch.nn.Module]()
-        texts = ((name, empty_text_encoder(folder, name)) for name in family.clip_encoders)
-        if settings.train_text_encoder:
-            parts |= {name: text.to(dtype) for name, text in texts}
-        elif text_dtype is not None:
-            kind = getattr(torch, text_dtype)
-            frozen = [text.to(kind).to_empty(device="cpu") for _, text in texts]
-        parts = {name: part.to_empty(device="cpu") for name, part in parts.items()}
-        return cls._prepared(family, parts, settings, frozen)
-
-    @classmethod
-    def _prepared(
-        cls,
-        family: Family,
-        parts: dict[str, torch.nn.Module],
-        settings: Train,
-        frozen_clip: Sequence[torch.nn.Module],
+        *,
+        load: Callable[[Path, str, torch.dtype], Any] = load_text_encoder,
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
         def read(weight: torch.Tensor) -> torch.Tensor:
             values: torch.Tensor = unread.get(id(weight), weight)[...]
             return values
 
+        parts, frozen = {family.denoiser: denoiser}, list[torch.nn.Module]()
+        folder, names = job.model_folder, family.clip_encoders
+        if settings.train_text_encoder:
+            parts |= {name: load(folder, name, _dtype(settings)) for name in names}
+        elif job.text_dtype is not None:
+            frozen = [load(folder, name, getattr(torch, job.text_dtype)) for name in names]
         full, targets = settings.method == "full", family.attention_layers
         for name, part in parts.items():
             part.requires_grad_(full)
@@ -177,7 +150,7 @@ class Network(torch.nn.Module):
                 add_adapters(name, part, settings.lora, settings.seed, targets, read)
             if settings.gradient_checkpointing != "none":
                 recompute(part, settings.gradient_checkpointing)
-        return cls(family, parts, frozen_clip)
+        return cls(family, parts, frozen)
 
     def place(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Move the network to a device, with convolution weights in a memory format."""

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import StepBatch
-from runtimes.families import Captioned, Family
+from runtimes.families import Captioned
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.scheduler_config import read_schedule
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.pipeline_folder.read_configs import read_part_config
+from runtimes.process.job import HasModel
+from runtimes.torch_models.network import Network
 
 
 def sample_batch(
-    model: Path,
-    vae: Path | None,
-    size: tuple[int, int],
-    family: Family,
-    extras: ExtraInputs,
-    *,
-    text: bool,
+    request: HasModel, network: Network, size: tuple[int, int], *, text: bool
 ) -> StepBatch:
     """A batch of one zero sample, with the shapes of a run's latents and conditioning.
 
     Args:
-        model: pipeline folder; its configs are enough.
-        vae: folder of the VAE that replaces the pipeline's own.
+        request: names the pipeline folder, whose configs are enough, and the VAE.
+        network: of the run.
         size: (height, width) of the picture, in pixels.
-        family: of the pipeline.
-        extras: inputs of the denoiser other than text.
         text: whether the step encodes token ids.
     """
-    info = describe_encoders(model, vae)
+    model, family = request.model_folder, network.family
+    extras = ExtraInputs.from_config(network.denoiser.config)
+    info = describe_encoders(model, request.vae_folder)
     rows, columns = (pixels // info["vae_scale_factor"] for pixels in size)
     latents = np.zeros((1, info["latent_channels"], rows, columns), np.float32)
     sample = LatentSample(latents[0], latents[0], bytes(32), size, (0, 0), size, False, (0,))

@@ -16,7 +16,6 @@ from kiln_command import ROOT
 from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.settings.train import Train
-from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.process.answer_planner import answer_planner
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
@@ -162,7 +161,8 @@ def test_an_8_bit_base_has_half_the_memory_and_equal_flops(tiny_sdxl: Path) -> N
     assert int8.flops_per_image == plain.flops_per_image
     recomputed = int8.recomputed_flops_per_image / plain.recomputed_flops_per_image
     assert 1 <= recomputed < 1.1  # PyTorch stops before a block's last plain product
-    network = Network.without_weights(tiny_sdxl, Train(method="lora"))
+    request = GpuStepRequest(str(tiny_sdxl), {}, 64)
+    network = Network.without_weights(request, Train(method="lora"))
     layers = {n: m for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)}
     rounded = sum(
         layer.weight.numel() - 4 * layer.out_features
@@ -201,10 +201,9 @@ def test_selective_recomputation_keeps_products_and_recomputes_the_rest(tiny_sdx
 @pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.extended), "bf16"])
 def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -> None:
     settings = Train(mixed_precision=precision, gradient_checkpointing="blocks")
-    network = Network.without_weights(tiny_sdxl, settings)
-    extras = ExtraInputs.from_config(network.denoiser.config)
-    batch = sample_batch(tiny_sdxl, None, (64, 64), network.family, extras, text=False)
     request = GpuStepRequest(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
+    network = Network.without_weights(request, settings)
+    batch = sample_batch(request, network, (64, 64), text=False)
     counted = FlopCounter(network).of(batch)
     assert counted is not None
     # Fused attention computes its logits again in the backward pass, which the loop does not count.
