@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 from prefect.cache_policies import NO_CACHE
@@ -13,8 +14,10 @@ from artifacts.cache_errors import CacheFull
 from artifacts.download_or_find_model import HubAway
 from artifacts.remote_client_options_and_errors import is_outage
 from configs.load_and_extend_recipe import RecipeError
+from configs.redact_errors_and_logs import one_line
 from tasks.build_or_reuse import TransientError
 
+log = logging.getLogger("kiln")
 DAY = 86400.0  # seconds
 #: Tag of the tasks that use an accelerator; `kiln place --accelerators` limits it.
 ACCELERATOR = "accelerator"
@@ -48,11 +51,20 @@ def may_pass(error: BaseException) -> bool:
 
 
 def should_retry(task: Any, run: Any, state: State[Any]) -> bool:
-    """Whether Prefect tries a failed task again."""
+    """Whether Prefect tries a failed task again: a log line says why, and when.
+
+    Prefect asks only while a try is left. A terminal does not show its own line.
+    """
     try:
         state.result()
     except BaseException as error:
-        return may_pass(error)
+        if not may_pass(error):
+            return False
+        waits = task.retry_delay_seconds
+        seconds = waits[min(run.run_count, len(waits)) - 1]
+        message = "%s; the next try of %s is in about %g s"
+        log.warning(message, one_line(error), run.name, seconds)
+        return True
     return False
 
 

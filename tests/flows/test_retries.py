@@ -40,6 +40,7 @@ class Stage:
         self.images = StageResult("download", images.key, images.uri, images.digest, "built", 0.0)
         self.errors: list[Exception] = []
         self.tries = 0
+        self.waits = [0.0]  # seconds before a retry
         self.run = ""
         parts = KeyParts("encode", 1, {}, {})
         monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: parts)
@@ -62,7 +63,7 @@ class Stage:
         from flows.finetune import encode
 
         self.errors, self.tries = list(errors), 0
-        at_once: Any = encode.with_options(retry_delay_seconds=0)
+        at_once: Any = encode.with_options(retry_delay_seconds=self.waits)
 
         @flow(name="of-one-stage")
         def of_one_stage() -> str:
@@ -114,6 +115,20 @@ def test_the_server_records_every_attempt_and_the_reuse(
     assert task["state"]["name"] == "Completed" and task["tags"] == ["accelerator"]
     stage()
     assert stage.recorded(tmp_path, api)["state"]["name"] == "Reused"
+
+
+@pytest.mark.slow
+def test_the_log_says_why_and_when_a_stage_is_tried_again(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A terminal shows our log alone, and would stand still for up to a quarter of an hour."""
+    stage.waits = [0.01, 0.02]
+    stage(TransientError("the store is full"), TransientError("the store is away"))
+    said = [record.getMessage() for record in caplog.records if "next try" in record.getMessage()]
+    assert said == [
+        "the store is full; the next try of encode is in about 0.01 s",
+        "the store is away; the next try of encode is in about 0.02 s",
+    ]
 
 
 @pytest.mark.slow
