@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from artifacts.remote_client_options_and_errors import is_full
+
 
 @contextmanager
 def replacing(path: str, check: Callable[[], None] | None = None) -> Iterator[str]:
@@ -74,6 +76,10 @@ def _beside(path: str) -> Iterator[str]:
     beside = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
         yield beside
+    except OSError as error:
+        if is_full(error) and error.filename is None:  # the system names no file that is open
+            error.filename = path
+        raise
     finally:
         with suppress(FileNotFoundError):
             os.unlink(beside)

@@ -8,6 +8,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.artifact_key import KeyParts
+from artifacts.atomic_disk_writes import replacing
 from artifacts.checksummed_files import Damaged, FileEntry, encode_record, first_fault, read_record
 from artifacts.hashing import digest_bytes
 from artifacts.lock import LockLost
@@ -41,6 +42,16 @@ def test_a_shard_of_which_a_file_cannot_be_copied_is_not_there(tmp_path: Path) -
     with pytest.raises(OSError):
         store.commit_shard("encode", "key", files, {})
     assert not (folder / "key.json").exists()
+
+
+def test_the_error_of_a_full_disk_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:
+    """A registry or a cache may be on another disk than the store."""
+    path = f"{tmp_path}/registry/weights"
+    with pytest.raises(OSError, match="No space left") as raised, replacing(path) as beside:
+        os.symlink("/dev/full", beside)
+        with open(beside, "wb") as stream:
+            stream.write(b"x")
+    assert raised.value.filename == path
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xa0", b'{"sha256": "0", "files": []}'])
