@@ -72,6 +72,8 @@ def find_recipe(name: str) -> Path:
         return path
     if is_path:
         raise RecipeError(f"recipe {name}: no such file")
+    if os.path.isfile(f"{name}.yaml"):
+        raise RecipeError(f"recipe {name}: not found (did you mean {name}.yaml?)")
     hint = hint_of(name, recipe_names())
     raise RecipeError(f"recipe {name}: not found ({hint}; or give a path ending in .yaml)")
 

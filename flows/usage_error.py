@@ -9,6 +9,7 @@ from typer.exceptions import TyperException
 
 from configs.nearest_name import did_you_mean, hint_of
 
+_EXTRA = re.compile(r"Got unexpected extra argument\(s\) \(([a-z_.]+=.*)\)")
 _NOT_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of ('.*')\.?")
 
 
@@ -24,6 +25,8 @@ def usage_error(error: TyperException) -> str:
         return f"{command}{wrong}: no such option ({near or options})"
     if not error.message:
         return f"{command}{parameter.opts[0].upper()} is missing ({options})"
+    if (extra := _EXTRA.fullmatch(error.message)) is not None:
+        return f"{command}write a setting with -o: -o {extra[1]}"
     named = "" if parameter is None else f"{parameter.opts[0]}: "
     if (choice := _NOT_ONE_OF.fullmatch(error.message)) is not None:
         known = re.findall("'(.*?)'", choice[2])

@@ -169,6 +169,15 @@ def test_null_drops_an_inherited_set_of_prompts(tmp_path: Path) -> None:
         load_recipe(str(path), {"evaluate.prompts.new": None})
 
 
+def test_a_path_without_its_suffix_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").touch()
+    with pytest.raises(RecipeError, match=r"mine: not found \(did you mean mine\.yaml\?\)"):
+        load_recipe("mine")
+
+
 def test_a_recipe_without_sections_is_told_to_extend_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")
