@@ -153,12 +153,15 @@ class ReadAway(beam.DoFn):
 
 
 @on_threads_and_processes
-def test_an_outage_of_the_store_is_waited_for(options: dict[str, Any]) -> None:
+def test_an_outage_of_the_store_is_waited_for(
+    options: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     progress = ShardProgress(Store("memory://store-away"), "stage", {}, lambda *_: None)
     with pytest.raises(
         StorageAway, match=r"^memory:.* cannot be used now \(.*slow down\): run again later$"
     ):
-        run_linear(range(2), ReadAway(), options, progress)
+        run_linear(range(2), ReadAway(), options, progress, threads=2)
+    assert options or "Traceback" not in capfd.readouterr().err  # in threads of a flow's process
 
 
 def test_a_full_disk_of_the_runner_is_waited_for() -> None:
