@@ -254,6 +254,8 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
             place = f"{url}, or for temporary files in {tempfile.gettempdir()}"
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
+        if file is None:  # such as credentials that have expired
+            place = f"{url} ({one_line(error)})"
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and (store is None or not store.is_local):
         return StorageAway(f"{url} cannot be used now ({one_line(error)}): run again later")

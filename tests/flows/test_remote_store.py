@@ -151,7 +151,7 @@ def test_the_error_of_a_forbidden_bucket_is_one_line(
     Store(url).fs.pipe_file(f"{Store(url).root}/runs/a.json", b"{}")
     monkeypatch.setattr(gcs, "forbidden", ".*")
     said = here(*command.split(), "--store", url, code=1)
-    assert said.startswith("kiln: no permission for the store: grant it")
+    assert said.startswith("kiln: no permission for the store (Forbidden: ")
     assert len(said.strip().splitlines()) == 1
 
 
