@@ -25,11 +25,9 @@ DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
 #: Loggers that repeat an error before it is raised, or report each lost connection.
 LOUD = ("apache_beam", "distributed", "distributed.client", "distributed.gc", "tornado.application")
 log = logging.getLogger("kiln")
+
 # It prints each error's traceback, also once the pipeline has ended by that of another thread.
 sdk_worker.print = lambda text, **_: log.debug("%s", text)
-
-# It prints the traceback of every error, unredacted, beside a logger that LOUD silences.
-sdk_worker.print = lambda *_, **__: None
 
 
 class BeamOptionsError(ValueError):
