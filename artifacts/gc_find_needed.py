@@ -12,6 +12,9 @@ from artifacts.run_records import GarbageUnsure, runs
 from artifacts.store import LOCK, Artifact, Store
 
 DAY = 86400.0
+#: Name of the parent from which a training continued. Finished weights do not need it; otherwise,
+#: a champion that is retrained every week would keep the weights of all those before it.
+CONTINUED = "start"
 Key = tuple[str, str]  # (stage, key)
 
 
@@ -57,7 +60,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
 
 
 def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
-    """The artifacts of `roots` and all their ancestors, without their files.
+    """The artifacts of `roots` and their ancestors but CONTINUED ones, without their files.
 
     Raises:
         GarbageUnsure: a manifest is damaged, so its parents are unknown.
@@ -89,4 +92,5 @@ def is_held(store: Store, key: Key, now: float) -> bool:
 
 
 def _parents(manifest: dict[str, Any]) -> list[Key]:
-    return [(p["stage"], p["key"]) for p in manifest["run"].get("parents", {}).values()]
+    parents = manifest["run"].get("parents", {})
+    return [(p["stage"], p["key"]) for name, p in parents.items() if name != CONTINUED]

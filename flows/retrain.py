@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from prefect import flow, runtime, task
 from prefect.states import Completed
 
+from artifacts.gc_find_needed import CONTINUED
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
 from artifacts.run_records import record_registry
@@ -99,7 +100,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
         *(recipe, selected, run.base, run.vae, clip, start, encoded),
         progress=progress,
     )
-    parents = {"latents": selected, "start": start}
+    parents = {"latents": selected, CONTINUED: start}
     send = run.send(parts, progress, [latents])
     result = build_or_reuse(store, parts, build, parents=parents, send=send)
     facts = {name: selected.summary[name] for name in ("new", "replayed")}

@@ -12,7 +12,7 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.gc_delete_unneeded import Collector, Garbage
-from artifacts.gc_find_needed import Marks, mark, needed_by
+from artifacts.gc_find_needed import CONTINUED, Marks, mark, needed_by
 from artifacts.list_folder import files
 from artifacts.run_records import GarbageUnsure, record_run
 from artifacts.store import Store
@@ -275,6 +275,23 @@ def test_a_published_model_keeps_its_lineage_without_its_run(local: Store) -> No
     again = Collector(local, marked, days=1, min_age=0)
     assert list(again.garbage()) == []
     assert {a.stage for a in local.artifacts()} == {"download", "train", "publish"}
+
+
+def test_weights_keep_their_inputs_but_not_what_they_continue(store: Store) -> None:
+    """Otherwise a champion that is retrained every week keeps those of all weeks."""
+    images = [make(store, "download", n) for n in (1, 2)]
+    first = make(store, "train", 1, latents=images[0])
+    second = make(store, "train", 2, latents=images[1], **{CONTINUED: first})
+    deleted = collector(store, second).delete(list(collector(store, second).garbage()))
+    assert kinds(deleted) == [
+        ("download", "artifact"),
+        ("download", "shard"),
+        ("train", "artifact"),
+        ("train", "shard"),
+    ]
+    assert store.find("train", second.key) is not None
+    assert store.find("download", images[1].key) is not None
+    assert store.find("train", first.key) is None
 
 
 @pytest.mark.parametrize("call", ["scandir", "stat", "lstat", "open"])

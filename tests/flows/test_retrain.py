@@ -13,6 +13,7 @@ from kill_training import kill_training
 from published import folder, history
 from safetensors.numpy import load_file
 
+from artifacts.gc_find_needed import CONTINUED
 from artifacts.latent_shards import open_latents
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from tasks.publish.model_registry import Registry
@@ -70,6 +71,7 @@ def test_a_grown_source_continues_the_champion_on_its_new_rows(
     assert samples["replayed"] == 25  # half of all, from whole shards and a part of one
     train = manifest(grown, "train")
     assert train["inputs"]["start"] == manifest(first, "train")["digest"]
+    assert train["run"]["parents"][CONTINUED]["key"] == manifest(first, "train")["key"]
     assert train["inputs"]["base"] == manifest(first, "train")["inputs"]["base"]
     # The reference of all metrics stays, so the champion's are comparable without a measurement.
     assert manifest(grown, "evaluate")["inputs"]["images"] == manifest(first, "download")["digest"]
