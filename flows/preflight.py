@@ -87,7 +87,7 @@ def prepare(
     model, vae = check_models(recipe)
     if "train" in stages:
         check_training_targets.warn_of_kohya(recipe, model)
-        _check_memory(recipe, model, vae)
+        _check_memory(recipe, model, vae, stages)
     _check_license(recipe, model)
     run_id = run_id or str(uuid.uuid4())
     return Run(
@@ -226,10 +226,14 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_workers(recipe, stages)
 
 
-def _check_memory(recipe: Recipe, model: Path, vae: Path | None) -> None:
-    """Raise WrongInput if a run of runtime torch cannot fit the largest GPU of this machine."""
+def _check_memory(
+    recipe: Recipe, model: Path, vae: Path | None, stages: Sequence[StageName]
+) -> None:
+    """Raise WrongInput if a run of runtime torch cannot fit this machine and its largest GPU."""
     if must_fit_one_gpu(recipe) and (found := usable_gpus()):
-        check_fits(recipe, model, vae, max(gpu.memory for gpu in found), host_memory())
+        # Where another machine evaluates, it may have more memory.
+        host = host_memory() if "evaluate" in stages else None
+        check_fits(recipe, model, vae, max(gpu.memory for gpu in found), host)
 
 
 def must_fit_one_gpu(recipe: Recipe) -> bool:

@@ -145,7 +145,13 @@ def plan_for(
 
 
 def check_fits(
-    recipe: Recipe, model: Path, vae: Path | None, memory: int, host: int, *, small: int = SMALL
+    recipe: Recipe,
+    model: Path,
+    vae: Path | None,
+    memory: int,
+    host: int | None,
+    *,
+    small: int = SMALL,
 ) -> None:
     """Raise WrongInput for a recipe that cannot train or be evaluated on a GPU.
 
@@ -156,7 +162,7 @@ def check_fits(
         model: local folder of the base pipeline.
         vae: folder of the VAE that replaces the pipeline's own.
         memory: of the GPU, in bytes, as its driver reports it.
-        host: bytes of the host's memory.
+        host: bytes of the host's memory; None: this host evaluates nothing.
         small: how many times the stored weights the memory of a GPU is for a small model.
     """
     denoiser = model / detect_family(model).denoiser
@@ -170,7 +176,7 @@ def check_fits(
         return
     if plan.least_training > memory:
         raise WrongInput(plan.refusal())
-    if plan.peaks.host > host:
+    if host is not None and plan.peaks.host > host:
         raise WrongInput(
             f"evaluate.offload keeps {plan.peaks.host / GIB:.1f} GiB of weights in the host's "
             f"memory, which has {host / GIB:.1f} GiB: set false, or use a larger host"

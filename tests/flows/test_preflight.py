@@ -21,6 +21,7 @@ from flows.sweep import prepared
 from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
 from runtimes.hosts.detect_nvidia import NvidiaGpu
+from runtimes.hosts.host_memory import host_memory
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
@@ -365,6 +366,18 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
     assert planned
     prepare(load_recipe("digits", {**small, "train.device": "cpu"}))
     prepare(load_recipe("digits", small), until="encode")
+
+
+def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts: list[int | None] = []
+    monkeypatch.setattr("flows.preflight.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    monkeypatch.setattr("flows.preflight.check_fits", lambda *given: hosts.append(given[-1]))
+    recipe = load_recipe("digits", small)
+    prepare(recipe)
+    prepare(recipe, until="train")
+    assert hosts == [host_memory(), None]
 
 
 def test_a_model_that_is_small_beside_the_gpu_is_not_planned(

@@ -284,6 +284,7 @@ def test_offloaded_weights_must_fit_the_hosts_memory(
     check_fits(recipe, tiny_sd, None, 80 * GIB, GIB, small=0)
     with pytest.raises(WrongInput, match=r"keeps 1.0 GiB .* which has 0.9 GiB"):
         check_fits(recipe, tiny_sd, None, 80 * GIB, 9 * GIB // 10, small=0)
+    check_fits(recipe, tiny_sd, None, 80 * GIB, None, small=0)
     shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), tiny_sd, None)))
     assert shown["host"].startswith("1.00 GiB")
 
