@@ -193,11 +193,11 @@ class Fetcher:
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
         async with self.shared.hosts.turn(target.host, *limits, delay, connection):
             host = host_of(target.url)
-            self._requests[host] += 1
+            self._requests[host] += not is_robots
             try:
                 yield self._rows[host] > self._requests[host]
             finally:
-                self._requests[host] -= 1
+                self._requests[host] -= not is_robots
 
     async def _rules_of(self, origin: str) -> Rules:
         """The rules of an origin, read once per shard. Raises FetchFailed."""

@@ -157,6 +157,19 @@ def test_rows_that_wait_for_a_turn_use_the_connections_of_others(site: Site) -> 
     assert site.closing[-1] and site.closing.count(True) <= 2, "the last request of each"
 
 
+def test_a_hosts_only_row_uses_the_connection_of_its_robots_txt(site: Site) -> None:
+    fetcher = Fetcher(settings_for(site), ServedAt())
+    path = f"http://{site.host}/a"
+
+    async def one() -> str:
+        async with fetcher:
+            fetcher.expect([Row(path, ("",))])
+            return await outcome(fetcher, path)
+
+    assert run(one()) == "ok"
+    assert site.closing == [False, True]
+
+
 def test_robots_txt_excludes_a_picture_before_any_request_of_it(site: Site) -> None:
     site.robots = (200, b"User-agent: *\nDisallow: /private\nAllow: /private/open\n", {})
     paths = ("a", "private/b", "private/open/c", "private/d")
