@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -16,7 +18,7 @@ import pytest
 import yaml
 from kiln_command import ROOT, environment, is_running, processes_below
 
-from flows import runner
+from flows import own_prefect_server, runner
 
 pytestmark = pytest.mark.slow
 PATIENCE = 180  # seconds, for a machine that does much else
@@ -38,6 +40,24 @@ active = "team"
 [profiles.team]
 PREFECT_API_URL = "http://127.0.0.1:9/api"
 """
+
+
+def test_the_own_servers_process_is_that_of_prefects_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.server.api import server
+
+    started: list[tuple[set[str], dict[str, str]]] = []
+
+    def start(args: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
+        started.append((set(args), env))
+        return SimpleNamespace(pid=0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(own_prefect_server, "_end_after_us", lambda pid: None)
+    monkeypatch.setattr(server.SubprocessASGIServer, "_instances", {})
+    own_prefect_server._serve(8123)
+    server.SubprocessASGIServer(8123)._run_uvicorn_command()
+    ours, theirs = started
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(
