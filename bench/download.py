@@ -46,10 +46,15 @@ class Workload:
     connections: int = 256  # of ours
     shard_size: int = 1000
     image_size: int = IMAGE_SIZE
+    resize_mode: str = "keep_ratio"
 
 
 WORKLOADS = {
     "small": Workload("rate_vs_img2dataset", "small", "fast", 6000, 64),
+    # The default mode of img2dataset.
+    "small, border": Workload(
+        "rate_border_vs_img2dataset", "small", "fast", 6000, 64, resize_mode="border"
+    ),
     "large": Workload("rate_large_vs_img2dataset", "large", "fast", 1000, 64, shard_size=250),
     # Connections over the mean answer of 1.25 s bound the rate, so both sides have equally many.
     "slow": Workload("rate_slow_vs_img2dataset", "small", "slow", 6000, 64, connections=128),
@@ -210,6 +215,7 @@ def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> N
             "source": {"kind": "urls", "path": str(listed)},
             "download": {
                 "image_size": workload.image_size,
+                "resize_mode": workload.resize_mode,
                 "max_connections": workload.connections,
                 "max_connections_per_host": workload.connections,
                 "max_requests_per_host": None,
@@ -238,7 +244,7 @@ def _img2dataset(workload: Workload, listed: Path, out: Path, job: dict[str, Any
         processes_count=workload.processes,
         thread_count=workload.threads,
         image_size=workload.image_size,
-        resize_mode="keep_ratio",
+        resize_mode=workload.resize_mode,
         resize_only_if_bigger=True,
         encode_quality=95,
         number_sample_per_shard=workload.shard_size,
