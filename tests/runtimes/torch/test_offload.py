@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runtimes.torch import offload
-from runtimes.torch.offload import move_to_blocks
+from runtimes.torch.offload import move_to_blocks, offload_layers
 
 
 def test_tensors_share_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +34,17 @@ def test_tensors_share_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
             first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
             assert any(a <= first and end <= b for a, b in ranges)
     assert model[0].weight is model[3].weight
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_offloaded_weights_stay_in_their_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers pins no copy of what is pinned already."""
+    monkeypatch.setattr(offload, "BLOCK", 2**16)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
+    given = torch.randn(3, 64)
+    expected = model(given)
+    offload_layers(model, torch.device("cuda"))
+    assert len({weight.untyped_storage().data_ptr() for weight in model.parameters()}) == 1
+    for _ in range(2):  # the first pass records the order of layers
+        torch.testing.assert_close(model(given.cuda()).cpu(), expected, rtol=1e-3, atol=1e-3)
+    assert all(weight.is_pinned() for weight in model.parameters())
