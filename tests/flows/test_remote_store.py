@@ -51,7 +51,7 @@ def look_after(here: Here, url: str, report: Report) -> None:
 
     trained = f"{store.root}/train/{report['stages']['train']['key']}"
     assert store.fs.find(f"{trained}/checkpoints")
-    assert "0 things" in here("gc", "--store", url)  # nothing is a day old
+    assert "nothing to delete" in here("gc", "--store", url)  # nothing is a day old
     assert "would be deleted" in here("gc", "--store", url, "--hours", "0")
     here("gc", "--store", url, "--hours", "0", "--delete")
     assert not store.fs.find(f"{trained}/checkpoints")
