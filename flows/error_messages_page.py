@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -124,7 +125,13 @@ def _files() -> Iterator[Path]:
 
 @cache
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    # CPython before 3.11.8 fails if another thread parses, too, while a collection runs Python code
+    # (SystemError: AST constructor recursion depth mismatch, gh-106905).
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
 
 
 def _class(node: ast.ClassDef) -> ErrorClass | None:
