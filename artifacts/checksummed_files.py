@@ -212,7 +212,7 @@ def decode_record(data: bytes, path: str, *, with_files: bool = True) -> dict[st
                 f"{path} was written by a newer version of kilnworks: update this one"
             )
         if with_files:
-            with _without_collections():
+            with without_collections():  # they would visit all entries again and again
                 record["files"] = list(_entries(data, end + len(FILES)))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} is not a readable record: {error}") from None
@@ -220,8 +220,8 @@ def decode_record(data: bytes, path: str, *, with_files: bool = True) -> dict[st
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause Python's collector of cycles: it would visit all entries again and again."""
+def without_collections() -> Iterator[None]:
+    """Pause Python's collector of cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

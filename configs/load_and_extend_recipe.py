@@ -44,8 +44,8 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
     settings = _read(path, seen=())
     overrides = overrides or {}
     for dotted in overrides.keys() & {"source.kind", "train.epochs", "train.steps"}:
-        section, name = dotted.split(".")  # what these replace is not inherited
-        settings = _merge(settings, {section: {name: overrides[dotted]}}, "override ")
+        section, setting = dotted.split(".")  # what these replace is not inherited
+        settings = _merge(settings, {section: {setting: overrides[dotted]}}, "override ")
     for dotted, value in overrides.items():
         _set(settings, dotted, anchored(value, Path.cwd()))
     try:

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import ast
-import gc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from artifacts.checksummed_files import without_collections
 from configs.checkout import CHECKOUT
 from flows.error_remedies import FREQUENT, REMEDIES
 from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT
@@ -127,11 +127,8 @@ def _files() -> Iterator[Path]:
 def _parsed(path: Path) -> ast.Module:
     # CPython before 3.11.8 fails if another thread parses, too, while a collection runs Python code
     # (SystemError: AST constructor recursion depth mismatch, gh-106905).
-    gc.disable()
-    try:
+    with without_collections():
         return ast.parse(path.read_text(encoding="utf-8"))
-    finally:
-        gc.enable()
 
 
 def _class(node: ast.ClassDef) -> ErrorClass | None:
