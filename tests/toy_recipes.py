@@ -17,6 +17,7 @@ BASES = {
     "sdxl-lora": "tiny-sdxl",
     "sdxl-lora-text": "tiny-sdxl",
     "sdxl-v5p": "tiny-sdxl",
+    "sd35-lora": "tiny-sd3",
     "flux-lora": "tiny-flux",
     "flux-schnell": "tiny-flux-schnell",
     "flux2-klein": "tiny-flux2",

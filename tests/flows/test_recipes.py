@@ -38,8 +38,8 @@ def run(name: str, tmp_path: Path, api: str, tiny_model: TinyModel, **more: Any)
 @pytest.mark.parametrize(
     "name",
     [
-        *("sdxl-lora", "flux-lora", "flux-schnell", "flux2-klein", "z-image-lora"),
-        "qwen-image-lora",
+        *("sdxl-lora", "sd35-lora", "flux-lora", "flux-schnell", "flux2-klein"),
+        *("z-image-lora", "qwen-image-lora"),
     ],
 )
 def test_a_recipe_of_adapters_is_published(

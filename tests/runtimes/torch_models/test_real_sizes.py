@@ -14,10 +14,12 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
     UNet2DConditionModel,
     ZImageTransformer2DModel,
 )
 
+from bench.published_configs import PUBLISHED
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families import FAMILIES
@@ -135,6 +137,30 @@ def flux_flops(image: int, text: int, width: int = 3072) -> float:
     modulation = (19 * 2 * 6 + 38 * 3) * width**2  # once a picture
     attention = blocks * 2 * tokens**2 * width
     return 3.0 * 2 * (weights + modulation + attention)
+
+
+@pytest.mark.slow
+def test_sd35_medium_has_the_weights_and_operations_of_the_real_one() -> None:
+    """The published 2.5 B, of which 0.23 B are its table of positions."""
+    configs = PUBLISHED["stabilityai/stable-diffusion-3.5-medium"]
+    with torch.device("meta"):
+        transformer = SD3Transformer2DModel.from_config(configs["transformer/config.json"])
+    width, side, tokens, layers, dual = 1536, 128, 77 + 256, 24, 13
+    count = sum(parameter.numel() for parameter in transformer.parameters())
+    # Of the text, the last block has query, key and value only. 6 modulations a block and stream,
+    # 3 more for a second attention; 2 at each end, and 2 of time and pooled text.
+    image, text = 12 * layers + 4 * dual, 12 * (layers - 1) + 3
+    modulation = 6 * layers + 3 * dual + 6 * (layers - 1) + 2 + 2 + 2
+    ends = 4096 + 2048 + 256
+    hand = (image + text + modulation) * width**2 + ends * width
+    assert count == pytest.approx(hand, rel=1e-3)
+    assert (count + 384**2 * width) / 1e9 == pytest.approx(2.47, abs=0.01)
+    shapes = {"prompt_embeds": (tokens, 4096), "pooled_prompt_embeds": (2048,)}
+    counted = count_flops("sd3", transformer, 16, side, **shapes)
+    pixels = (side // 2) ** 2
+    weights = (image * pixels + text * tokens) * width**2 + 4096 * width * tokens
+    attention = 2 * (layers * (pixels + tokens) ** 2 + dual * pixels**2) * width
+    assert counted == pytest.approx(3 * 2 * (weights + attention), rel=0.005)
 
 
 @pytest.mark.slow
