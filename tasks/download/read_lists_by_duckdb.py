@@ -21,19 +21,16 @@ from tasks.download.read_malformed_lists import (
     csv_header,
     csv_rows,
     first_byte,
+    json_lines,
     json_rows,
     text_rows,
 )
 from tasks.download.row_fields_and_hash import (
     COLUMNS,
     HASHED,
-    additional_of,
     canonical_additional,
-    captions_of,
     literal,
     row_hash,
-    score_of,
-    text_of,
 )
 from tasks.download.stage_errors import SourceError
 
@@ -65,8 +62,8 @@ class ListFormat(NamedTuple):
     columns: Callable[[str], list[str]]  # names, of a file
     table: Callable[[str, str], str]  # SQL of all rows, of a file and of its path for DuckDB
     is_json: bool = False  # whether the table's one column `json` has the rows as objects
-    #: Reads the rows of a file that DuckDB refuses.
-    tolerant: Callable[[str], Iterator[dict[str, Any]]] | None = None
+    #: The rows of the table in a file that DuckDB refuses.
+    tolerant: Callable[[str], Iterator[dict[str, str]]] | None = None
 
 
 class MalformedList(SourceError):
@@ -93,9 +90,7 @@ def read_list(
     with reading(file), connection(file) as (db, path):
         try:
             table = format.table(file, path)
-            selected = _selected(db, format, table, columns, additional, file)
-            hashed = _hashed_with_additional if additional else _hashed
-            yield from hashed(db, selected, base_url)
+            yield from _read(db, format, table, columns, base_url, additional, file)
         except (duckdb.Error, pa.ArrowException, OSError) as error:  # also by an Arrow stream
             if format.tolerant is None:
                 raise
@@ -109,31 +104,53 @@ def read_malformed_list(
     base_url: str | None,
     additional: Sequence[str],
 ) -> Iterator[pa.Table]:
-    """As `read_list`, in Python; a malformed line of a text file is a row whose values are empty.
+    """As `read_list`, but Python finds the lines; a malformed one is a row whose values are empty.
 
     All rows are of this reader, since the two number the rows of some files differently.
     """
     assert format.tolerant is not None
-    with reading(file):
-        row = partial(_row, columns, additional)
-        yield from hash_rows(map(row, format.tolerant(file)), base_url)
+    table, texts = "lines", dict.fromkeys((*filter(None, columns.values()), *additional))
+    if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
+        valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
+        table, texts = f"(select {valid} as json from lines)", {"json": None}
+    schema = pa.schema([(name, pa.string()) for name in texts])
+    with reading(file), _cursor() as db:
+        for lines in _batches(format.tolerant(file), lambda line: line.values()):
+            db.register("lines", pa.Table.from_pylist(lines, schema=schema))
+            yield from _read(db, format, table, columns, base_url, additional, file)
+
+
+def _read(
+    db: duckdb.DuckDBPyConnection,
+    format: ListFormat,
+    table: str,
+    columns: Mapping[str, str | None],
+    base_url: str | None,
+    additional: Sequence[str],
+    file: str,
+) -> Iterator[pa.Table]:
+    """Tables of HASHED, of a table of any types."""
+    selected = _selected(db, format, table, columns, additional, file)
+    yield from (_hashed_with_additional if additional else _hashed)(db, selected, base_url)
 
 
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
     """Tables of HASHED, of rows of COLUMNS; missing values are null."""
+    canonical = ({**row, "additional": canonical_additional(row.get("additional"))} for row in rows)
     with _cursor() as db:
-        for batch in _batches(rows):
+        for batch in _batches(canonical, lambda row: [*row["captions"], row["additional"] or ""]):
             db.register("given", pa.Table.from_pylist(batch, schema=COLUMNS))
             yield from _hashed(db, "select * from given", base_url)
 
 
-def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows that DuckDB's memory holds together, with their additional columns canonical."""
+def _batches(
+    rows: Iterable[dict[str, Any]], texts: Callable[[dict[str, Any]], Iterable[str]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows that DuckDB's memory holds together, by the lengths of their texts."""
     batch, characters = list[dict[str, Any]](), 0
     for row in rows:
-        row["additional"] = canonical_additional(row.get("additional"))
         batch.append(row)
-        characters += sum(map(len, row["captions"])) + len(row["additional"] or "")
+        characters += sum(map(len, texts(row)))
         if len(batch) == BATCH // 10 or characters >= MOST_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -256,7 +273,7 @@ def _selected(
         require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
         require_columns(additional_settings(additional), [*types], file)
         values = _typed_values(named, additional, types)
-        if format.tolerant is not None:  # Python's reader knows no null in text
+        if format.tolerant is not None:  # Python's csv reader knows no null
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
             values = values._replace(additional=kept)
     listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
@@ -370,20 +387,6 @@ def additional_settings(columns: Sequence[str]) -> dict[str, str]:
     return {f"source.additional_columns.{n}": column for n, column in enumerate(columns)}
 
 
-def _row(
-    columns: Mapping[str, str | None], additional: Sequence[str], values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A row of COLUMNS of a line's values."""
-    found = {name: values.get(column or "") for name, column in columns.items()}
-    return {
-        "url": text_of(found["url"]),
-        "captions": captions_of(found["captions"]),
-        "sha256": text_of(found["sha256"]).lower() or None,
-        "aesthetic_score": score_of(found["aesthetic_score"]),
-        "additional": additional_of(additional, values),
-    }
-
-
 def _packed(*suffixes: str) -> tuple[str, ...]:
     return tuple(suffix + end for suffix in suffixes for end in COMPRESSIONS)
 
@@ -456,7 +459,7 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
     def table(file: str, path: str) -> str:
         return f"read_json_objects({literal(path)}, format = {literal(kind)}, {OWN_COLUMNS})"
 
-    tolerant = json_rows if is_lines else None
+    tolerant = json_lines if is_lines else None
     return ListFormat(_packed(*suffixes), columns, table, is_json=True, tolerant=tolerant)
 
 

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import IO, Any
 
 from tasks.download.list_files import open_file
-from tasks.download.row_fields_and_hash import integer
+from tasks.download.row_fields_and_hash import integer, text_of
 from tasks.download.stage_errors import SourceError
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
@@ -26,6 +26,7 @@ BUFFER = 2**16  # bytes
 MAX_RECORD = 131_072
 #: Characters around a URL in a text file.
 BLANK = " \t\r\n\v\f"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON
 
 
 def csv_header(file: str, delimiter: str) -> list[str]:
@@ -34,7 +35,7 @@ def csv_header(file: str, delimiter: str) -> list[str]:
         return next(csv.reader(_lines(stream), delimiter=delimiter), [])
 
 
-def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, Any]]:
+def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, str]]:
     """The fields of each row by column; an empty first one of a malformed row."""
     with _open_text(file) as stream:
         lines = _lines(stream)
@@ -52,7 +53,20 @@ def json_rows(file: str) -> Iterator[dict[str, Any]]:
         yield from (_json_object(line) for line in _lines(stream) if line.strip())
 
 
-def text_rows(file: str) -> Iterator[dict[str, Any]]:
+def json_lines(file: str) -> Iterator[dict[str, str]]:
+    """The text of each line, of which DuckDB finds the malformed ones.
+
+    DuckDB refuses unpaired surrogates, which are replaced.
+    """
+    with _open_text(file) as stream:
+        for line in _lines(stream):
+            if line.strip():
+                if SURROGATE.search(line):
+                    line = text_of(json.dumps(_json_object(line), ensure_ascii=False))
+                yield {"json": line}
+
+
+def text_rows(file: str) -> Iterator[dict[str, str]]:
     """The URL of each line that is not blank; an empty one for a line that is too long."""
     with _open_text(file) as stream:
         for line in _lines(stream):
