@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +23,8 @@ from artifacts.delete_and_fetch_folders import fetch_files
 from artifacts.hashing import canonical_json, digest_bytes, digest_json
 from artifacts.remote_client_options_and_errors import is_full
 from configs.redact_errors_and_logs import one_line
+
+log = logging.getLogger("kiln")
 
 #: What a web server says about a file's version, without which it is fetched again.
 HTTP_MARKS = ("ETag", "Last-Modified")
@@ -232,20 +236,36 @@ def _fetch_url(url: str) -> Path:
         raise ModelNotFound(f"model {url}: {error}") from None
     if not files:
         raise ModelNotFound(f"model {url}: no files there")
-    target = _cached(url, sorted(files.items()))
-    if not target.is_dir():
-        with _beside(target) as temporary:
-            complete = Path(temporary, "model")
-            try:
-                fetch_files(fs, root, files, str(complete))
-            except ValueError as error:
-                raise ModelNotFound(f"model {url}: {error}") from None
-            try:
-                complete.rename(target)
-            except OSError:
-                if not target.is_dir():  # otherwise another process fetched the same model
-                    raise
+    version = _cached(url, sorted(files.items()))
+    if (copy := _undamaged(version, url)) is not None:
+        return copy
+    with _beside(version) as temporary:
+        complete = Path(temporary, "model")
+        try:
+            fetch_files(fs, root, files, str(complete))
+        except ValueError as error:
+            raise ModelNotFound(f"model {url}: {error}") from None
+        target = version.with_name(f"{version.name}-{digest_model(complete)}")
+        try:
+            complete.rename(target)
+        except OSError:
+            if not target.is_dir():  # otherwise another process fetched the same model
+                raise
     return target
+
+
+def _undamaged(version: Path, url: str) -> Path | None:
+    """The copy of a model's version whose content has the digest in its name; others are deleted.
+
+    A damaged copy would otherwise be another model, and everything would be built again with it.
+    """
+    for copy in version.parent.glob(f"{version.name}-*"):
+        if copy.name == f"{version.name}-{digest_model(copy)}":
+            return copy
+        log.warning("%s is fetched again: its local copy is damaged", url)
+        with caching(cache_folder()), suppress(FileNotFoundError):  # another process was first
+            shutil.rmtree(copy)
+    return None
 
 
 def _cached(url: str, version: Any) -> Path:

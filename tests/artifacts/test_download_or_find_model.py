@@ -66,6 +66,18 @@ def test_a_remote_model_is_copied_once_and_nothing_else_stays(remote: str) -> No
     assert list((cache_folder() / "models").iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"[1]"), Path.unlink])
+def test_a_damaged_copy_of_a_remote_model_is_fetched_again(
+    remote: str, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = resolve_model(remote)
+    damage(folder / "unet/config.json")
+    again = resolve_model(remote)
+    assert (again / "unet/config.json").read_bytes() == b"[]"
+    assert f"{remote} is fetched again: its local copy is damaged" in caplog.messages
+    assert list((cache_folder() / "models").iterdir()) == [again]
+
+
 @pytest.mark.parametrize("kind", REMOTE)
 def test_a_model_is_not_mixed_with_one_that_its_url_matches_as_a_pattern(
     kind: str, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
