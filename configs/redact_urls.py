@@ -1,4 +1,4 @@
-"""Credentials in URLs: remove them from text, and refuse them in settings."""
+"""Credentials in URLs: remove them from text, and refuse them, and odd names, in settings."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ END = r"(?=[:,.'\")\]]*(?:[\s&;#]|$))"
 #: A value that is already removed.
 REMOVED = rf"\.\.\.{END}"
 PARAMETER = re.compile(rf"(?<=[?&;#])([^\s?&;#=/]+)=(?!{REMOVED})[^\s&;#]*?{END}")
+#: `::` that is no chain of URLs for fsspec, which would take the text before it alone.
+NO_CHAIN = re.compile(r"::(?![a-z0-9+]+(://|::)|[/.~])")
 #: A query that is one value without a name.
 UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)(?!{REMOVED})[^\s?&;#=]+?{END}")
 
@@ -74,6 +76,18 @@ def check_stored_url(url: str) -> str:
     """Raise ValueError for any secret, since manifests name the URL; returns the URL."""
     if has_secrets(url):
         raise ValueError(f"a URL with a secret is refused, since artifacts name it: {REMEDY}")
+    return url
+
+
+def check_unchained(url: str) -> str:
+    """Raise ValueError for `::` in a name, by which fsspec would split it; returns the URL.
+
+    A chain ends with a URL or a path, as `zip://list.csv::https://host/lists.zip`.
+    """
+    if NO_CHAIN.search(url):
+        raise ValueError(
+            "`::` chains URLs, and neither a URL nor an absolute path follows it: give another name"
+        )
     return url
 
 

@@ -14,14 +14,14 @@ from pydantic import (
     model_validator,
 )
 
-from configs.redact_urls import check_read_url, check_stored_url
+from configs.redact_urls import check_read_url, check_stored_url, check_unchained
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 #: Places that only this run reads: an http URL may hold credentials.
-ReadUrl = Annotated[str, AfterValidator(check_read_url)]
+ReadUrl = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained)]
 #: Places that artifacts name.
-StoredUrl = Annotated[str, AfterValidator(check_stored_url)]
+StoredUrl = Annotated[str, AfterValidator(check_stored_url), AfterValidator(check_unchained)]
 
 
 class Section(BaseModel):

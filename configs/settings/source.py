@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from configs.redact_urls import check_read_url
 from configs.settings.base_section import ReadUrl, Section
 
 AestheticColumn = Annotated[
@@ -65,7 +66,7 @@ class UrlSource(Section):
     )
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
-    base_url: ReadUrl | None = Field(
+    base_url: Annotated[str, AfterValidator(check_read_url)] | None = Field(
         None, description="Base of relative URLs; null: all URLs are absolute."
     )
 

@@ -140,6 +140,9 @@ def test_a_folder_where_a_file_was_is_a_fault(
 
 
 def test_an_invalid_store_is_a_one_line_error() -> None:
+    for name in ("s3://bucket/a::b", "./a::b"):
+        with pytest.raises(StoreError, match=f"^store {name}: `::` chains URLs, and neither "):
+            Store(name)
     with pytest.raises(StoreError, match="store foo://bar"):
         Store("foo://bar")
     for url in ("ftp://127.0.0.1:9/store", "zip:///nowhere.zip"):  # their clients open at once
