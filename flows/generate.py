@@ -89,16 +89,16 @@ def generate(
 
 
 def output_folder(out: str) -> Path:
-    """The output folder, created if missing. Raises WrongInput if it is not writable."""
+    """The output folder, which may be missing. Raises WrongInput unless it can be written."""
     if "://" in out:
         raise WrongInput(f"out: {out} is a URL: choose a local folder; only `store` may be a URL")
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=out):
+    folder = Path(out)
+    try:  # the first that exists: a failed run leaves no empty folder
+        with NamedTemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())):
             pass
     except OSError as error:
         raise WrongInput(f"out: {out} is not writable: {error}") from None
-    return Path(out)
+    return folder
 
 
 def print_report(report: dict[str, Any], *, as_json: bool) -> None:

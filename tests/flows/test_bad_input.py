@@ -26,6 +26,7 @@ from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.recipe import STAGES
 from flows import preflight, runner
 from flows.cli import main
+from flows.generate import output_folder
 from runtimes.contract import WrongInput
 
 Here = Callable[..., str]  # of conftest.py
@@ -297,6 +298,15 @@ def test_wrong_input_of_generate_starts_no_server(
         assert words in only_line(here("generate", "demo/base", "a cat", "-o", setting, code=2))
     said = only_line(here("generate", "demo/base", "a cat", "--out", "s3://a/b", code=2))
     assert "out: s3://a/b is a URL" in said
+
+
+def test_a_check_of_the_output_folder_leaves_no_folder(tmp_path: Path) -> None:
+    assert output_folder(str(tmp_path / "new/deep")) == tmp_path / "new/deep"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file/deep", tmp_path / "file", Path("/proc/deep")):
+        with pytest.raises(WrongInput, match=f"^out: {folder} is not writable: "):
+            output_folder(str(folder))
 
 
 def test_an_error_before_the_server_is_json_too(
