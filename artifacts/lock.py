@@ -30,6 +30,8 @@ HEARTBEAT_SECONDS = 5.0
 EXPIRY_SECONDS = 30.0
 _FREE = b"null"
 _UNKNOWN = "unknown"  # start of a process that exists, where /proc does not show it
+#: Tokens of locks that this process has left but could not release, as on a full disk.
+_left: set[str] = set()
 
 
 class LockLost(RuntimeError):
@@ -238,7 +240,8 @@ def _kept(lock: Lock, path: str, heartbeat: float) -> Iterator[None]:
     finally:
         stop.set()
         pulse.join()
-        _try(lock.release, path)  # what was built is committed: the lock then expires by itself
+        if not _try(lock.release, path):  # what was built is committed: others await the expiry
+            _left.add(lock.claim.token)
 
 
 def read_owner(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
@@ -247,7 +250,12 @@ def read_owner(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
 
 
 def is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner ran on this host, since it was last started, and its process has ended."""
+    """Whether the owner ran on this host, since it was last started, and its process has ended.
+
+    Also dead is an owner of this process that could not release its lock.
+    """
+    if owner.get("token") in _left:
+        return True
     here = _this_process()
     if any(owner.get(name) != here[name] for name in ("host", "boot", "pids")):
         return False
@@ -299,11 +307,13 @@ def _beat(lock: Lock, path: str, stop: threading.Event, seconds: float) -> None:
         _try(lock.renew, path)
 
 
-def _try(act: Callable[[], None], path: str) -> None:
+def _try(act: Callable[[], None], path: str) -> bool:
     try:
         act()
     except Exception as error:  # stores raise any type; the next heartbeat may succeed
         log.warning("lock %s: %s", path, error)
+        return False
+    return True
 
 
 def _this_process() -> dict[str, Any]:

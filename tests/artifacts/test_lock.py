@@ -1,5 +1,6 @@
 """One builder per key, and a dead builder's lock does not hold anybody up."""
 
+import errno
 import json
 import os
 import subprocess
@@ -244,6 +245,23 @@ def test_a_store_error_at_release_does_not_fail_the_build(
     with lock.hold(*place):
         monkeypatch.setattr(lock, "swap", away)
     assert "503 from the store" in caplog.text
+
+
+def test_a_process_does_not_wait_for_a_lock_that_it_could_not_release(
+    place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry of a stage would otherwise name its own process as the holder, until the expiry."""
+
+    def full(*given: Any) -> VersionedContent | None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, lock.hold(*place) as left:
+        patch.setattr(lock, "swap", full)
+    assert lock.read_owner(*place) is not None and not lock.is_alive(*place)
+    waited: list[Any] = []
+    with lock.hold(*place, on_wait=waited.append) as held:
+        assert held.claim != left.claim
+    assert waited == []
 
 
 def test_a_process_of_another_pid_namespace_is_not_dead() -> None:
