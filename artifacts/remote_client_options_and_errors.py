@@ -19,6 +19,8 @@ _CLIENTS = (
     *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
     *("google.api_core", "google.auth", "google.cloud", "google.resumable_media", "requests"),
 )
+#: Errors of botocore: `aws sso login` must be run again.
+_LOG_INS = {"SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"}
 
 
 def client_options(url: str) -> dict[str, Any]:
@@ -83,8 +85,12 @@ def is_of_client(error: BaseException) -> bool:
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether a store denies access: S3's client has no errno, Google's no type of its own."""
-    return isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+    """Whether a store denies access, or a log-in has expired.
+
+    S3's client has no errno for the former, Google's no type of its own.
+    """
+    is_denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
+    return is_denied or type(error).__name__ in _LOG_INS
 
 
 def is_full(error: BaseException) -> bool:

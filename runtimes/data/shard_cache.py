@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.checksummed_files import Damaged, open_checked
 from artifacts.download_or_find_model import cache_folder
 from artifacts.latent_shards import LatentShard, ShardRef
-from artifacts.remote_client_options_and_errors import is_full, is_of_client, refusals
+from artifacts.remote_client_options_and_errors import is_forbidden, is_full, is_of_client, refusals
 from runtimes.contract import WrongInput
 from runtimes.data.read_ahead import ReadAhead
 
@@ -172,7 +172,7 @@ class ShardFiles:
                 raise
             except Exception as error:  # clients of remote stores define their own exception types
                 passes = isinstance(error, (OSError, ValueError)) or is_of_client(error)
-                if wait is None or not passes:
+                if wait is None or not passes or is_forbidden(error):
                     raise
                 log.warning("%s could not be read (%s); retry in %g s", ref.url, error, wait)
                 time.sleep(wait)

@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.remote_client_options_and_errors import is_of_client, is_outage
+from artifacts.remote_client_options_and_errors import is_forbidden, is_of_client, is_outage
 
 #: Seconds before each further attempt, besides the attempts of a store's own client.
 RETRY_SECONDS = (10, 60, 300)
@@ -80,7 +80,7 @@ def with_retries(fs: AbstractFileSystem, work: Callable[[], T], failure: str) ->
         try:
             return work()
         except Exception as error:  # clients of remote stores define their own exception types
-            if not is_unreachable(fs, error):
+            if is_forbidden(error) or not is_unreachable(fs, error):
                 raise
             words = "%s: %s; next attempt in %d seconds"
             log.warning(words, failure, reason_of(error), seconds)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import EndpointConnectionError, UnauthorizedSSOTokenError
 from gcs_objects import Refused
 from gcs_server import GcsServer
 from google.protobuf.message import DecodeError
@@ -61,6 +61,7 @@ def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
         ("ServiceUnavailable", StorageAway),
         ("InternalError", StorageAway),
         ("AccessDenied", StorageError),
+        ("ExpiredToken", StorageError),
         ("NoSuchKey", FileNotFoundError),
     ],
 )
@@ -84,6 +85,7 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
         (StoreRefused("503"), True),
         (StoreRefused("Forbidden: no"), False),
         (PermissionError("Access Denied"), False),
+        (UnauthorizedSSOTokenError(), False),
         (StrictDataclassFieldValidationError("size", TypeError("many")), False),
         (DecodeError("a damaged tokenizer"), False),
         (TypeError("a bug"), False),

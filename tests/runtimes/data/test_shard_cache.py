@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from io import BytesIO
@@ -82,6 +83,16 @@ def test_reading_ahead_evicts_no_shard_that_is_wanted(
 
 def reset() -> None:
     raise ConnectionResetError("reset by peer")
+
+
+def test_expired_credentials_are_no_outage(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expired(*_: object, **__: object) -> None:
+        raise PermissionError("The provided token has expired.")
+
+    monkeypatch.setattr(MemoryFileSystem, "open", expired)
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    with pytest.raises(PermissionError, match="has expired"):
+        remote.open()
 
 
 def unavailable() -> None:

@@ -72,6 +72,19 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
     assert waited == list(RETRY_SECONDS[:failures])
 
 
+def test_expired_credentials_are_no_outage(
+    tmp_path: Path, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def expired(*_: Any) -> None:
+        raise PermissionError("The provided token has expired.")
+
+    monkeypatch.setattr("runtimes.train.write_result.write_arrays", expired)
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    state = {"weights": {"unet.conv_in.weight": np.ones((2, 3), np.float32)}}
+    with pytest.raises(PermissionError, match="has expired"):
+        write_result(make_job(Train(), tmp_path, url_of("memory")), state, ["{}"])
+
+
 @pytest.mark.parametrize("kind", ["local", "memory"])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_weights_of_a_builder_that_lost_its_lock_replace_none(
