@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu
+from tasks.estimate_disk import in_words
 from tasks.gpu.advice import Advice
 from tasks.gpu.gpu_training_plan import GpuPlan
 
@@ -85,7 +86,7 @@ def gpu_row(gpu: Gpu, usable: int) -> str:
 
 
 def saving_row(peak: int, checkpoint_bytes: int) -> str:
-    return f"{gib(peak)} while a checkpoint of {checkpoint_bytes / 1e9:,.1f} GB is written"
+    return f"{gib(peak)} while a checkpoint of {in_words(checkpoint_bytes)} is written"
 
 
 def memory_row(peak: int, usable: int) -> str:

@@ -152,8 +152,11 @@ def _free_gb() -> float | None:
         return None
 
 
-def _host(found: dict[str, Any], chips: str, *software: str) -> str:
+def _host(found: dict[str, Any], kind: str, chips: str, *software: str) -> str:
     """A host's chips, their software and the missing parts, as text."""
+    found = found[kind]
+    if not found[chips] and not any(found[name] for name in software):
+        return f"none; deploy/{kind} has the set-up of a machine with one"
     there = [f"{found[chips]} {chips[:-1].upper()}s"]
     there += [f"{name} {found[name]}" for name in software if found[name]]
     return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
@@ -170,8 +173,8 @@ def _print(found: dict[str, Any], findings: list[Finding]) -> None:
     for name, runtime in found["runtimes"].items():
         state = ", ".join(runtime["devices"]) if runtime["available"] else runtime["reason"]
         print(f"runtime {name:10} {state}")
-    print(f"ascend: {_host(found['ascend'], 'npus', 'cann', 'torch_npu')}")
-    print(f"gaudi: {_host(found['gaudi'], 'hpus', 'driver', 'habana_frameworks')}")
+    print(f"ascend: {_host(found, 'ascend', 'npus', 'cann', 'torch_npu')}")
+    print(f"gaudi: {_host(found, 'gaudi', 'hpus', 'driver', 'habana_frameworks')}")
     for finding in sorted(findings, key=lambda one: ("ok", "note", "problem").index(one.level)):
         print(f"{finding.level}: {finding.words}")
     ready = not any(finding.level == "problem" for finding in findings)

@@ -99,7 +99,7 @@ class Gpu:
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Parse a GPU's memory, such as `24GB`, or its name, such as `RTX 4090` or `A100 80GB`.
+    """Parse a GPU's memory, such as `24GB`, or its name: `RTX 4090`, `4090` or `A100 80GB`.
 
     As on data sheets, a GB of GPU memory has 2**30 bytes.
 
@@ -109,14 +109,17 @@ def parse_gpu(text: str) -> Gpu:
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I)
     if size and float(size[1]):
         return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
-    spec = next((gpu for gpu in GPU_SPECS if _plain(gpu.name) == _plain(text)), None)
+    plain = _plain(text)
+    names = ((gpu, _plain(gpu.name)) for gpu in GPU_SPECS)
+    spec = next((gpu for gpu, name in names if plain in (name, name.removeprefix("rtx"))), None)
     if spec is None and (named := known_gpu(text)) is not None:
         whole = re.fullmatch(f"{_BESIDE}(?:{named.pattern}){_BESIDE}", text, re.I)
         spec = named if whole else None
     if spec is None:
-        names = ", ".join(gpu.name for gpu in GPU_SPECS)
-        example = f"{text}GB" if re.fullmatch(r"[1-9]\d*", text) else "24GB"
-        raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
+        known = ", ".join(gpu.name for gpu in GPU_SPECS)
+        # Four digits, such as 5080, are a model.
+        example = f"{text}GB" if re.fullmatch(r"[1-9]\d{0,2}", text) else "24GB"
+        raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {known}")
     return Gpu(spec.name, spec.memory, spec)
 
 

@@ -168,8 +168,17 @@ def test_other_hosts_are_reported(asked: list[str], capsys: pytest.CaptureFixtur
     examine(None, (), as_json=False)
     said = capsys.readouterr().out
     assert sorted(asked) == sorted(RUNTIMES)
-    assert "ascend: 0 NPUs; no driver" in said
-    assert "gaudi: 0 HPUs; no driver" in said
+    assert "\nascend: none; deploy/ascend" in said
+    assert "\ngaudi: none; deploy/gaudi" in said
+
+
+@pytest.mark.usefixtures("asked")
+def test_software_without_its_chip_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "cann_version", lambda: "8.1")
+    examine(None, (), as_json=False)
+    assert "ascend: 0 NPUs, cann 8.1; no driver" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("asked")

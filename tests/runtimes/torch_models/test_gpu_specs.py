@@ -42,7 +42,8 @@ def test_the_name_of_a_gpu_selects_its_memory() -> None:
         *(("V100", 16), ("V100 32GB", 32), ("Tesla V100-SXM2-32GB", 32)),
         *(("RTX 4090 Laptop GPU", None), ("0GB", None), ("NVIDIA H100 80GB HBM3", 80)),
         *(("8xH100", None), ("2x H100", None), ("H100,L4", None), ("H1000", None)),
-        *(("B2000", None), ("RTX A6000 Ada", None)),
+        *(("B2000", None), ("RTX A6000 Ada", None), ("5080", None)),
+        *(("5090", 32), ("4090", 24), ("A6000", 48)),
     ],
 )
 def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> None:
