@@ -110,16 +110,16 @@ def parse_gpu(text: str) -> Gpu:
     if size and float(size[1]):
         return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
     plain = _plain(text)
-    names = ((gpu, _plain(gpu.name)) for gpu in GPU_SPECS)
-    spec = next((gpu for gpu, name in names if plain in (name, name.removeprefix("rtx"))), None)
+    plain_names = ((gpu, _plain(gpu.name)) for gpu in GPU_SPECS)
+    spec = next((gpu for gpu, name in plain_names if plain in (name, name.removeprefix("rtx"))), None)
     if spec is None and (named := known_gpu(text)) is not None:
         whole = re.fullmatch(f"{_BESIDE}(?:{named.pattern}){_BESIDE}", text, re.I)
         spec = named if whole else None
     if spec is None:
-        known = ", ".join(gpu.name for gpu in GPU_SPECS)
+        names = ", ".join(gpu.name for gpu in GPU_SPECS)
         # Four digits, such as 5080, are a model.
         example = f"{text}GB" if re.fullmatch(r"[1-9]\d{0,2}", text) else "24GB"
-        raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {known}")
+        raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
     return Gpu(spec.name, spec.memory, spec)
 
 
