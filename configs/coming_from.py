@@ -30,7 +30,7 @@ TABLE = (
     Foreign("image_column", "D", "source.image_column"),
     Foreign("caption_column", "D", "source.caption_column"),
     Foreign("output_dir logging_dir", "DKS", "store", "content-addressed artifacts"),
-    Foreign("output_name hub_model_id", "DKS", "publish.name"),
+    Foreign("output_name", "KS", "publish.name"),
     Foreign("resolution", "DKS", "encode.resolution", "and `download.image_size`"),
     Foreign("center_crop crop_aspect", "DS", "encode.crop"),
     Foreign("random_flip flip_aug", "DKS", "encode.flip", "the store holds both variants"),
@@ -138,7 +138,7 @@ TABLE = (
     Foreign("report_to log_with", "DKS", "train.wandb", "TensorBoard files are always written"),
     Foreign("seed", "DKS", "train.seed"),
     Foreign("dataloader_num_workers max_data_loader_n_workers", "DKS", "train.prefetch"),
-    Foreign("push_to_hub", "DS", "publish", "to a registry, if the gate passes"),
+    Foreign("push_to_hub hub_model_id", "DS", "publish.hub", "`{repo: owner/name}`, if the gate passes"),
     Foreign("enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism",
             "DKS", "train.attention", "PyTorch's kernels alone"),
     Foreign("validation_split", "K", "encode.holdout", "a fraction of the pictures"),
@@ -200,7 +200,7 @@ def page() -> str:
     for foreign in TABLE:
         theirs = ", ".join(f"`{name}`" for name in foreign.names.split())
         tools = ", ".join(TOOLS[tool] for tool in foreign.tools)
-        here = "" if foreign.ours == "none" else f"`{foreign.ours}`"
+        here = "none" if foreign.ours == "none" else f"`{foreign.ours}`"
         lines.append(f"| {theirs} | {tools} | {here} | {foreign.note} |")
     return "\n".join(lines) + "\n"
 

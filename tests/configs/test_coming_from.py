@@ -39,6 +39,7 @@ def test_table_names_only_settings_of_a_recipe(foreign: coming_from.Foreign) -> 
         ("train.network_alpha", "called train.lora.alpha here: null here is the rank; kohya's "),
         ("train.timestep_sampling", "which also need `distribution: logit_normal`"),
         ("train.optimizer_type", "with `scale_parameter=False relative_step=False`"),
+        ("publish.push_to_hub", "called publish.hub here: `{repo: owner/name}`"),
         ("train.scale_lr", "no equivalent here: learning_rate is not scaled"),
     ],
 )
