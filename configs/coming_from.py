@@ -29,6 +29,7 @@ TABLE = (
     Foreign("dataset_config data_backend_config", "KS", "source", "one source per recipe"),
     Foreign("image_column", "D", "source.image_column"),
     Foreign("caption_column", "D", "source.caption_column"),
+    Foreign("caption_extension", "K", "none", "the caption of `fox.png` is in `fox.txt`"),
     Foreign("output_dir logging_dir", "DKS", "store", "content-addressed artifacts"),
     Foreign("output_name", "KS", "publish.name"),
     Foreign("resolution", "DKS", "encode.resolution", "and `download.image_size`"),
