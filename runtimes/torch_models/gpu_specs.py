@@ -109,9 +109,7 @@ def parse_gpu(text: str) -> Gpu:
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I)
     if size and float(size[1]):
         return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
-    plain = _plain(text)
-    plain_names = ((gpu, _plain(gpu.name)) for gpu in GPU_SPECS)
-    spec = next((gpu for gpu, name in plain_names if plain in (name, name.removeprefix("rtx"))), None)
+    spec = next((gpu for gpu in GPU_SPECS if _plain(text) in _short_names(gpu)), None)
     if spec is None and (named := known_gpu(text)) is not None:
         whole = re.fullmatch(f"{_BESIDE}(?:{named.pattern}){_BESIDE}", text, re.I)
         spec = named if whole else None
@@ -121,6 +119,11 @@ def parse_gpu(text: str) -> Gpu:
         example = f"{text}GB" if re.fullmatch(r"[1-9]\d{0,2}", text) else "24GB"
         raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
     return Gpu(spec.name, spec.memory, spec)
+
+
+def _short_names(gpu: GpuSpec) -> tuple[str, str]:
+    name = _plain(gpu.name)
+    return name, name.removeprefix("rtx")
 
 
 def _plain(name: str) -> str:
