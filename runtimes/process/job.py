@@ -10,6 +10,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from artifacts.lock import Claim
+from runtimes.contract import WrongInput
 
 
 class HasModel:
@@ -134,11 +135,23 @@ def write_job(job: Job, path: Path) -> None:
 
 
 def read_job(path: Path) -> Job:
-    """Read a file of `write_job`."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if fields["kind"] == "train":
+    """Read a file of `write_job`, or of a person: fields with a default may be absent.
+
+    Raises WrongInput if it is no JSON object, or a field is absent or unknown.
+    """
+    try:
+        return _job(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = f"no field {error}" if isinstance(error, KeyError) else error
+        raise WrongInput(
+            f"{path}: {reason}; runtimes/process/job.py has the fields of a job, such as TrainJob"
+        ) from None
+
+
+def _job(fields: dict[str, Any]) -> Job:
+    if fields.get("kind", "train") == "train":
         claim = Claim(**fields["claim"]) if fields.get("claim") else None
-        prompts = tuple(fields["sample_prompts"])
+        prompts = tuple(fields.get("sample_prompts", ()))
         return TrainJob(**{**fields, "sample_prompts": prompts, "claim": claim})
     drawings = tuple(Drawing(**d) for d in fields["drawings"])
     return GenerateJob(**{**fields, "drawings": drawings, "prompts": tuple(fields["prompts"])})

@@ -1,0 +1,36 @@
+"""Job files that people write, for a training on several machines."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from kiln_command import ROOT
+
+from runtimes.contract import WrongInput
+from runtimes.process.job import TrainJob, read_job
+
+
+def test_the_job_file_of_the_page_is_read(tmp_path: Path) -> None:
+    page = (ROOT / "deploy/ascend/README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "JOB.json"
+    path.write_text(shown, encoding="utf-8")
+    assert read_job(path) == TrainJob(**json.loads(shown))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"runtime": "torch"}', "required positional arguments: 'model'"),
+        ('{"kind": "generate"}', "no field 'drawings'"),
+        ('{"runtime": "torch", "modell": "a"}', "unexpected keyword argument 'modell'"),
+        ("[]", "has no attribute"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_malformed_job_file_is_wrong_input(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "JOB.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(WrongInput, match=f"^{re.escape(str(path))}: .*{words}.*; runtimes/process"):
+        read_job(path)
