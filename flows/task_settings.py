@@ -53,13 +53,15 @@ def may_pass(error: BaseException) -> bool:
 def should_retry(task: Any, run: Any, state: State[Any]) -> bool:
     """Whether Prefect tries a failed task again: a log line says why, and when.
 
-    Prefect asks only while a try is left. A terminal does not show its own line.
+    Prefect asks only while a try is left. A terminal does not show its own line, a worker does.
     """
     try:
         state.result()
     except BaseException as error:
         if not may_pass(error):
             return False
+        if logging.getLogger("prefect.task_runs").isEnabledFor(logging.INFO):
+            return True
         waits = task.retry_delay_seconds
         seconds = waits[min(run.run_count, len(waits)) - 1]
         message = "%s; the next try of %s is in about %g s"

@@ -26,7 +26,8 @@ def usage_error(error: TyperException) -> str:
     if not error.message:
         return f"{command}{parameter.opts[0].upper()} is missing ({options})"
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
-        return f"{command}write a setting with -o: -o {extra[1]}"
+        given = re.sub(r" (?=[a-z_.]+=)", " -o ", extra[1])  # each of several settings
+        return f"{command}write a setting with -o: -o {given}"
     named = "" if parameter is None else f"{parameter.opts[0]}: "
     if (choice := _NOT_ONE_OF.fullmatch(error.message)) is not None:
         known = re.findall("'(.*?)'", choice[2])

@@ -99,6 +99,7 @@ def test_a_value_that_is_no_yaml_is_not_printed(here: Here) -> None:
         (["run", "digits", "--until", "x"], f"'x' is unknown (there are: {', '.join(STAGES)})"),
         (["run", "digits", "--untill", "x"], "run: --untill: no such option (did you mean --until"),
         (["run", "digits", "train.steps=3"], "run: write a setting with -o: -o train.steps=3"),
+        (["plan", "digits", "a=1", "b.c=2 3"], "plan: write a setting with -o: -o a=1 -o b.c=2 3"),
         (["run", "digits", "-x"], "run: -x: no such option (see kiln run -h)"),
         (["run", "digits", "--until"], "'--until' requires an argument"),
         (["run"], "run: RECIPE is missing (see kiln run -h)"),

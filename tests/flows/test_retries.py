@@ -1,9 +1,11 @@
 """Transient failures of a stage are retried, permanent ones are not."""
 
 import errno
+import logging
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,16 +121,39 @@ def test_the_server_records_every_attempt_and_the_reuse(
 
 @pytest.mark.slow
 def test_the_log_says_why_and_when_a_stage_is_tried_again(
-    stage: Stage, caplog: pytest.LogCaptureFixture
+    stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminal shows our log alone, and would stand still for up to a quarter of an hour."""
     stage.waits = [0.01, 0.02]
+    show_prefects_lines(monkeypatch, False)
     stage(TransientError("the store is full"), TransientError("the store is away"))
     said = [record.getMessage() for record in caplog.records if "next try" in record.getMessage()]
     assert said == [
         "the store is full; the next try of encode is in about 0.01 s",
         "the store is away; the next try of encode is in about 0.02 s",
     ]
+
+
+def show_prefects_lines(monkeypatch: pytest.MonkeyPatch, shown: bool) -> None:
+    logger = logging.getLogger("prefect.task_runs")
+    monkeypatch.setattr(logger, "isEnabledFor", lambda level: shown)
+
+
+@pytest.mark.parametrize("is_worker", [True, False])
+def test_a_retry_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_worker: bool
+) -> None:
+    """On a worker, Prefect has a line of its own."""
+    from flows.task_settings import should_retry
+
+    def away() -> None:
+        raise TransientError("away")
+
+    task: Any = SimpleNamespace(retry_delay_seconds=[1.0])
+    run, state = SimpleNamespace(run_count=1, name="encode"), SimpleNamespace(result=away)
+    show_prefects_lines(monkeypatch, is_worker)
+    assert should_retry(task, run, state)  # type: ignore[arg-type]
+    assert len(caplog.messages) == (0 if is_worker else 1)
 
 
 @pytest.mark.slow
