@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tasks.result_files import REPORT
 
 SIGNATURE = "model.sig"
 PASSWORD = "KILN_SIGNING_PASSWORD"
+#: What the library's error says after the name of each changed file.
+DIGESTS = re.compile(r""": Expected 'Digest\(.*?(?=", "|"\]$)""")
 #: Files beside a model's own: of the registry, and of the hub's client.
 UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
@@ -69,7 +72,7 @@ def verify_folder(folder: Path, key: Path) -> None:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=key)
         verifier.set_hashing_config(_hashing(folder)).verify(folder, folder / SIGNATURE)
     except Exception as error:  # the library raises many types, also for damaged signatures
-        reason = str(error) or type(error).__name__
+        reason = DIGESTS.sub("", str(error)) or type(error).__name__
         raise SignatureError(f"{folder} is not as signed by {key}: {reason}") from None
 
 
