@@ -43,10 +43,10 @@ Kilnworks by their class. `python -m flows.error_messages_page` prints it from t
 |---|---|
 | what this machine lacks | `kiln doctor` |
 | what is in the store | `kiln ls` |
-| why a stage was built again, and from what | `kiln show KEY` |
+| why a stage was built again, from what, and with which settings | `kiln show KEY` |
 | whether a file is damaged | `kiln verify` |
 | what may be deleted | `kiln gc` |
-| the settings that a run used | `kiln recipes NAME` |
+| a recipe with all its settings | `kiln recipes NAME` |
 """
 
 
