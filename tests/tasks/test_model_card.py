@@ -78,6 +78,8 @@ def test_the_code_of_every_kind_of_card_is_python(
     assert (", text_encoder_3=None, tokenizer_3=None, dtype" in code) == bool(weights.absent)
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
+    # A base that stores half precision does not draw without a dtype.
+    assert ("Without `dtype` diffusers" in card) == weights.pipeline
     folder = "lora/" if weights.pipeline else ""
     assert (f"| ComfyUI | `{folder}{LORA_WEIGHTS}` |" in card) == weights.adapters
 
