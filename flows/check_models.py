@@ -15,13 +15,13 @@ from runtimes import check_support
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
+from runtimes.objective.noise_schedule import schedule_facts
 from runtimes.objective.resolution_shift import ResolutionShift
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.objective.scheduler_config import (
     read_schedule,
     read_scheduler_config,
     scheduler_config,
-    trained_scheduler_config,
 )
 from runtimes.objective.training_objective import Objective
 from runtimes.pipeline_folder.check_weights_and_vocabulary import check_tokenizers, check_weights
@@ -105,7 +105,8 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0), shift)
     if recipe.encode.holdout:  # evaluation computes the base's loss
         Objective(read_schedule(folder), LatentScale(1.0), seed=0)
-    if trained_scheduler_config(folder, recipe.train) is not None:
+    base, tuned = (read_schedule(folder, settings) for settings in (None, recipe.train))
+    if schedule_facts(base) != schedule_facts(tuned):
         why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
     elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):
         why = "the inputs (train.inpainting or train.aesthetic_score)"

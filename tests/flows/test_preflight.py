@@ -135,6 +135,19 @@ def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_
         prepare(load_recipe("digits", {**small, **changed}))
 
 
+def test_another_spacing_of_the_sampler_s_timesteps_leaves_losses_comparable(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of a base with zero terminal SNR, train.zero_terminal_snr changes the spacing alone."""
+    base = load_recipe("digits", small).model.path
+    copied = Path(shutil.copytree(base, tmp_path / "base"))
+    path = copied / "scheduler/scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "timestep_spacing": "leading"}))
+    changed = {"model.path": str(copied), "train.zero_terminal_snr": True}
+    gate = {"publish.gate": ["holdout_loss < base"]}
+    assert prepare(load_recipe("digits", {**small, **changed, **gate})).base == copied
+
+
 @pytest.mark.parametrize(
     ("file", "settings", "line"),
     [
