@@ -28,8 +28,6 @@ from runtimes.train.samples import Samples
 from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 from runtimes.train.write_result import write_result
 
-ADVICE = "lower train.learning_rate, or set train.mixed_precision to no"
-
 
 class TrainingRun:
     """The state of a training run. All ranks must call its methods in the same order.
@@ -288,11 +286,18 @@ class TrainingRun:
         event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
-            raise Diverged(f"{event.words}: {ADVICE}")
+            raise Diverged(f"{event.words}: {self._advice}")
         if len(self.skipped) >= policy.max_skips:
             limit = f"{policy.max_skips} batches have been left out already"
-            raise Diverged(f"{event.words}, and {limit}: {ADVICE}")
+            raise Diverged(f"{event.words}, and {limit}: {self._advice}")
         return event
+
+    @property
+    def _advice(self) -> str:
+        lower = "lower train.learning_rate"
+        if self._settings.mixed_precision == "no":
+            return lower
+        return f"{lower}, or set train.mixed_precision to no"
 
     def _roll_back(self, event: DivergenceEvent) -> None:
         """Restore the checkpoint before the event's step and skip that step's batch."""
@@ -300,7 +305,7 @@ class TrainingRun:
         self._saver.wait()
         saved = self._checkpoints.latest(event.step)
         if saved is None:
-            raise Diverged(f"{event.words}, and no checkpoint before it is left: {ADVICE}")
+            raise Diverged(f"{event.words}, and no checkpoint before it is left: {self._advice}")
         number = batch_number(event.step - 1, self.skipped)
         self.skipped.append(number)
         self._restore(saved)

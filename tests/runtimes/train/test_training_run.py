@@ -329,9 +329,10 @@ def test_a_run_that_diverged_goes_on_with_other_settings_of_recovery(
 ) -> None:
     poison(monkeypatch, 5)
     settings = {"steps": 9, "logging_steps": 1, "checkpointing_steps": 3}
-    job = make_job(**settings)
-    with pytest.raises(Diverged):
-        run(job)
+    with pytest.raises(Diverged, match=r": lower train\.learning_rate$"):
+        run(make_job(**settings))
+    with pytest.raises(Diverged, match=r"or set train\.mixed_precision to no$"):
+        run(make_job("half", **settings, mixed_precision="bf16"))
     heard = run(make_job(**settings, divergence={"action": "skip"}))
     assert heard.of("start")[0]["step"] == 3
     assert [event["left_out"] for event in heard.of("back")] == [5]
