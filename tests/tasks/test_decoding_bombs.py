@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import resource
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from io import BytesIO
+from multiprocessing.pool import ThreadPool
 
 import pytest
 from fuzz.pictures import tiled_tiff
+from picture_server import plain_picture
 from PIL import Image
 
 from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header, check_picture
+from tasks.download.decoding_memory import PixelBudget
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.download.retryable_and_final_failures import FetchFailed
 
@@ -112,3 +116,50 @@ def test_a_picture_that_decodes_to_another_size_is_no_image(
     resizer = PictureResizer(Download())
     assert resizer.resize(saved("PNG", 2 * SHOWN)) == "not an image"
     assert resizer.resize(saved("PNG")) != "not an image"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"<html>gone</html>", "not an image"),
+        (b"", "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image"),
+        (plain_picture(101, 101), "too many pixels"),
+    ],
+)
+def test_only_known_formats_within_the_pixel_limit_are_decoded(body: bytes, reason: str) -> None:
+    with pytest.raises(FetchFailed, match=reason):
+        check_picture(body, max_pixels=100 * 100)
+    check_picture(plain_picture(100, 100), max_pixels=100 * 100)
+
+
+def test_a_pixel_bomb_is_refused_by_its_header() -> None:
+    bomb = bytearray(plain_picture(8, 8))
+    bomb[16:24] = (60000).to_bytes(4, "big") * 2
+    with pytest.raises(FetchFailed, match=r"too many pixels|not an image"):
+        check_picture(bytes(bomb), max_pixels=178_956_970)
+
+
+def test_a_jpeg_of_many_scans_is_refused_and_a_progressive_one_is_not() -> None:
+    buffer = BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
+    progressive = buffer.getvalue()
+    assert check_picture(progressive, max_pixels=10_000).pixels == 64 * 64
+    last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
+    bomb = progressive[:-2] + 100 * last_scan + progressive[-2:]
+    with pytest.raises(FetchFailed, match="too many scans"):
+        check_picture(bomb, max_pixels=10_000)
+
+
+def test_all_threads_together_decode_no_more_pixels_than_the_limit() -> None:
+    budget, most, pixels = PixelBudget(), [0], [30, 100, 70, 40, 60, 10, 100, 50]
+
+    def decode(size: int) -> None:
+        with budget.reserve(size, 100):
+            most.append(budget.pixels)
+            time.sleep(0.01)
+
+    with ThreadPool(len(pixels)) as pool:
+        pool.map(decode, pixels)
+    assert 0 < max(most) <= 100
+    assert budget.pixels == 0

@@ -15,7 +15,7 @@ from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.rotate_and_reduce import reduction
+from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -185,3 +185,29 @@ def test_a_tiff_of_lab_has_the_colours_that_pillow_sees() -> None:
 def test_pixels_without_a_known_range_are_no_picture(mode: str) -> None:
     with pytest.raises(FetchFailed, match="not an image"):
         resized(tiff(Image.new(mode, (96, 96), 1)))
+
+
+def _with_exif(exif: bytes, mode: str = "RGB", kind: str = "JPEG") -> bytes:
+    buffer = BytesIO()
+    Image.new(mode, (8, 6), 90).save(buffer, kind, exif=exif)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_only_pictures_with_an_orientation_are_rotated(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for mode, kind in (("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG")):
+        body = _with_exif(exif.tobytes(), mode, kind)
+        turned = rotate_and_reduce(body)
+        assert (turned.body == body) == (orientation == 1)
+        with Image.open(BytesIO(turned.body)) as image:
+            assert image.size == ((8, 6) if orientation < 5 else (6, 8))
+            assert image.getexif().get(0x0112, 1) == 1
+            assert image.size == turned[1:]
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b""])
+def test_a_picture_with_damaged_or_no_exif_is_unchanged(exif: bytes) -> None:
+    body = _with_exif(exif)
+    assert rotate_and_reduce(body) == (body, 8, 6)
