@@ -168,79 +168,28 @@ def tiny_model(once: MakeOnce) -> Callable[[str], Path]:
     return saved
 
 
-@pytest.fixture(scope="session")
-def tiny_sdxl(tiny_model: Callable[[str], Path]) -> Path:
-    """A StableDiffusionXLPipeline folder: 32 x 32 pictures, VAE with factor 4."""
-    return tiny_model("tiny-sdxl")
+def _folder_of(name: str) -> Callable[..., Path]:
+    """The fixture of a model's folder."""
+
+    @pytest.fixture(scope="session")
+    def folder(tiny_model: Callable[[str], Path]) -> Path:
+        return tiny_model(name)
+
+    return folder
 
 
-@pytest.fixture(scope="session")
-def tiny_sd(tiny_model: Callable[[str], Path]) -> Path:
-    """A StableDiffusionPipeline folder, in the layout of Stable Diffusion 1 and 2."""
-    return tiny_model("tiny-sd")
-
-
-@pytest.fixture(scope="session")
-def tiny_sd3(tiny_model: Callable[[str], Path]) -> Path:
-    """A StableDiffusion3Pipeline folder, in the layout of Stable Diffusion 3 and 3.5."""
-    return tiny_model("tiny-sd3")
-
-
-@pytest.fixture(scope="session")
-def tiny_flux(tiny_model: Callable[[str], Path]) -> Path:
-    """A FluxPipeline folder, in the layout of FLUX.1 dev."""
-    return tiny_model("tiny-flux")
-
-
-@pytest.fixture(scope="session")
-def tiny_flux_schnell(tiny_model: Callable[[str], Path]) -> Path:
-    """A FluxPipeline folder, in the layout of FLUX.1 schnell."""
-    return tiny_model("tiny-flux-schnell")
-
-
-@pytest.fixture(scope="session")
-def tiny_flux2(tiny_model: Callable[[str], Path]) -> Path:
-    """A Flux2KleinPipeline folder: 32 x 32 pictures, VAE with factor 4."""
-    return tiny_model("tiny-flux2")
-
-
-@pytest.fixture(scope="session")
-def tiny_flux2_distilled(tiny_model: Callable[[str], Path]) -> Path:
-    """The same, distilled: its pipeline ignores the guidance scale."""
-    return tiny_model("tiny-flux2-distilled")
-
-
-@pytest.fixture(scope="session")
-def sdxl_projecting(tiny_model: Callable[[str], Path]) -> Path:
-    """An SDXL whose first text encoder has a projection, as only few published ones have."""
-    return tiny_model("least-sdxl-projecting")
-
-
-@pytest.fixture(scope="session")
-def tiny_z_image(tiny_model: Callable[[str], Path]) -> Path:
-    """A ZImagePipeline folder: 32 x 32 pictures, VAE with factor 4."""
-    return tiny_model("tiny-z-image")
-
-
-@pytest.fixture(scope="session")
-def tiny_qwen_image(tiny_model: Callable[[str], Path]) -> Path:
-    """A QwenImagePipeline folder: 32 x 32 pictures, VAE with factor 4."""
-    return tiny_model("tiny-qwen-image")
-
-
-@pytest.fixture(scope="session")
-def tiny_sd3_without_t5(tiny_model: Callable[[str], Path]) -> Path:
-    """The same without the T5 text encoder, a common choice to save memory."""
-    return tiny_model("tiny-sd3-without-t5")
-
-
-@pytest.fixture(scope="session")
-def tiny_vae(tiny_model: Callable[[str], Path]) -> Path:
-    """An AutoencoderKL folder with other weights."""
-    return tiny_model("tiny-vae")
-
-
-@pytest.fixture(scope="session")
-def tiny_clip(tiny_model: Callable[[str], Path]) -> Path:
-    """A CLIPModel folder with image processor and tokenizer: 32 x 32 pictures, 24 features."""
-    return tiny_model("tiny-clip")
+# In the layout of a family; pictures have 32 x 32 pixels, VAEs the factor 4.
+tiny_sdxl = _folder_of("tiny-sdxl")  # Stable Diffusion XL
+#: Its first text encoder has a projection, as few published ones have.
+sdxl_projecting = _folder_of("least-sdxl-projecting")
+tiny_sd = _folder_of("tiny-sd")  # Stable Diffusion 1 and 2
+tiny_sd3 = _folder_of("tiny-sd3")  # Stable Diffusion 3 and 3.5
+tiny_sd3_without_t5 = _folder_of("tiny-sd3-without-t5")  # a common choice to save memory
+tiny_flux = _folder_of("tiny-flux")  # FLUX.1 dev
+tiny_flux_schnell = _folder_of("tiny-flux-schnell")  # FLUX.1 schnell
+tiny_flux2 = _folder_of("tiny-flux2")  # FLUX.2 klein
+tiny_flux2_distilled = _folder_of("tiny-flux2-distilled")  # its pipeline ignores the guidance scale
+tiny_z_image = _folder_of("tiny-z-image")
+tiny_qwen_image = _folder_of("tiny-qwen-image")
+tiny_vae = _folder_of("tiny-vae")  # an AutoencoderKL with other weights
+tiny_clip = _folder_of("tiny-clip")  # a CLIPModel with image processor and tokenizer, 24 features

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,34 @@ from runtimes.train import training_loop
 
 
 class RecordedEvents(Events):
-    """Records the events of a job."""
+    """Keeps the events of a job, and asks it to stop at an event of a step, or of a later one.
 
-    def __init__(self) -> None:
+    Attributes:
+        events: (kind, fields) of each, as they are read from JSON.
+        stop: for the job.
+    """
+
+    def __init__(self, until: tuple[str, float] = ("", math.inf)) -> None:
         super().__init__()
-        self.recorded: list[dict[str, Any]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.stop, self._until = Stop(), until
 
     def emit(self, event: str, **fields: Any) -> None:
-        self.recorded.append({"event": event, **fields})
+        self.events.append((event, json.loads(json.dumps(fields))))
+        kind, step = self._until
+        if event == kind and fields["step"] >= step:
+            self.stop.requested = True
         super().emit(event, **fields)
 
-    def all(self, event: str) -> list[dict[str, Any]]:
-        return [record for record in self.recorded if record["event"] == event]
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.events if event == kind]
 
 
 def train(job: TrainJob, events: RecordedEvents | None = None) -> int:
     """Train to the end; the first step."""
     events = events or RecordedEvents()
-    assert training_loop.train(job, events, Stop())
-    (start,) = events.all("start")
+    assert training_loop.train(job, events, events.stop)
+    (start,) = events.of("start")
     return int(start["step"])
 
 

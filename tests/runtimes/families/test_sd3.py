@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from runtimes.data.bucketed_sample_order import Order
 from runtimes.families import FAMILIES
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, text_length
-from runtimes.process.events import Events
+from runtimes.process.events import SilentEvents
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.process.signals import Stop
 from runtimes.sample.generate_job import generate
@@ -34,14 +33,6 @@ pytestmark = pytest.mark.slow
 
 STEPS, BATCH = 4, 4
 PROMPTS = ("one", "two")
-
-
-class Silent(Events):
-    def __init__(self) -> None:
-        pass
-
-    def emit(self, event: str, **fields: Any) -> None:
-        pass
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def job(tiny_sd3: Path, latents: str, make_job: Callable[..., TrainJob]) -> Trai
 
 
 def test_the_loop_trains_as_a_plain_one_does(job: TrainJob, tiny_sd3: Path) -> None:
-    assert train(job, Silent(), Stop())
+    assert train(job, SilentEvents(), Stop())
     ours = SD3Transformer2DModel.from_pretrained(Path(job.out) / "transformer")
     plain, losses = plain_training(tiny_sd3, job)
     assert ours.state_dict().keys() == plain.state_dict().keys(), "the table of positions too"
@@ -121,8 +112,8 @@ def test_stopped_and_resumed_it_ends_alike(job: TrainJob, tmp_path: Path) -> Non
     parts = replace(job, train=settings, work=str(tmp_path / "w"), out=str(tmp_path / "o"))
     stop = Stop()
     stop.requested = True
-    assert not train(parts, Silent(), stop)
-    assert train(parts, Silent(), Stop()) and train(job, Silent(), Stop())
+    assert not train(parts, SilentEvents(), stop)
+    assert train(parts, SilentEvents(), Stop()) and train(job, SilentEvents(), Stop())
     name = "transformer/diffusion_pytorch_model.safetensors"
     assert Path(parts.out, name).read_bytes() == Path(job.out, name).read_bytes()
 
@@ -130,7 +121,7 @@ def test_stopped_and_resumed_it_ends_alike(job: TrainJob, tmp_path: Path) -> Non
 def test_a_trained_transformer_is_drawn_with_measured_and_published(
     job: TrainJob, tiny_sd3: Path, tmp_path: Path
 ) -> None:
-    assert train(job, Silent(), Stop())
+    assert train(job, SilentEvents(), Stop())
     trained = Path(job.out) / "transformer"
     drawings = (
         Drawing(str(tmp_path / "base")),
@@ -138,7 +129,7 @@ def test_a_trained_transformer_is_drawn_with_measured_and_published(
     )
     given = ("torch", str(tiny_sd3), drawings, PROMPTS, SAMPLER, "cpu")
     drawn = GenerateJob(*given, latents=job.latents, holdout=HOLDOUT)
-    generate(drawn, Silent())
+    generate(drawn, SilentEvents())
     losses = [json.loads(Path(d.out, "losses.json").read_text())["losses"] for d in drawings]
     assert len(losses[0]) == 3 and np.mean(losses[1]) < np.mean(losses[0])
 
@@ -152,7 +143,7 @@ def test_without_t5_it_draws_as_its_pipeline_does(
 ) -> None:
     drawing = Drawing(str(tmp_path / "base"))
     job = GenerateJob("torch", str(tiny_sd3_without_t5), (drawing,), PROMPTS, SAMPLER, "cpu")
-    generate(job, Silent())
+    generate(job, SilentEvents())
     pipe = StableDiffusion3Pipeline.from_pretrained(
         tiny_sd3_without_t5, text_encoder_3=None, tokenizer_3=None
     )
@@ -178,10 +169,10 @@ def test_adapters_of_transformer_and_clip_load_in_diffusers(
     job: TrainJob, tiny_sd3: Path, tmp_path: Path
 ) -> None:
     settings = {**job.train, "method": "lora", "train_text_encoder": True}
-    assert train(replace(job, train=settings), Silent(), Stop())
+    assert train(replace(job, train=settings), SilentEvents(), Stop())
     drawing = Drawing(str(tmp_path / "d"), lora=f"{job.out}/pytorch_lora_weights.safetensors")
     drawn = GenerateJob("torch", str(tiny_sd3), (drawing,), PROMPTS, SAMPLER, "cpu")
-    generate(drawn, Silent())
+    generate(drawn, SilentEvents())
     pipe = StableDiffusion3Pipeline.from_pretrained(tiny_sd3)
     pipe.load_lora_weights(job.out)
     adapted = {part: ["default_0"] for part in ("transformer", "text_encoder", "text_encoder_2")}
@@ -191,6 +182,6 @@ def test_adapters_of_transformer_and_clip_load_in_diffusers(
 
 def test_its_clip_encoders_are_trained_while_its_t5_is_not(job: TrainJob, tiny_sd3: Path) -> None:
     settings = {**job.train, "train_text_encoder": True, "steps": 2}
-    assert train(replace(job, train=settings), Silent(), Stop())
+    assert train(replace(job, train=settings), SilentEvents(), Stop())
     parts = {path.name for path in Path(job.out).iterdir() if path.is_dir()}
     assert parts == {FAMILIES["sd3"].denoiser, *FAMILIES["sd3"].clip_encoders}

@@ -62,7 +62,7 @@ def train(given: dict[str, Any], warm_up: int = 2**31) -> dict[str, Any]:
         "recorded": len(graphs.recorded),
         "syncs": [after - before for before, after in pairwise(syncs)],
         "products": +products,
-        "figures": events.all("progress"),
+        "figures": events.of("progress"),
     }
 
 

@@ -17,29 +17,18 @@ from diffusers import (
 )
 from jobs import HOLDOUT, SAMPLER
 from PIL import Image
+from training import RecordedEvents
 
 import runtimes.sample.generate_job
 import runtimes.torch.generate as torch_generate
 from runtimes.contract import WrongInput
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.weight_files import weight_variant
-from runtimes.process.events import Events
 from runtimes.process.job import Drawing, GenerateJob
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = ("one", "two", "three")
-
-
-class RecordedEvents(Events):
-    def __init__(self) -> None:
-        self.drawn: list[int] = []
-
-    def emit(self, event: str, **fields: Any) -> None:
-        if event == "losses":
-            return
-        assert event == "drawn" and fields["total"] == 6
-        self.drawn.append(fields["done"])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +64,9 @@ def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
     runtimes.sample.generate_job.generate(job, heard)
     folders = [Path(drawing.out) for drawing in job.drawings]
     files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]
-    return files, heard.drawn
+    drawn = heard.of("drawn")
+    assert {event["total"] for event in drawn} <= {6}
+    return files, [event["done"] for event in drawn]
 
 
 def elsewhere(job: GenerateJob, folder: Path) -> GenerateJob:

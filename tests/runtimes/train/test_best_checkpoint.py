@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jobs import MakeJob, outputs
 from safetensors.numpy import load_file
+from training import RecordedEvents
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
@@ -89,22 +90,6 @@ def test_the_reason_names_the_metric_and_what_was_lost() -> None:
     assert ranking().reason(4, history) == "the lowest holdout_loss of 2 checkpoints: 0.25"
     assert ranking().reason(2, history).endswith("0.5; the checkpoint of step 4 was lost")
     assert "no checkpoint with a holdout_loss was left" in ranking().reason(5, lines({}, 5))
-
-
-class RecordedEvents(Events):
-    """Keeps events; asks the run to stop at the first event that `until` selects."""
-
-    def __init__(self, until: tuple[str, int] = ("", 0)) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.stop, self._until = Stop(), until
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.events.append((event, fields))
-        if (event, fields.get("step")) == self._until:
-            self.stop.requested = True
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.events if event == kind]
 
 
 @pytest.fixture(autouse=True)

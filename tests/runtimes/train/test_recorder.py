@@ -6,20 +6,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from training import RecordedEvents
 
 from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch, StepOutput
-from runtimes.process.events import Events
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.recorder import Recorder
-
-
-class RecordedEvents(Events):
-    def __init__(self) -> None:
-        self.progress: list[dict[str, Any]] = []
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.progress.append(fields)
 
 
 class Idle:
@@ -72,7 +64,7 @@ def test_the_rate_of_the_run_is_of_all_its_steps(now: list[float]) -> None:
         if paused:
             recorder.synchronize()
             recorder.report(0.0)
-    rates = [event["images_per_second"] for event in heard.progress]
+    rates = [event["images_per_second"] for event in heard.of("progress")]
     assert rates == pytest.approx([2 * 8 / 2.0, 2 * 8 / 6.0])
     assert recorder.images_per_second == pytest.approx(4 * 8 / 8.0)
 
@@ -89,8 +81,8 @@ def test_flops_are_counted_once_per_shape_and_reported_for_completed_steps(
         recorder.synchronize()
         recorder.report(0.0)
     assert runtime.counted == [8, 4]
-    assert [event["tflops"] for event in heard.progress] == pytest.approx([0.024, 0.036])
-    assert [event["mfu"] for event in heard.progress] == pytest.approx([0.25, 0.375])
+    assert [event["tflops"] for event in heard.of("progress")] == pytest.approx([0.024, 0.036])
+    assert [event["mfu"] for event in heard.of("progress")] == pytest.approx([0.25, 0.375])
 
 
 def test_what_is_not_known_is_null(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,5 +94,5 @@ def test_what_is_not_known_is_null(now: list[float], monkeypatch: pytest.MonkeyP
         now[0] += 1.0
         recorder.synchronize()
         recorder.report(0.0)
-        assert heard.progress[0]["mfu"] is None
-        assert heard.progress[0]["tflops"] == (None if flops is None else 0.003)
+        assert heard.of("progress")[0]["mfu"] is None
+        assert heard.of("progress")[0]["tflops"] == (None if flops is None else 0.003)

@@ -8,21 +8,14 @@ import numpy as np
 import pytest
 from jobs import MakeJob
 from numpy.typing import NDArray
+from training import RecordedEvents
 
 from runtimes.contract import ImagesNotFinite, WeightsLost
-from runtimes.process.events import Events, SilentEvents
+from runtimes.process.events import SilentEvents
 from runtimes.process.job import TrainJob
 from runtimes.train import samples
 from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.samples import Samples
-
-
-class Warned(Events):
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.messages.append(fields["message"])
 
 
 class Draws:
@@ -41,10 +34,10 @@ class Draws:
 
 def draw(job: TrainJob, runtime: Draws, first: bool = True) -> list[str]:
     """What it warned of."""
-    heard = Warned()
+    heard = RecordedEvents()
     trackers = Trackers([])
     Samples(job, runtime, heard, trackers, writes=first).draw(3)  # type: ignore[arg-type]
-    return heard.messages
+    return [event["message"] for event in heard.of("warning")]
 
 
 def test_pictures_that_cannot_be_drawn(make_job: MakeJob) -> None:
@@ -89,11 +82,13 @@ def test_scores_that_never_come_cost_a_warning(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(samples, "WAIT_SECONDS", -1.0)
-    heard = Warned()
+    heard = RecordedEvents()
     drawn = Samples(make_job(), Draws(True, False), heard, Trackers([]), writes=True)  # type: ignore[arg-type]
     assert drawn.scores(3, lambda: False) == {}
-    (message,) = heard.messages
-    assert message.startswith("no scores of the sample pictures at step 3: FileNotFoundError")
+    (warning,) = heard.of("warning")
+    assert warning["message"].startswith(
+        "no scores of the sample pictures at step 3: FileNotFoundError"
+    )
     assert drawn.scores(3, lambda: True) is None, "a stop request leaves the choice open"
 
 

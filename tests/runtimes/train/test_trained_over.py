@@ -17,7 +17,7 @@ from runtimes.data.loader import open_job_latents
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.scheduler_config import read_schedule
-from runtimes.process.events import Events
+from runtimes.process.events import SilentEvents
 from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
@@ -38,14 +38,6 @@ SAMPLER: dict[str, Any] = {
 }
 OVER = {"prediction_type": "v_prediction", "zero_terminal_snr": True}
 FILE = "scheduler/scheduler_config.json"
-
-
-class Quiet(Events):
-    def __init__(self) -> None:
-        pass
-
-    def emit(self, event: str, **fields: Any) -> None:
-        pass
 
 
 def trained(job: TrainJob) -> tuple[TheRuntime, list[str]]:
@@ -70,7 +62,7 @@ def pictures(job: TrainJob, *drawings: Drawing) -> None:
         latents=job.latents,
         holdout={"samples": 4, "levels": 2, "seed": 1, "noise_offset": 0.0},
     )
-    generate(job_to_draw, Quiet())
+    generate(job_to_draw, SilentEvents())
 
 
 def pixels(path: Path) -> np.ndarray:

@@ -3,7 +3,6 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 
 import pytest
 from jobs import SETTINGS, MakeJob, outputs
+from training import RecordedEvents
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import Loader
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.torch.runtime import TheRuntime
@@ -34,30 +33,10 @@ def _known_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TheRuntime, "flops", lambda runtime, batch: 2e9)
 
 
-class RecordedEvents(Events):
-    """Keeps events, and hands each to `then`."""
-
-    def __init__(self, then: Callable[[str, dict], None] = lambda event, fields: None) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self._then = then
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.events.append((event, json.loads(json.dumps(fields))))
-        self._then(event, fields)
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.events if event == kind]
-
-
 def stopping_at(step: int, job: TrainJob) -> bool:
     """Ask the run to stop once it has reported `step`."""
-    stop = Stop()
-
-    def hear(event: str, fields: dict) -> None:
-        if event == "progress" and fields["step"] >= step:
-            stop.requested = True
-
-    return train(job, RecordedEvents(hear), stop)
+    heard = RecordedEvents(("progress", step))
+    return train(job, heard, heard.stop)
 
 
 def test_stopped_and_resumed_the_history_is_whole(make_job: MakeJob) -> None:
@@ -196,10 +175,16 @@ def test_it_stops_while_the_loader_stalls(
     monkeypatch.setattr("runtimes.data.prefetch.JOIN_SECONDS", 0.1)
     stop = Stop()
     asking = threading.Timer(0.3, lambda: setattr(stop, "requested", True))
-    heard = RecordedEvents(lambda event, fields: asking.start() if event == "progress" else None)
+
+    class Asking(RecordedEvents):
+        def emit(self, event: str, **fields: Any) -> None:
+            super().emit(event, **fields)
+            if event == "progress":
+                asking.start()
+
     job = make_job(steps=9, logging_steps=3, checkpointing_steps=9)
     try:
-        assert not train(job, heard, stop)
+        assert not train(job, Asking(), stop)
     finally:
         released.set()
     saved = Checkpoints(job.work, 9).latest()

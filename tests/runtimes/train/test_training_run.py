@@ -4,6 +4,7 @@ import errno
 import gzip
 import itertools
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,15 +17,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from gcsfs.retry import HttpError
 from jobs import MakeJob, curve, outputs
-from training import history
+from training import RecordedEvents, history
 
 from artifacts.safetensors import write_arrays
 from configs.settings.train import Train
 from runtimes.contract import State, StepBatch, WrongInput
 from runtimes.data.loader import Loader
-from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train import measurements, training_run
@@ -49,25 +48,9 @@ def _no_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TheRuntime, "flops", lambda runtime, batch: None)
 
 
-class RecordedEvents(Events):
-    """Keeps events; asks the run to stop once it has reported step `until`."""
-
-    def __init__(self, until: int = 10**9) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.stop, self._until = Stop(), until
-
-    def emit(self, event: str, **fields: Any) -> None:
-        self.events.append((event, json.loads(json.dumps(fields))))
-        if event == "progress" and fields["step"] >= self._until:
-            self.stop.requested = True
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.events if event == kind]
-
-
-def run(job: TrainJob, until: int = 10**9) -> RecordedEvents:
+def run(job: TrainJob, until: float = math.inf) -> RecordedEvents:
     """Train, to the end or until it has reported a step."""
-    heard = RecordedEvents(until)
+    heard = RecordedEvents(("progress", until))
     assert train(job, heard, heard.stop) == (until > job.train["steps"])
     return heard
 
@@ -116,7 +99,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
     (first, second) = (event["message"] for event in heard.of("warning"))
     assert "step-00000004 could not be written: No space left on device" in first
     assert "the last good one is of step 2" in first and "step-00000006" in second
-    heard = RecordedEvents(until=3)
+    heard = RecordedEvents(("progress", 3))
     with pytest.raises(CheckpointNotWritten, match="the last good one is of step 2"):
         train(job, heard, heard.stop)
     monkeypatch.undo()
