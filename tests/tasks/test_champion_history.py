@@ -1,0 +1,318 @@
+"""The champion moves forth and back; its history survives kills, races and damage."""
+
+import itertools
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from registries import model, recorded_swaps
+from store_servers import REMOTE, UrlOf
+
+from artifacts import compare_and_swap as cas
+from artifacts.artifact_key import KeyParts
+from artifacts.checksummed_files import encode_record
+from artifacts.store import Store
+from tasks.publish import champion_history
+from tasks.publish.champion_history import COPY, HISTORY, RegistryError
+from tasks.publish.model_registry import ChampionChanged, Registry
+
+
+def test_the_champion_moves_and_rolls_back_step_by_step(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    assert found.champion() is None and found.last_move() is None
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    steps = [found.champion().name, found.rollback().name, found.rollback().name]
+    assert steps == ["v3", "v2", "v1"]
+    with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
+        found.rollback()
+    found.promote("v3")
+    assert found.rollback().name == "v1"
+    move = found.last_move()
+    assert move is not None and (move["version"], move["why"]) == ("v1", "rolled back")
+    assert found.was_champion("v2")
+    assert not found.was_champion("v4")
+
+
+def test_the_candidate_is_the_newest_version_unless_it_was_the_champion(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    assert found.candidate() is None
+    found.promote(found.publish(model(store, 1)).name)
+    with pytest.raises(RegistryError, match="there is no candidate"):
+        found.find("candidate")
+    found.publish(model(store, 2))
+    assert found.find("candidate").name == "v2" and found.find("champion").name == "v1"
+    assert found.find("").name == found.find("v1").name == "v1"
+    found.promote("v2")
+    found.rollback()
+    assert found.candidate() is None, "a rolled-back champion is no candidate"
+
+
+def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.rollback()
+    found.promote(found.publish(model(store, 3)).name)
+    assert found.keep(1) == ["v2"]
+    again = found.publish(model(store, 2)).name
+    assert again == "v4" and found.was_champion(again) and found.candidate() is None
+    assert not found.was_champion(found.publish(model(store, 4)).name)
+
+
+def test_a_copy_of_a_deleted_champion_is_found_again(registry: tuple[Store, Registry]) -> None:
+    """Otherwise each run under another champion would publish a copy."""
+    store, found = registry
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    assert found.keep(1) == ["v1"]
+    one = model(store, 1)
+    parts = one.manifest["settings"], one.manifest["inputs"]
+    assert found.earlier_champion(*parts) is None
+    copy = found.publish(one)
+    assert found.earlier_champion(*parts) == copy
+    # As if a release wrote alpha elsewhere.
+    assert found.earlier_champion({**parts[0], "alpha": "in the weights"}, parts[1]) == copy
+
+
+def test_a_rolled_back_model_stays_rolled_back_whoever_is_the_champion(
+    registry: tuple[Store, Registry],
+) -> None:
+    """The key has the champion that the gate compared it with, which a rollback changes."""
+    store, found = registry
+
+    def compared(n: int, champion: str) -> str:
+        inputs = {"model": f"m{n}", "champion": champion}
+        draft = store.draft(KeyParts("publish", 1, {"gate": "old"}, inputs))
+        draft.write("model_index.json", f"{n}".encode())
+        return found.publish(draft.commit({}, {})).name
+
+    for n in (1, 2, 3):
+        found.promote(compared(n, f"m{n - 1}"))
+    assert [found.rollback().name for _ in range(2)] == ["v2", "v1"]
+    again = compared(3, "m1")
+    assert again == "v4" and found.was_champion(again)
+    assert found.keep(1) == ["v2", "v3"] and found.was_champion(again)
+    assert not found.was_champion(compared(4, "m1"))
+    changed = KeyParts("publish", 1, {"gate": "new"}, {"model": "m3", "champion": "m1"})
+    draft = store.draft(changed)
+    draft.write("model_index.json", b"3")
+    assert not found.was_champion(found.publish(draft.commit({}, {})).name)
+
+
+def write_history(found: Registry, data: bytes, name: str = HISTORY) -> None:
+    path = f"{found.root}/{name}"
+    assert cas.swap(found.fs, path, cas.read(found.fs, path), data) is not None
+
+
+def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    found.promote(found.publish(model(store, 1)).name)
+    found.publish(model(store, 2))
+    moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
+    write_history(found, encode_record({"moves": moves}))
+    assert found.was_champion("v2") and found._champions.alias() == "v1"
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    found.promote("v2")
+    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert found._champions.alias() == "v2"
+
+
+@pytest.mark.parametrize("copy", ["folder", "file"])
+def test_an_alias_that_was_copied_as_another_thing_is_written_again(
+    tmp_path: Path, copy: str
+) -> None:
+    """As by `cp -rL`, or by a download from a bucket, where it is an object."""
+    store, found = Store(str(tmp_path / "store")), Registry(str(tmp_path / "registry"), "digits")
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    alias = Path(found.root, "champion")
+    alias.unlink()
+    if copy == "file":
+        alias.write_text("v2")
+    else:
+        shutil.copytree(f"{found.root}/v1", alias)
+    found.promote("v1")
+    assert alias.is_symlink() and alias.readlink() == Path("v1")
+    assert not [path for path in Path(found.root).iterdir() if ".tmp" in path.name]
+
+
+def test_a_promotion_gated_against_another_champion_is_refused(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    """Two runs were gated against v1: the second was never held against the first."""
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1", expected=None)
+    found.promote("v2", expected="v1")
+    for expected in ("v1", None):
+        with pytest.raises(ChampionChanged, match="digits: the champion is v2, not"):
+            found.promote("v3", expected=expected)
+    assert [move["version"] for move in found.history()] == ["v1", "v2"]
+    assert found._champions.alias() == "v2"
+
+
+def test_one_of_two_concurrent_promotions_succeeds(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1")
+    both = threading.Barrier(2)
+
+    def together(fs: Any, path: str, *given: Any) -> Any:
+        if path.endswith("/history.copy.json"):
+            both.wait(60)
+        return cas.swap(fs, path, *given)
+
+    monkeypatch.setattr(champion_history, "swap", together)
+    refused: list[str] = []
+
+    def promote(version: str) -> None:
+        try:
+            found.promote(version, expected="v1")
+        except ChampionChanged:
+            refused.append(version)
+
+    threads = [threading.Thread(target=promote, args=(version,)) for version in ("v2", "v3")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    (loser,) = refused
+    assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
+
+
+@pytest.mark.parametrize("kind", ["memory", *REMOTE])
+def test_a_request_that_arrives_late_sets_no_earlier_champion(
+    kind: str, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url_of(kind))
+    found = Registry(f"{store.url}/registry", "digits")
+    requests = recorded_swaps(monkeypatch, "tasks.publish.champion_history.swap")
+    for n in (1, 2, 3):
+        found.promote(found.publish(model(store, n)).name)
+    assert len(requests) == 9
+    for request in requests:
+        cas.swap(*request)
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
+    assert found._champions.alias() == "v3"
+
+
+def test_concurrent_promotions_and_rollbacks_lose_nothing(
+    any_registry: tuple[Store, Registry],
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3, 4):
+        found.promote(found.publish(model(store, n)).name)
+    acts = [lambda v=v: found.promote(v) for v in ("v1", "v2", "v3")] + [found.rollback] * 2
+    threads = [threading.Thread(target=act) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    moves = found.history()
+    assert {"v1", "v2", "v3"} <= {move["version"] for move in moves[4:]}
+    assert found._champions.alias() == moves[-1]["version"]
+    assert all(a["version"] != b["version"] for a, b in itertools.pairwise(moves))
+
+
+def damages(data: bytes) -> Iterator[bytes]:
+    """Truncations, flipped bits, and JSON that is no history."""
+    yield from (data[:at] for at in range(0, len(data), 40))
+    yield from (data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(0, len(data), 7))
+    yield from (b"{}x", b"[{}]", b"[1]", b"1", b"[]", b"{}")
+
+
+@pytest.mark.parametrize("name", [HISTORY, COPY])
+def test_a_damaged_history_or_copy_loses_no_change(
+    registry: tuple[Store, Registry], name: str
+) -> None:
+    store, found = registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    found.rollback()
+    moves, data = found.history(), cas.read(found.fs, f"{found.root}/{name}").data
+    assert data is not None and [move["version"] for move in moves] == ["v1", "v2", "v1"]
+    for damaged in damages(data):
+        write_history(found, damaged, name)
+        assert found.history() == moves and found.damaged_histories() == [name]
+    for version in ("v1", "v2", "v1"):  # the first of them is the champion already
+        write_history(found, b"{", name)
+        found.promote(version)
+        assert found.damaged_histories() == []
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v1", "v2", "v1"]
+    assert found.history()[:3] == moves
+
+
+def test_a_lost_history_is_restored_from_its_copy(any_registry: tuple[Store, Registry]) -> None:
+    store, found = any_registry
+    for n in (1, 2):
+        found.promote(found.publish(model(store, n)).name)
+    for path in found.fs.glob(f"{found.root}/{HISTORY}*"):
+        found.fs.rm_file(path)
+    champion = found.champion()
+    assert champion is not None and champion.name == "v2"
+    assert found.rollback().name == "v1"
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v1"]
+
+
+def test_a_promotion_killed_between_the_copy_and_the_history_is_completed(
+    any_registry: tuple[Store, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, found = any_registry
+    for n in (1, 2, 3):
+        found.publish(model(store, n))
+    found.promote("v1")
+
+    def killed(fs: Any, path: str, *given: Any) -> Any:
+        if path.endswith(f"/{HISTORY}"):
+            raise KeyboardInterrupt
+        return cas.swap(fs, path, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(champion_history, "swap", killed)
+        with pytest.raises(KeyboardInterrupt):
+            found.promote("v2")
+    assert [move["version"] for move in found.history()] == ["v1"]
+    found.promote("v3")
+    assert [move["version"] for move in found.history()] == ["v1", "v2", "v3"]
+
+
+def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    found.promote(found.publish(model(store, 1)).name)
+    for name in (HISTORY, COPY):
+        write_history(found, b"{", name)
+    for act in (found.champion, found.rollback, lambda: found.promote("v1")):
+        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+            act()
+    assert found.damaged_histories() == [HISTORY, COPY]
+    for path in found.fs.glob(f"{found.root}/{COPY}*"):
+        found.fs.rm_file(path)  # a registry of before the copy has none either
+    for act in (found.champion, found.rollback, lambda: found.promote("v1")):
+        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+            act()
+    assert [version.name for version in found.versions()] == ["v1"]
+
+
+def test_a_local_champion_is_a_loadable_folder(tmp_path: Path) -> None:
+    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
+    found.promote(found.publish(model(store, 1)).name)
+    assert (tmp_path / "registry/digits/champion/model_index.json").read_bytes() == b"1"
