@@ -1,71 +1,35 @@
-"""The keys of stages, the records of runs, and promotion."""
+"""The keys of stages and the records of runs."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from reused_runs import commit, publishing, reused, run_of_digits
 
 from artifacts.artifact_key import KeyParts
-from artifacts.compare_and_swap import swap
 from artifacts.download_or_find_model import digest_model
 from artifacts.gc_find_needed import needed_by
 from artifacts.latent_shards import INFO
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
 from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
-from configs.settings.recipe import STAGES
 from flows import finetune, generate
-from flows.run import Run, Sent
+from flows.run import Run
 from tasks import download
-from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
+from tasks.build_or_reuse import build_or_reuse
 from tasks.encode import stage as encode
-from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.publish import stage as publish
-from tasks.publish.champion_history import AliasNotWritten, Champions, _encode
-from tasks.publish.model_registry import Registry, Version
-from tasks.publish.push_to_hub import PushFailed
-from tasks.publish.register import register
-
-
-def commit(
-    store: Store, stage: str, number: int, inputs: dict[str, str], **measured: Any
-) -> Artifact:
-    draft = store.draft(KeyParts(stage, 1, {"number": number}, inputs))
-    measured = {"metrics": {}, "number": number, **measured}
-    draft.write("metrics.json", json.dumps(measured).encode())
-    draft.write("model.bin", f"{stage} {number}".encode())
-    draft.write(INFO, b"{}")
-    return draft.commit({"forced": None}, {})
-
-
-def reused(artifact: Artifact) -> StageResult:
-    """The result of a reused artifact."""
-    return StageResult(artifact.stage, artifact.key, artifact.uri, artifact.digest, "reused", 0.0)
-
-
-class Asked(Exception):
-    """The arguments of `build_or_reuse`."""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    recipe = load_recipe(
-        "digits",
-        {
-            "store": str(tmp_path / "store"),
-            "source": {"kind": "urls", "path": str(tmp_path / "list.csv"), "format": "csv"},
-            "publish.gate": ["cmmd <= champion"],
-            "evaluate.judges": [],
-        },
-    )
-    (tmp_path / "list.csv").write_text("url,caption\nhttp://127.0.0.1/,a\n")
-    base = Path(recipe.model.path)
-    measuring = MeasuringModels(base / "evaluator")
-    return Run(recipe, Store(recipe.store), base, None, measuring, "a-run")
+    return run_of_digits(tmp_path)
+
+
+class Asked(Exception):
+    """The arguments of `build_or_reuse`."""
 
 
 def test_a_retraining_decides_anew_where_training_takes_other_latents(
@@ -190,325 +154,6 @@ def test_a_run_records_its_plan_before_it_looks_for_one(
 
 def _without_gate(run: Run) -> Any:
     return run.recipe.publish.model_copy(update={"gate": ()})
-
-
-@pytest.mark.parametrize("compared_with", ["first", "second"])
-def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_with: str) -> None:
-    store, registry = run.store, publish.registry_of(run.recipe)
-    champions = {
-        name: registry.publish(commit(store, "publish", number, {}))
-        for number, name in enumerate(("first", "second"))
-    }
-    registry.promote(champions["second"].name)
-    before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
-    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
-    assert given["champion"] == champions["second"].manifest["digest"]
-    theirs = {**given, "champion": champions[compared_with].manifest["digest"]}
-    published = commit(store, "publish", 9, theirs)
-    store.fs.pipe_file(f"{published.path}/report.html", b"")
-    results = [reused(artifact) for artifact in (*before, published)]
-    if compared_with == "first":
-        with pytest.raises(TransientError, match="another model became the champion meanwhile"):
-            register(run.recipe, run.base, store, results, {})
-    else:
-        register(run.recipe, run.base, store, results, {})
-    champion = registry.champion()
-    assert champion is not None
-    assert champion.name == ("v2" if compared_with == "first" else "v3")
-
-
-def test_the_champion_is_measured_where_the_new_model_is(run: Run) -> None:
-    store, registry = run.store, publish.registry_of(run.recipe)
-    registry.promote(registry.publish(commit(store, "publish", 0, {})).name)
-    trained, evaluated = (commit(store, stage, 1, {}) for stage in ("train", "evaluate"))
-
-    def measures(run: Run, **settings: Any) -> bool:
-        return publishing(run, **settings).champion_to_measure(trained, evaluated) is not None
-
-    assert measures(run)
-    assert not measures(run, gate=["clip_score > base"]), "no rule names it"
-    assert not measures(replace(run, stages=STAGES[:4])), "nothing is published"
-    on_pool = replace(run, stages=("evaluate",))
-    assert not measures(replace(on_pool, sent=Sent("evaluate", evaluated.key, {})))
-    assert measures(replace(on_pool, sent=Sent("evaluate", "the champion's key", {})))
-    store.draft(publish.key_parts(run.recipe, trained, evaluated, run.base)).commit({}, {})
-    assert not measures(run), "the model is published"
-
-
-def test_a_champion_that_changes_while_a_pool_measures_it_is_no_failure(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, registry = run.store, publish.registry_of(run.recipe)
-    for n in (0, 1):
-        registry.publish(commit(store, "publish", n, {}))
-    registry.promote("v1")
-    trained, evaluated = (commit(store, stage, 1, {}) for stage in ("train", "evaluate"))
-
-    def measured(*_: Any) -> Any:
-        def call(_: str) -> None:
-            registry.promote("v2")
-            raise StageFailed("the sender expects another key")
-
-        return call
-
-    monkeypatch.setattr(Run, "champion_metrics", measured)
-    for expected in (TransientError, StageFailed):  # the second time it stays the champion
-        with pytest.raises(expected):
-            finetune._measure_champion(publishing(run), None, trained, evaluated, ())  # type: ignore
-
-
-def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, registry = run.store, publish.registry_of(run.recipe)
-    first, other = (registry.publish(commit(store, "publish", n, {})) for n in (0, 1))
-    registry.promote(first.name)
-    before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
-    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
-    published = commit(store, "publish", 9, given)
-    store.fs.pipe_file(f"{published.path}/report.html", b"")
-    compare = publish._inputs
-
-    def compared(*given: Any) -> dict[str, str]:
-        found = compare(*given)
-        registry.promote(other.name)
-        return found
-
-    monkeypatch.setattr(publish, "_inputs", compared)
-    results = [reused(artifact) for artifact in (*before, published)]
-    with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
-        register(run.recipe, run.base, store, results, {})
-    assert [move["version"] for move in registry.history()] == ["v1", "v2"]
-
-
-@pytest.mark.slow
-def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, registry = run.store, publish.registry_of(run.recipe)
-    before = [
-        commit(store, stage, 1, {"source": "s", "base": "b"})
-        for stage in ("download", "encode", "train", "evaluate")
-    ]
-    parts = publish.key_parts(run.recipe, before[2], before[3], run.base)
-    published = commit(store, "publish", 9, parts.inputs)
-    result = replace(reused(published), outcome="built")
-    load = StageResult.load
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise ValueError("an odd picture")
-
-    def load_before(self: StageResult, store: Store) -> Artifact:
-        return load(self, store) if registry.champion() is None else broken()
-
-    monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: result)
-    monkeypatch.setattr(finetune, "SHOWS", dict.fromkeys(finetune.SHOWS, broken))
-    monkeypatch.setattr(StageResult, "load", load_before)
-    monkeypatch.setattr(publish.Registry, "last_move", broken)
-    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: object())
-    monkeypatch.setattr("prefect.artifacts.create_markdown_artifact", broken)
-    caplog.set_level("WARNING", "kiln")
-    state: Any = finetune.publish.fn(run, *map(reused, before))
-    assert state.is_completed()
-    champion = registry.champion()
-    assert champion is not None and state.data.facts["model"] == champion.uri
-    page = (Path(champion.uri) / "report.html").read_text(encoding="utf-8")
-    assert page.count("an odd picture") == len(finetune.SHOWS)
-    warned = [record.getMessage() for record in caplog.records]
-    assert len([line for line in warned if "report.html" in line]) == len(finetune.SHOWS)
-    assert any("the champion is not shown" in line for line in warned)
-
-    monkeypatch.setattr("tasks.publish.report.page", broken)
-    store.fs.rm_file(f"{published.path}/report.html")
-    monkeypatch.setattr(StageResult, "load", load)
-    assert finetune.publish.fn(run, *map(reused, before)).is_completed()
-    assert "report.html is missing" in caplog.text
-
-
-@pytest.mark.parametrize("is_rejected", [False, True])
-def test_a_run_reports_the_champion_that_its_model_was_compared_with(
-    run: Run, is_rejected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The evaluation, which the report also has, knows no champion."""
-    *before, _ = published_by(run)
-    models = {"tuned": {"value": 1.0}, "champion": {"value": 2.0}}
-    measured: Any = {"metrics": {"cmmd": models}, "differences": {"cmmd": {"champion": {}}}}
-    inputs = publish.key_parts(
-        run.recipe, *(one.load(run.store) for one in before[2:]), run.base
-    ).inputs
-    made = commit(run.store, "publish", 10, inputs, fingerprint="f", **measured)
-    run.store.fs.pipe_file(f"{made.path}/report.html", b"")
-    built = 0
-
-    def judge(*_: Any, **__: Any) -> StageResult:
-        nonlocal built
-        built += 1
-        if is_rejected and built == 1:
-            raise publish.Rejected([], {**measured, "fingerprint": "f"})
-        return reused(made)
-
-    monkeypatch.setattr(finetune, "build_or_reuse", judge)
-    state: Any = finetune.publish.fn(run, *before)
-    assert state.data.outcome == ("rejected" if is_rejected else "reused")
-    assert {name: state.data.facts[name] for name in measured} == measured
-    assert "fingerprint" not in state.data.facts
-
-
-def published_by(run: Run, number: int = 9) -> list[StageResult]:
-    """The results of a run whose stages are reused, without a report to write."""
-    before = [
-        commit(run.store, stage, number, {"source": "s", "base": "b"})
-        for stage in ("download", "encode", "train", "evaluate")
-    ]
-    inputs = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
-    made = commit(run.store, "publish", number, inputs)
-    run.store.fs.pipe_file(f"{made.path}/report.html", b"")
-    return [reused(artifact) for artifact in (*before, made)]
-
-
-def publishing(run: Run, **settings: Any) -> Run:
-    changed = run.recipe.publish.model_copy(update=settings)
-    return replace(run, recipe=run.recipe.model_copy(update={"publish": changed}))
-
-
-def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = publishing(run, hub=Hub(repo="someone/digits"))
-
-    def push(registry: Registry, version: Version, repo: str, *, private: bool) -> str:
-        assert (registry.champion(), private) == (version, True), "after the promotion"
-        raise PushFailed("the hub refused someone/digits")
-
-    monkeypatch.setattr("tasks.publish.push_to_hub.push", push)
-    registered = register(run.recipe, run.base, run.store, published_by(run), {})
-    assert registered["champion"]["version"] == "v1" and registered["hub"] is None
-    registry = publish.registry_of(run.recipe).store.url
-    assert f"kiln push digits@v1 someone/digits --registry {registry}" in caplog.text
-
-
-def test_a_registry_that_is_away_after_the_promotion_fails_no_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = publishing(run, hub=Hub(repo="someone/digits"), keep_versions=1)
-    promote = Registry.promote
-
-    def away(*_: Any, **__: Any) -> Any:
-        raise OSError("no route to host")
-
-    def promote_and_lose(self: Registry, *given: Any, **more: Any) -> Version:
-        promoted = promote(self, *given, **more)
-        for name in ("champion", "last_move", "keep"):
-            monkeypatch.setattr(Registry, name, away)
-        return promoted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Registry, "promote", promote_and_lose)
-        registered = register(run.recipe, run.base, run.store, published_by(run), {})
-    assert registered["model"].endswith("/v1") and registered["hub"] is None
-    assert caplog.text.count("no route to host") == 3
-    assert "kiln push digits@v1 someone/digits" in caplog.text
-
-
-def test_an_alias_that_cannot_follow_the_champion_fails_no_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The attempt after a failed one would find the champion, and announce nothing."""
-
-    def away(champions: Champions) -> None:
-        raise OSError("no route to host")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Champions, "follow", away)
-        results = published_by(run)
-        registered = register(run.recipe, run.base, run.store, results, {})
-        assert registered["promoted"] and registered["champion"]["version"] == "v1"
-        assert "no route to host" in caplog.text and "promote v1 again" in caplog.text
-        with pytest.raises(AliasNotWritten, match="v1 is the champion, but"):
-            publish.registry_of(run.recipe).promote("v1")  # as `kiln promote`: an error
-    registry = publish.registry_of(run.recipe)
-    assert registry._champions.alias() is None
-    assert not register(run.recipe, run.base, run.store, results, {})["promoted"]
-    assert registry._champions.alias() == "v1"
-
-
-def test_a_promotion_whose_answer_was_lost_is_announced_by_the_next_attempt(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store fails between the two files of the history; the copy has the promotion."""
-    run = publishing(run, gate=())
-    register(run.recipe, run.base, run.store, published_by(run, 8), {})
-    results = published_by(run)
-
-    def lost(champions: Champions, seen: Any, moves: Any) -> None:
-        swap(champions._fs, champions._copy, seen[0], _encode(moves))
-        raise OSError("connection reset")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Champions, "_write_both", lost)
-        with pytest.raises(OSError, match="connection reset"):
-            register(run.recipe, run.base, run.store, results, {})
-    registered = register(run.recipe, run.base, run.store, results, {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v2"
-    assert len(publish.registry_of(run.recipe).history()) == 2
-
-
-def test_a_promotion_that_is_made_although_the_store_raised_is_announced(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both files of the history are written, but the answer is lost."""
-    write_both = Champions._write_both
-
-    def lost(champions: Champions, seen: Any, moves: Any) -> None:
-        write_both(champions, seen, moves)
-        raise OSError("connection reset")
-
-    monkeypatch.setattr(Champions, "_write_both", lost)
-    registered = register(run.recipe, run.base, run.store, published_by(run), {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v1"
-    assert len(publish.registry_of(run.recipe).history()) == 1
-
-
-def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
-    run = publishing(run, signing_key=str(tmp_path / "none.pem"))
-    with pytest.raises(StageFailed, match=r"signing key .*none\.pem"):
-        register(run.recipe, run.base, run.store, published_by(run), {})
-    assert publish.registry_of(run.recipe).champion() is None
-
-
-def test_old_versions_are_deleted_after_the_promotion(run: Run) -> None:
-    run = publishing(run, keep_versions=1, gate=())
-    for number in (7, 8, 9):
-        register(run.recipe, run.base, run.store, published_by(run, number), {})
-    registry = publish.registry_of(run.recipe)
-    assert [version.name for version in registry.versions()] == ["v2", "v3"]
-    registry.rollback()
-    register(run.recipe, run.base, run.store, published_by(run, 10), {})
-    assert [version.name for version in registry.versions()] == ["v2", "v4"]
-
-
-@pytest.mark.parametrize("during", ["signing", "promotion"])
-def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again(
-    run: Run, during: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, results = publishing(run, signing_key="key.pem", gate=()), published_by(run)
-    registry = publish.registry_of(run.recipe)
-
-    def delete(*_: Any) -> None:
-        registry.publish(commit(run.store, "publish", 10, {}))
-        assert registry.keep(1) == ["v1"]
-        if during == "signing":
-            raise FileNotFoundError("v1/unet")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tasks.publish.register.sign_version", delete)
-        with pytest.raises(TransientError, match="v1 was deleted by another run before its prom"):
-            register(run.recipe, run.base, run.store, results, {})
-    assert registry.champion() is None
-    monkeypatch.setattr("tasks.publish.register.sign_version", lambda *_: None)
-    registered = register(run.recipe, run.base, run.store, results, {})
-    assert registered["promoted"] and registered["champion"]["version"] == "v3"
-    assert [version.name for version in registry.versions()] == ["v2", "v3"]
 
 
 def test_where_a_model_is_published_does_not_change_its_key(run: Run) -> None:
