@@ -1,6 +1,5 @@
-"""For any values: content keys, boundaries of shards, and records that are read back."""
+"""For any values: content keys, and records that are read back."""
 
-import hashlib
 import itertools
 import json
 from random import Random
@@ -8,15 +7,11 @@ from typing import Any
 
 import fsspec
 import pytest
-from cut_rows import cut_shards
 from hypothesis import strategies as st
 from property_tests import JSON, holds_for
 
 from artifacts.checksummed_files import FileEntry, read_record, write_record
 from artifacts.hashing import canonical_json, digest_json
-
-ROWS = st.integers(0, 400)
-AVERAGE = st.integers(1, 40)
 
 
 def typed(value: Any) -> Any:
@@ -61,58 +56,6 @@ def test_values_that_differ_have_keys_that_differ(one: Any, other: Any) -> None:
 def test_no_two_types_have_one_key(one: Any, other: Any) -> None:
     assert digest_json(one) != digest_json(other)
     assert digest_json({"a": [one]}) != digest_json({"a": [other]})
-
-
-def rows(count: int, salt: int) -> list[tuple[str, int]]:
-    return [(hashlib.sha256(f"{salt} {n}".encode()).hexdigest(), n) for n in range(count)]
-
-
-@holds_for(count=ROWS, average=AVERAGE, salt=st.integers(0, 99))
-def test_shards_have_every_row_once_in_order_and_their_sizes(
-    count: int, average: int, salt: int
-) -> None:
-    shards = list(cut_shards(rows(count, salt), average))
-    assert [row for shard in shards for row in shard] == rows(count, salt)
-    least, most = max(1, average // 2), 2 * average
-    assert all(least <= len(shard) <= most for shard in shards[:-1])
-    assert all(0 < len(shard) <= most for shard in shards[-1:])
-
-
-@holds_for(
-    200,
-    count=st.integers(1, 400),
-    average=AVERAGE,
-    salt=st.integers(0, 99),
-    at=st.integers(0, 399),
-    added=st.booleans(),
-)
-def test_a_row_added_or_removed_changes_only_shards_up_to_the_next_common_boundary(
-    count: int, average: int, salt: int, at: int, added: bool
-) -> None:
-    before, at = rows(count, salt), at % count
-    new = [(hashlib.sha256(b"new").hexdigest(), -1)] if added else []
-    after = [*before[:at], *new, *before[at + (not added) :]]
-    old, cut = (list(cut_shards(given, average)) for given in (before, after))
-    start = next(n for n, shard in enumerate(old) if before[at] in shard)
-    assert cut[:start] == old[:start], "a shard before the row changed"
-    ends = [[shard[-1][0] for shard in shards] for shards in (old, cut)]
-    for common in set(ends[0][start:]) & set(ends[1][start:]):
-        rest = [
-            shards[found.index(common) + 1 :]
-            for shards, found in zip((old, cut), ends, strict=True)
-        ]
-        assert rest[0] == rest[1], "a shard behind a common boundary changed"
-
-
-def test_a_changed_row_mostly_changes_its_own_shard_alone() -> None:
-    changed = []
-    for at in range(0, 4000, 37):
-        before = rows(4000, 0)
-        old = {tuple(shard) for shard in cut_shards(before, 50)}
-        new = {tuple(shard) for shard in cut_shards(before[:at] + before[at + 1 :], 50)}
-        changed.append(len(new - old))
-    assert sum(changed) / len(changed) < 2
-    assert sorted(changed)[len(changed) // 2] == 1
 
 
 @holds_for(
