@@ -1,9 +1,9 @@
 """Settings and pictures of the tests of the encode stage."""
 
-import io
 from dataclasses import replace
 
 import numpy as np
+from picture_bytes import encode_picture
 from PIL import Image
 
 from tasks.encode.decode_and_crop import TransformSettings
@@ -20,13 +20,6 @@ SQUARE = TransformSettings(
     max_pixels=1_000_000,
 )
 BUCKETS = replace(SQUARE, aspect_buckets=True)
-
-
-def encode_picture(image: Image.Image, kind: str = "png", **options: object) -> bytes:
-    """The bytes of a picture file."""
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def gradient(width: int, height: int) -> bytes:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
-from io import BytesIO
 from typing import Self
 
 from loopback_server import LoopbackServer
+from picture_bytes import encode_picture, plain_picture
 from PIL import Image
 
 
@@ -91,18 +91,11 @@ def picture(number: int) -> bytes:
     return plain_picture(40, 32, number * 9 % 256)
 
 
-def plain_picture(width: int, height: int, red: int = 0) -> bytes:
-    buffer = BytesIO()
-    Image.new("RGB", (width, height), (red, 60, 90)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def rotated_picture() -> bytes:
     """40 x 32 when upright, red above blue; stored rotated, as phones do."""
     upright = Image.new("RGB", (40, 32), (220, 30, 30))
     upright.paste((30, 30, 220), (0, 16, 40, 32))
-    exif, buffer = Image.Exif(), BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees clockwise
     rotated = upright.transpose(Image.Transpose.ROTATE_90)
-    rotated.save(buffer, "JPEG", quality=95, exif=exif)
-    return buffer.getvalue()
+    return encode_picture(rotated, "JPEG", quality=95, exif=exif)

@@ -1,12 +1,11 @@
 """A few captioned pictures, in the format of each kind of source."""
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from picture_bytes import encode_picture, noise_picture
 from PIL import Image
 
 SHAPES = {"wide": (60, 36), "tall": (36, 60), "square": (48, 48)}  # (width, height)
@@ -30,19 +29,14 @@ def make_pictures(count: int = 18, captions: int = 1) -> list[Captioned]:
 
 
 def _picture(number: int, shape: str, captions: int) -> Captioned:
-    width, height = SHAPES[shape]
-    noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).save(buffer, "png")
     texts = tuple(f"{COLOURS[n]} {shape} {number}" for n in range(captions))
-    return Captioned(f"{number:02}", shape, buffer.getvalue(), texts)
+    return Captioned(f"{number:02}", shape, noise_picture(number, *SHAPES[shape]), texts)
 
 
 def thin_picture() -> Captioned:
     """A picture of 4000 x 2 pixels, whose nearest bucket is that of wide pictures."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (4000, 2), "red").save(buffer, "png")
-    return Captioned("thin", "wide", buffer.getvalue(), ("a red line",))
+    picture = encode_picture(Image.new("RGB", (4000, 2), "red"))
+    return Captioned("thin", "wide", picture, ("a red line",))
 
 
 def write_folder(folder: Path, pictures: Sequence[Captioned]) -> None:

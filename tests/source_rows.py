@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from picture_bytes import plain_picture
 from shortest_recipe import shortest_recipe
 
 from configs.settings.recipe import Recipe
@@ -47,9 +47,7 @@ def write_list(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def png(number: int) -> bytes:
-    buffer = BytesIO()
-    Image.new("RGB", (8, 8), (number, 60, 90)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return plain_picture(8, 8, number)
 
 
 def context(recipe: Recipe) -> DownloadContext:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from driver_process import DriverProcess
 from numpy.typing import NDArray
+from picture_bytes import encode_picture
 from PIL import Image
 from shortest_recipe import shortest_recipe
 from sklearn.datasets import load_digits
@@ -100,10 +100,8 @@ def _pictures(path: Path) -> None:
     samples = []
     for number in range(PICTURES):
         grey = Image.fromarray((digits.images[number] * 15).astype(np.uint8))
-        buffer = io.BytesIO()
-        grey.resize((32, 32)).convert("RGB").save(buffer, "png")
         caption = f"the digit {digits.target[number]}"
-        picture = buffer.getvalue()
+        picture = encode_picture(grey.resize((32, 32)).convert("RGB"))
         meta = {"aesthetic_score": 4 + number % 7 / 2, "sha256": digest_bytes(picture)}
         samples.append(Sample(f"{number:03}", picture, "png", (caption,), meta))
     write_tar(path, samples)

@@ -12,7 +12,7 @@ from multiprocessing.pool import ThreadPool
 
 import pytest
 from fuzz.pictures import tiled_tiff
-from picture_server import plain_picture
+from picture_bytes import encode_picture, plain_picture
 from PIL import Image
 
 from configs.settings.download import Download
@@ -27,9 +27,7 @@ MOST_BYTES = 40 * 2**20
 
 
 def saved(kind: str, side: int = SHOWN) -> bytes:
-    buffer = BytesIO()
-    Image.new("L", (side, side), 90).save(buffer, kind)
-    return buffer.getvalue()
+    return encode_picture(Image.new("L", (side, side), 90), kind)
 
 
 def tiff_with_two_sizes() -> bytes:
@@ -44,9 +42,8 @@ def tiff_with_two_sizes() -> bytes:
 
 def avif_with_another_size() -> bytes:
     """An AVIF whose box `ispe` has another size than its frame."""
-    buffer = BytesIO()
-    Image.new("RGB", (4 * SHOWN, 4 * SHOWN)).save(buffer, "AVIF", speed=10)
-    body = bytearray(buffer.getvalue())
+    shown = Image.new("RGB", (4 * SHOWN, 4 * SHOWN))
+    body = bytearray(encode_picture(shown, "AVIF", speed=10))
     at = body.index(b"ispe") + 8
     body[at : at + 8] = struct.pack(">II", SHOWN, SHOWN)
     return bytes(body)
@@ -75,10 +72,9 @@ def test_a_tiff_decodes_to_no_more_than_its_header_says(body: bytes, reason: str
 def test_a_tiff_as_programs_write_them_is_accepted() -> None:
     assert check_picture(saved("TIFF"), 10**6).pixels == SHOWN**2
     assert check_picture(tiled_tiff((SHOWN, SHOWN), 256), 10**6).pixels == SHOWN**2 + 256**2
-    big_endian = BytesIO()
-    Image.new("I;16B", (SHOWN, SHOWN)).save(big_endian, "TIFF")
-    assert big_endian.getvalue().startswith(b"MM")
-    assert check_picture(big_endian.getvalue(), 10**6).pixels == SHOWN**2
+    big_endian = encode_picture(Image.new("I;16B", (SHOWN, SHOWN)), "TIFF")
+    assert big_endian.startswith(b"MM")
+    assert check_picture(big_endian, 10**6).pixels == SHOWN**2
 
 
 @pytest.mark.parametrize(
@@ -141,9 +137,7 @@ def test_a_pixel_bomb_is_refused_by_its_header() -> None:
 
 
 def test_a_jpeg_of_many_scans_is_refused_and_a_progressive_one_is_not() -> None:
-    buffer = BytesIO()
-    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
-    progressive = buffer.getvalue()
+    progressive = encode_picture(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
     assert check_picture(progressive, max_pixels=10_000).pixels == 64 * 64
     last_scan = progressive[progressive.rindex(b"\xff\xda") : -2]
     bomb = progressive[:-2] + 100 * last_scan + progressive[-2:]

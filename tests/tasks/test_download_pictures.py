@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from download_stage import PICTURES, build, make_recipe, rows, rows_of, samples_of
 from encoder_inputs import SQUARE
+from picture_bytes import encode_picture
 from picture_server import Web, picture, rotated_picture
 from PIL import Image
 
@@ -69,12 +70,11 @@ def test_small_and_thin_pictures_are_shown_if_the_recipe_allows_them(
 
 
 def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: Path) -> None:
-    red = BytesIO()
-    Image.new("RGB", (40, 20), "red").save(red, "PNG")
+    red = encode_picture(Image.new("RGB", (40, 20), "red"))
     store = Store(str(tmp_path / "store"))
     draft = store.draft(KeyParts(download.STAGE, download.VERSION, {}, {}))
     write_tar(tmp_path / "a.tar", [])
-    write_tar(tmp_path / "b.tar", [Sample("0", red.getvalue(), "png", ("red",))])
+    write_tar(tmp_path / "b.tar", [Sample("0", red, "png", ("red",))])
     for name in ("a.tar", "b.tar"):
         draft.write(name, (tmp_path / name).read_bytes())
     counts = {"rows": 2, "images": 1, "outcomes": {"success": 1}, "shards": 1}
@@ -129,12 +129,11 @@ def test_decoding_does_not_redirect_the_output_of_other_threads(
 
 def test_the_decoder_writes_nothing_about_a_broken_picture() -> None:
     """Otherwise OpenCV prints lines of C++ for each of them, between those of the run."""
-    gif = BytesIO()
-    Image.effect_noise((40, 40), 50).save(gif, "GIF")
+    gif = encode_picture(Image.effect_noise((40, 40), 50), "GIF")
     code = f"""if True:
         from configs.settings.download import Download
         from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
-        assert PictureResizer(Download()).resize({gif.getvalue()[:-300]!r}) == "not an image"
+        assert PictureResizer(Download()).resize({gif[:-300]!r}) == "not an image"
     """
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 from download_stage import build, samples_of
+from picture_bytes import encode_picture
 from PIL import Image
 from shortest_recipe import shortest_recipe
 from store_servers import REMOTE, RequestsTo, UrlOf
@@ -49,10 +50,8 @@ def make_recipe(
 
 
 def jpg(number: int) -> bytes:
-    buffer = io.BytesIO()
     picture = Image.new("RGB", (40, 32), (number, 60, 90))
-    picture.save(buffer, "JPEG", comment=str(number))  # no two have equal bytes
-    return buffer.getvalue()
+    return encode_picture(picture, "JPEG", comment=str(number))  # no two have equal bytes
 
 
 def written(path: Any, numbers: Iterable[int], **more: Any) -> str:

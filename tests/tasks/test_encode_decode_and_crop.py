@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from encoder_inputs import BUCKETS, SQUARE, encode_picture, gradient
+from encoder_inputs import BUCKETS, SQUARE, gradient
+from picture_bytes import encode_picture
 from PIL import Image
 
 from configs.load_and_extend_recipe import load_recipe

@@ -7,40 +7,36 @@ import sys
 from pathlib import Path
 
 import pytest
+from encode_stage import images_of, picture_of
 
 from artifacts.store import Store
 
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1]
 PEAK = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
-import test_encode_stage as t
+from encode_stage import encode_images, encode_recipe
 from pathlib import Path
 from artifacts.store import Store
 store, model = sys.argv[2:4]
 images = Store(store).load("download", sys.argv[4])
-t._encode(t._recipe(store, Path(model), batch_size=8), images)
+encode_images(encode_recipe(store, Path(model), batch_size=8), images)
 # not ru_maxrss, which a child inherits from whoever started it
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
 
 @pytest.mark.soak
-def test_memory_does_not_grow_with_the_dataset(
-    tiny_sdxl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(HERE)
-    import test_encode_stage as t
-
+def test_memory_does_not_grow_with_the_dataset(tiny_sdxl: Path, tmp_path: Path) -> None:
     peaks = []
     for count in (2, 20):  # 13 and 130 MB of pictures: kept, they would show
         store = tmp_path / f"store{count}"
         shards = [
-            {f"{s:02}{i}": (t._picture(100 * s + i, 720, 500), ("a",)) for i in range(6)}
+            {f"{s:02}{i}": (picture_of(100 * s + i, 720, 500), ("a",)) for i in range(6)}
             for s in range(count)
         ]
-        images = t._images(Store(str(store)), shards, tmp_path)
-        arguments = [json.dumps([str(HERE)]), str(store), str(tiny_sdxl), images.key]
+        images = images_of(Store(str(store)), shards, tmp_path)
+        arguments = [json.dumps([str(HELPERS)]), str(store), str(tiny_sdxl), images.key]
         command = [sys.executable, "-c", PEAK, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout.split()[-1]))

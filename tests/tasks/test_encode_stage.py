@@ -10,16 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from encode_stage import (
+    Pictures,
+    digests_of,
+    encode_images,
+    encode_recipe,
+    images_of,
+    picture_of,
+    pictures_of,
+    samples_of,
+)
 from PIL import Image
-from shortest_recipe import shortest_recipe
 
-from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.store import Artifact, Store
-from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
@@ -34,66 +41,6 @@ from tasks.encode.encoder_process import EncodingPlan
 
 pytestmark = pytest.mark.slow
 
-Pictures = dict[str, tuple[bytes, tuple[str, ...]]]  # sample key -> (picture, captions)
-
-
-def _recipe(store: Path | str, model: Path, **settings: object) -> Recipe:
-    encode = {"resolution": 32, "holdout": 0.25, "batch_size": 4, "device": "cpu", **settings}
-    return shortest_recipe(store=str(store), model={"path": str(model)}, encode=encode)
-
-
-def _picture(seed: int, width: int = 40, height: int = 32) -> bytes:
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noise).save(buffer, "png", compress_level=0)
-    return buffer.getvalue()
-
-
-def _pictures(shards: int = 3, each: int = 7) -> list[Pictures]:
-    return [
-        {f"{s:02}{i:03}": (_picture(100 * s + i), (f"picture {i % 3}",)) for i in range(each)}
-        for s in range(shards)
-    ]
-
-
-def _samples(pictures: Pictures) -> list[Sample]:
-    return [
-        Sample(key, data, "png", texts, {"sha256": digest_bytes(data)})
-        for key, (data, texts) in sorted(pictures.items())
-    ]
-
-
-def _images(store: Store, shards: list[Pictures], tmp_path: Path) -> Artifact:
-    draft = store.draft(
-        KeyParts("download", 1, {}, {"pictures": digest_bytes(repr(shards).encode())})
-    )
-    for pictures in shards:
-        path = tmp_path / "shard.tar"
-        samples = _samples(pictures)
-        write_tar(path, samples)
-        local = {".tar": str(path)}
-        key = digest_bytes(path.read_bytes())
-        draft.add_shard(store.commit_shard("download", key, local, {"samples": len(samples)}))
-    return draft.commit({}, {})
-
-
-def _encode(
-    recipe: Recipe, images: Artifact, vae: Path | None = None, seen: list | None = None
-) -> Artifact:
-    model = Path(recipe.model.path)
-    store = Store(recipe.store)
-    draft = store.draft(encode.key_parts(recipe, images, model, vae))
-
-    def progress(done: int, total: int, text: str = "") -> None:
-        if seen is not None:
-            seen.append((done, total))
-
-    return draft.commit(encode.build(recipe, images, model, vae, draft, progress), {})
-
-
-def _shards(artifact: Artifact) -> dict[str, str]:
-    return {e.path: e.sha256 for e in artifact.files if e.path.endswith(".safetensors")}
-
 
 @pytest.fixture
 def make(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
@@ -101,8 +48,8 @@ def make(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
         shards: list[Pictures], store: str = "store", vae: Path | None = None, **settings: object
     ) -> Artifact:
         url = store if "://" in store else str(tmp_path / store)
-        recipe = _recipe(url, tiny_sdxl, **settings)
-        return _encode(recipe, _images(Store(url), shards, tmp_path), vae)
+        recipe = encode_recipe(url, tiny_sdxl, **settings)
+        return encode_images(recipe, images_of(Store(url), shards, tmp_path), vae)
 
     return make
 
@@ -110,7 +57,7 @@ def make(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
 def test_every_sample_has_its_moments_captions_and_split(
     make: Callable[..., Artifact], tiny_sdxl: Path
 ) -> None:
-    shards = _pictures()
+    shards = pictures_of()
     shards[0]["00000"] = (shards[0]["00000"][0], ("one", "two"))
     shards[0]["00001"] = (shards[0]["00001"][0], ("",))
     latents = open_latents(make(shards).uri)
@@ -149,14 +96,14 @@ def test_token_ids_are_stored_without_a_text_encoder(
     make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     """The base of the second artifact has no weights of text encoders."""
-    shards = _pictures(2)
+    shards = pictures_of(2)
     shards[0]["00000"] = (shards[0]["00000"][0], ("one", "two"))
     embedded = open_latents(make(shards).uri)
     model = shutil.copytree(tiny_sdxl, tmp_path / "base")
     for path in model.glob("text_encoder*/*.safetensors"):
         path.unlink()
-    recipe = _recipe(tmp_path / "ids", model, text="token_ids", dtype="bfloat16")
-    artifact = _encode(recipe, _images(Store(recipe.store), shards, tmp_path))
+    recipe = encode_recipe(tmp_path / "ids", model, text="token_ids", dtype="bfloat16")
+    artifact = encode_images(recipe, images_of(Store(recipe.store), shards, tmp_path))
     latents = open_latents(artifact.uri)
     assert latents.text_dtype == "bfloat16" and embedded.text_dtype is None
     encoder, names = Encoder(tiny_sdxl, device="cpu"), set[str]()
@@ -177,13 +124,13 @@ def test_token_ids_are_stored_without_a_text_encoder(
 
 def test_the_downloaded_bytes_alone_select_the_split(tiny_sdxl: Path, tmp_path: Path) -> None:
     """Neither another stored size nor another URL or caption of a file moves a picture."""
-    settings = TransformSettings.of(_recipe("s", tiny_sdxl))
+    settings = TransformSettings.of(encode_recipe("s", tiny_sdxl))
     held_out = []
     for width in (40, 80):  # pixels, of another download.image_size
         samples = [
             Sample(
                 f"{number:03}",
-                _picture(number, width),
+                picture_of(number, width),
                 "png",
                 (f"caption {number}",),
                 {"sha256": digest_bytes(b"download %d" % (number % 12))},  # each is listed twice
@@ -203,18 +150,18 @@ def test_the_downloaded_bytes_alone_select_the_split(tiny_sdxl: Path, tmp_path: 
 
 
 def test_rebuilt_shards_have_equal_bytes(make: Callable[..., Artifact]) -> None:
-    first, again = make(_pictures(), "one"), make(_pictures(), "two")
-    assert _shards(first) == _shards(again) and first.digest == again.digest
+    first, again = make(pictures_of(), "one"), make(pictures_of(), "two")
+    assert digests_of(first) == digests_of(again) and first.digest == again.digest
     assert first.summary == again.summary
     # a shard's batches do not depend on what else is in the dataset
-    assert _shards(make(_pictures(shards=1), "three")).items() <= _shards(first).items()
+    assert digests_of(make(pictures_of(shards=1), "three")).items() <= digests_of(first).items()
 
 
 @pytest.mark.extended
 def test_bytes_do_not_depend_on_the_number_of_processes(make: Callable[..., Artifact]) -> None:
-    one = make(_pictures(4), "one")
-    two = make(_pictures(4), "two", processes=2)
-    assert _shards(two) == _shards(one) and two.digest == one.digest
+    one = make(pictures_of(4), "one")
+    two = make(pictures_of(4), "two", processes=2)
+    assert digests_of(two) == digests_of(one) and two.digest == one.digest
 
 
 class _Counted(EncoderPool):
@@ -234,9 +181,9 @@ class _Counted(EncoderPool):
 def test_two_hosts_share_the_shards_and_encode_each_once(
     make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    expected = make(_pictures(6), "one")
-    recipe = _recipe(tmp_path / "store", tiny_sdxl)
-    images = _images(Store(recipe.store), _pictures(6), tmp_path)
+    expected = make(pictures_of(6), "one")
+    recipe = encode_recipe(tmp_path / "store", tiny_sdxl)
+    images = images_of(Store(recipe.store), pictures_of(6), tmp_path)
     plan = EncodingPlan(
         EncodeJob("torch", str(tiny_sdxl), batch_size=4, device="cpu"), TransformSettings.of(recipe)
     )
@@ -260,14 +207,14 @@ def test_two_hosts_share_the_shards_and_encode_each_once(
     assert sorted(counts[0] + counts[1]) == sorted(task.sha256 for task in tasks)
     assert all(counts), "one host encoded every shard"
     found = [Store(recipe.store).shard("encode", task.key).files[0].sha256 for task in tasks]
-    assert sorted(found) == sorted(_shards(expected).values())
+    assert sorted(found) == sorted(digests_of(expected).values())
 
 
 def test_a_shard_that_another_host_encodes_is_left_to_the_end(
     make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    recipe = _recipe(tmp_path / "store", tiny_sdxl)
-    images = _images(Store(recipe.store), _pictures(1), tmp_path)
+    recipe = encode_recipe(tmp_path / "store", tiny_sdxl)
+    images = images_of(Store(recipe.store), pictures_of(1), tmp_path)
     (entry,) = images.files
     plan = EncodingPlan(
         EncodeJob("torch", str(tiny_sdxl), batch_size=4, device="cpu"), TransformSettings.of(recipe)
@@ -281,29 +228,29 @@ def test_a_shard_that_another_host_encodes_is_left_to_the_end(
 
 
 def test_a_changed_caption_or_picture_rebuilds_one_shard(make: Callable[..., Artifact]) -> None:
-    before = _shards(make(_pictures()))
-    captioned = _pictures()
+    before = digests_of(make(pictures_of()))
+    captioned = pictures_of()
     captioned[1]["01003"] = (captioned[1]["01003"][0], ("another",))
-    pictured = _pictures()
-    pictured[2]["02006"] = (_picture(999), pictured[2]["02006"][1])
+    pictured = pictures_of()
+    pictured[2]["02006"] = (picture_of(999), pictured[2]["02006"][1])
     for changed in (captioned, pictured):
-        assert len(_shards(make(changed)).keys() & before.keys()) == 2
+        assert len(digests_of(make(changed)).keys() & before.keys()) == 2
 
 
 def test_another_vae_transform_or_batch_size_changes_every_shard(
     make: Callable[..., Artifact], tiny_vae: Path
 ) -> None:
-    before = _shards(make(_pictures()))
-    assert not _shards(make(_pictures(), vae=tiny_vae)).keys() & before.keys()
-    assert not _shards(make(_pictures(), flip=True)).keys() & before.keys()
-    assert not _shards(make(_pictures(), batch_size=2)).keys() & before.keys()
+    before = digests_of(make(pictures_of()))
+    assert not digests_of(make(pictures_of(), vae=tiny_vae)).keys() & before.keys()
+    assert not digests_of(make(pictures_of(), flip=True)).keys() & before.keys()
+    assert not digests_of(make(pictures_of(), batch_size=2)).keys() & before.keys()
 
 
 def test_flip_stores_both_variants_and_counts_them_once(
     make: Callable[..., Artifact], tiny_sdxl: Path
 ) -> None:
-    shards = _pictures(2, 9)
-    shards[0]["00004"] = (_picture(77), ("one", "two"))
+    shards = pictures_of(2, 9)
+    shards[0]["00004"] = (picture_of(77), ("one", "two"))
     plain, artifact = make(shards), make(shards, flip=True)
     latents = open_latents(artifact.uri)
     assert latents.groups() == open_latents(plain.uri).groups()
@@ -331,8 +278,8 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
     tiny_sd3: Path, tiny_sd3_without_t5: Path, tmp_path: Path
 ) -> None:
     for model, shape in ((tiny_sd3, (97, 80)), (tiny_sd3_without_t5, (77, 64))):
-        images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
-        latents = open_latents(_encode(_recipe(tmp_path / "s", model), images).uri)
+        images = images_of(Store(str(tmp_path / "s")), pictures_of(1), tmp_path)
+        latents = open_latents(encode_images(encode_recipe(tmp_path / "s", model), images).uri)
         assert latents.info.items() >= Encoder(model, device="cpu").info.items()
         shard = LatentShard(latents.shards[0].url)
         assert shard.prompt_embeds(1).shape == shape
@@ -341,41 +288,41 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
 
 
 def test_sizes_are_multiples_of_a_transformers_patches(tiny_sd3: Path, tmp_path: Path) -> None:
-    images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
+    images = images_of(Store(str(tmp_path / "s")), pictures_of(1), tmp_path)
     with pytest.raises(WrongInput, match="no multiple of the model's 8"):
-        _encode(_recipe(tmp_path / "s", tiny_sd3, resolution=36), images)
+        encode_images(encode_recipe(tmp_path / "s", tiny_sd3, resolution=36), images)
 
 
 def test_settings_without_effect_on_latents_are_not_in_the_key(tiny_sdxl: Path) -> None:
     settings = [
-        encode.settings_for_key(_recipe("s", tiny_sdxl, **settings))
+        encode.settings_for_key(encode_recipe("s", tiny_sdxl, **settings))
         for settings in ({}, {"max_bad": 0.9}, {"device": "cuda"}, {"processes": 2})
     ]
     assert all(s == settings[0] for s in settings)
     for changed in ({"seed": 3}, {"batch_size": 2}):
-        assert encode.settings_for_key(_recipe("s", tiny_sdxl, **changed)) != settings[0]
+        assert encode.settings_for_key(encode_recipe("s", tiny_sdxl, **changed)) != settings[0]
 
 
 def test_committed_shards_are_reused_and_a_flipped_byte_is_not(
     make: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = make(_pictures())
+    artifact = make(pictures_of())
     load, loads = encoder_process.open_encoder, []
     monkeypatch.setattr(encoder_process, "open_encoder", lambda job: loads.append(1) or load(job))
-    assert make(_pictures()).digest == artifact.digest and not loads
+    assert make(pictures_of()).digest == artifact.digest and not loads
 
     damaged = sorted((tmp_path / "store/encode/shards").glob("*.safetensors"))[1]
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    assert make(_pictures()).digest == artifact.digest
+    assert make(pictures_of()).digest == artifact.digest
     assert len(loads) == 1
 
 
 def test_bad_pictures_are_counted_and_only_too_many_are_fatal(
     make: Callable[..., Artifact],
 ) -> None:
-    shards = _pictures(each=10)
+    shards = pictures_of(each=10)
     shards[0]["00004"] = (b"not a picture", ("x",))
     assert make(shards).summary["bad"] == {"undecodable": 1}
     shards[2] |= {f"02{i:03}": (b"no", ("x",)) for i in range(5)}
@@ -393,33 +340,33 @@ def test_an_empty_result_is_an_error(make: Callable[..., Artifact]) -> None:
     with pytest.raises(encode.EncodeFailed, match="no image shard"):
         make([])
     with pytest.raises(encode.EncodeFailed, match="held-out"):
-        make(_pictures(1), holdout=0.999)
+        make(pictures_of(1), holdout=0.999)
 
 
 def test_wrong_settings_are_refused_before_any_work(make: Callable[..., Artifact]) -> None:
     with pytest.raises(WrongInput, match="no multiple of the model's 4"):
-        make(_pictures(1), resolution=34)
+        make(pictures_of(1), resolution=34)
 
 
 def test_the_error_of_missing_weights_is_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
     (model / "text_encoder_2" / "model.safetensors").unlink()
-    images = _images(Store(str(tmp_path / "s")), _pictures(1), tmp_path)
+    images = images_of(Store(str(tmp_path / "s")), pictures_of(1), tmp_path)
     with pytest.raises(WrongInput, match="its encoders do not load") as caught:
-        _encode(_recipe(tmp_path / "s", model), images)
+        encode_images(encode_recipe(tmp_path / "s", model), images)
     assert "\n" not in str(caught.value)
 
 
 def test_shards_are_encoded_by_threads_too_and_unknown_options_refused(
     make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    images = _images(Store(str(tmp_path / "s")), _pictures(), tmp_path)
-    recipe = _recipe(tmp_path / "s", tiny_sdxl)
+    images = images_of(Store(str(tmp_path / "s")), pictures_of(), tmp_path)
+    recipe = encode_recipe(tmp_path / "s", tiny_sdxl)
     threads = {"direct_running_mode": "multi_threading", "direct_num_workers": 2}
-    artifact = _encode(recipe.model_copy(update={"beam": threads}), images)
-    assert _shards(artifact).keys() == _shards(make(_pictures())).keys()
+    artifact = encode_images(recipe.model_copy(update={"beam": threads}), images)
+    assert digests_of(artifact).keys() == digests_of(make(pictures_of())).keys()
     with pytest.raises(ValueError, match=r"did you mean beam\.direct_num_workers"):
-        _encode(recipe.model_copy(update={"beam": {"direct_num_worker": 2}}), images)
+        encode_images(recipe.model_copy(update={"beam": {"direct_num_worker": 2}}), images)
 
 
 class _Diverging(Encoder):
@@ -437,8 +384,8 @@ class _Diverging(Encoder):
 
 
 def test_nan_latents_and_embeddings_are_left_out(tiny_sdxl: Path, tmp_path: Path) -> None:
-    samples = _samples(_pictures(1, 24)[0])
-    settings = TransformSettings.of(_recipe("s", tiny_sdxl))
+    samples = samples_of(pictures_of(1, 24)[0])
+    settings = TransformSettings.of(encode_recipe("s", tiny_sdxl))
     path = tmp_path / "a.safetensors"
     facts = ShardEncoder(_Diverging(tiny_sdxl, device="cpu"), settings, 5).encode(samples, path)
     assert set(facts["bad_reasons"]) == {"NaN latent", "NaN embedding"}
@@ -455,9 +402,9 @@ def test_nan_latents_and_embeddings_are_left_out(tiny_sdxl: Path, tmp_path: Path
 def test_summary_counts_buckets_and_caption_lengths(make: Callable[..., Artifact]) -> None:
     shards = [
         {
-            "0": (_picture(0, 64, 64), ("ab",)),
-            "1": (_picture(1, 100, 50), ("a" * 100,)),
-            "2": (_picture(2, 50, 100), ("ab",)),
+            "0": (picture_of(0, 64, 64), ("ab",)),
+            "1": (picture_of(1, 100, 50), ("a" * 100,)),
+            "2": (picture_of(2, 50, 100), ("ab",)),
         }
     ]
     settings = {"resolution": 64, "aspect_buckets": True, "bucket_step": 16, "holdout": 0.0}
@@ -475,7 +422,7 @@ def test_a_warning_counts_pictures_without_a_caption(
 ) -> None:
     def told(*captions: tuple[str, ...]) -> list[str]:
         caplog.clear()
-        pictures = {f"{n}": (_picture(n), given) for n, given in enumerate(captions)}
+        pictures = {f"{n}": (picture_of(n), given) for n, given in enumerate(captions)}
         make([pictures], holdout=0.0)
         return [record.message for record in caplog.records if "no caption" in record.message]
 
@@ -495,13 +442,13 @@ def test_few_held_out_pictures_are_told(
 
 
 def test_a_remote_store_has_the_same_artifact(make: Callable[..., Artifact]) -> None:
-    assert make(_pictures(), "memory://encode-store").digest == make(_pictures()).digest
+    assert make(pictures_of(), "memory://encode-store").digest == make(pictures_of()).digest
 
 
 def test_progress_ends_with_every_picture(tiny_sdxl: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    images = _images(Store(str(tmp_path / "s")), _pictures(), tmp_path)
-    _encode(_recipe(tmp_path / "s", tiny_sdxl), images, seen=seen)
+    images = images_of(Store(str(tmp_path / "s")), pictures_of(), tmp_path)
+    encode_images(encode_recipe(tmp_path / "s", tiny_sdxl), images, seen=seen)
     assert seen[-1] == (21, 21)
 
 
@@ -509,14 +456,14 @@ def test_a_replaced_image_shard_is_not_encoded(
     make: Callable[..., Artifact], tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     """A replaced tar would otherwise count as encoded."""
-    recipe = _recipe(tmp_path / "store", tiny_sdxl)
+    recipe = encode_recipe(tmp_path / "store", tiny_sdxl)
     store = Store(recipe.store)
-    images = _images(store, _pictures(1), tmp_path)
+    images = images_of(store, pictures_of(1), tmp_path)
     (entry,) = (entry for entry in images.files if entry.path.endswith(".tar"))
     other = tmp_path / "other.tar"
-    write_tar(other, _samples({"00000": (_picture(99), ("another",))}))
+    write_tar(other, samples_of({"00000": (picture_of(99), ("another",))}))
     shutil.copyfile(other, images.url(entry.path))
     with pytest.raises(Damaged, match=r"\.tar is damaged: .* run again"):
-        _encode(recipe, images)
+        encode_images(recipe, images)
     assert not list((tmp_path / "store/encode").glob("shards/*.json"))
     assert store.find("download", images.key) is None

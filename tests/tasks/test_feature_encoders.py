@@ -1,6 +1,5 @@
 """CLIP features and judges equal those of the models."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from picture_bytes import encode_picture
 from PIL import Image
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import (
@@ -359,9 +359,8 @@ def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_
     x8, labels = digits.load("test")
     drawn = digits.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
     prompts = [captions.captions(int(label), 2)[0] for label in labels[:4]]
-    strip = io.BytesIO()
-    Image.fromarray(np.concatenate(list(drawn), axis=1)).save(strip, "png")
-    found = SampleScorer(["digits"], tiny_clip, prompts)(strip.getvalue())
+    strip = encode_picture(Image.fromarray(np.concatenate(list(drawn), axis=1)))
+    found = SampleScorer(["digits"], tiny_clip, prompts)(strip)
     clip = Clip(tiny_clip, "cpu")
     scores = clip_scores(clip.images(drawn), clip.texts(prompts))
     said = judge_pictures(open_judges(["digits"], {}, "cpu"), drawn, prompts)

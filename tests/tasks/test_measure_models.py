@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from picture_bytes import encode_picture
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
@@ -184,11 +185,10 @@ def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None
 
 def images(store: Store, path: Path) -> tuple[Artifact, list[Sample]]:
     samples = []
-    for number, picture in enumerate(noise(*range(30))):
-        buffer = io.BytesIO()
-        Image.fromarray(picture).save(buffer, "png")
-        meta = {"sha256": digest_bytes(b"downloaded: " + buffer.getvalue())}
-        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", ("a thing",), meta))
+    for number, levels in enumerate(noise(*range(30))):
+        picture = encode_picture(Image.fromarray(levels))
+        meta = {"sha256": digest_bytes(b"downloaded: " + picture)}
+        samples.append(Sample(f"{number:03}", picture, "png", ("a thing",), meta))
     write_tar(path, samples)
     draft = store.draft(KeyParts("download", 1, {}, {}))
     draft.add_shard(store.commit_shard("download", "0" * 64, {".tar": str(path)}, {}))

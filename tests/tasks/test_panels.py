@@ -4,8 +4,9 @@ import base64
 import re
 from io import BytesIO
 
-import numpy as np
 import pytest
+from picture_bytes import noise_picture
+from picture_server import picture
 from PIL import Image
 
 from tasks.panels import (
@@ -24,11 +25,6 @@ from tasks.panels import (
 from tasks.panels_pictures import SMALL
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | ![p](http://x/y) `a`\n# h"
-
-
-def make_png(number: int) -> bytes:
-    Image.new("RGB", (8, 8), (number, 0, 0)).save(buffer := BytesIO(), "PNG")
-    return buffer.getvalue()
 
 
 def to_html(panels: list[Panel]) -> str:
@@ -61,9 +57,7 @@ def test_pictures_are_pictures_in_both() -> None:
 
 
 def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (500, 400, 3), np.uint8)
-    Image.fromarray(noise).save(buffer := BytesIO(), "PNG")
-    picture = PicturePanel("grid", buffer.getvalue())
+    picture = PicturePanel("grid", noise_picture(0, 400, 500))
     assert len(picture.png) > 2 * SMALL
     (kind, data) = re.findall(r"data:image/(\w+);base64,([^)]+)\)", to_markdown("h", [picture]))[0]
     seen = Image.open(BytesIO(base64.b64decode(data)))
@@ -73,32 +67,31 @@ def test_a_large_picture_is_small_in_markdown_and_whole_in_html() -> None:
 
 
 def test_a_strip_has_every_picture_in_html_and_the_last_in_markdown() -> None:
-    strip = Strip("samples", [(f"step {n}", make_png(n)) for n in range(3)])
+    strip = Strip("samples", [(f"step {n}", picture(n)) for n in range(3)])
     html, text = to_html([strip]), to_markdown("h", [strip])
     assert all(base64.b64encode(png).decode() in html for _, png in strip.pictures)
     assert html.count(" hidden>") == 2 and 'max="2" value="2" aria-valuetext="step 2"' in html
-    assert text.count("](data:") == 1 and base64.b64encode(make_png(2)).decode() in text
+    assert text.count("](data:") == 1 and base64.b64encode(picture(2)).decode() in text
 
 
 def test_a_comparison_has_each_models_picture_in_html_and_the_grid_in_markdown() -> None:
     models = ("base", "champion", "tuned")
-    rows = [(HOSTILE, [make_png(n) for n in (1, 2, 3)])]
-    comparison = Comparison("pictures", models, rows, grid=make_png(9))
+    rows = [(HOSTILE, [picture(n) for n in (1, 2, 3)])]
+    comparison = Comparison("pictures", models, rows, grid=picture(9))
     html, text = to_html([comparison]), to_markdown("h", [comparison])
     shown = re.findall(r'base64,([^"]+)" alt="(\w+): [^"]*"([^>]*)>', html)
     assert [base64.b64decode(data) for data, *_ in shown] == rows[0][1]
     assert [model for _, model, _ in shown] == list(models)
     assert [kind.strip() for *_, kind in shown] == ['class="left"', "hidden", 'class="right"']
     assert "<script>alert" not in html
-    assert base64.b64encode(make_png(9)).decode() in text
+    assert base64.b64encode(picture(9)).decode() in text
 
 
 @pytest.mark.slow
 def test_pictures_of_one_panel_share_a_limit() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
-    Image.fromarray(noise).save(buffer := BytesIO(), "PNG")
-    strip = Strip("samples", [("step", buffer.getvalue())] * 24)
-    rows = [("prompt", [buffer.getvalue()] * 3)] * 20
+    noise = noise_picture(0, 160, 160)
+    strip = Strip("samples", [("step", noise)] * 24)
+    rows = [("prompt", [noise] * 3)] * 20
     comparison = Comparison("pictures", ("base", "champion", "tuned"), rows, grid=b"")
     for panel in (strip, comparison):
         assert len(to_html([panel])) < LARGE_SUM * 4 / 3 + 50_000

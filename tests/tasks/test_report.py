@@ -5,14 +5,13 @@ import re
 import subprocess
 from collections.abc import Callable
 from html import unescape
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from chromium import CHROMIUM, chromium, require_chromium
-from PIL import Image
+from picture_bytes import noise_picture
+from picture_server import picture
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
@@ -58,20 +57,17 @@ document.body.dataset.seen = JSON.stringify({
 </script></body>"""
 
 
-def png(red: int) -> bytes:
-    Image.new("RGB", (32, 32), (red, 0, 0)).save(buffer := BytesIO(), "PNG")
-    return buffer.getvalue()
-
-
 def panels(artifact: Artifact) -> list[Panel]:
     history = [{"step": n, "loss": 1 / n, "learning_rate": 1e-3} for n in range(1, 9)]
     models = ("base", "champion", "tuned")
     return [
         Table(HOSTILE, [{"caption": HOSTILE, "url": "http://x/y"}]),
         Chart("Loss", loss_chart(history)),
-        Strip("Samples", [(f"step {n}", png(n)) for n in range(3)]),
-        Comparison("Pictures", models, [(HOSTILE, [png(9), png(8), png(7)])], png(1)),
-        PicturePanel(HOSTILE, png(3)),
+        Strip("Samples", [(f"step {n}", picture(n)) for n in range(3)]),
+        Comparison(
+            "Pictures", models, [(HOSTILE, [picture(9), picture(8), picture(7)])], picture(1)
+        ),
+        PicturePanel(HOSTILE, picture(3)),
     ]
 
 
@@ -154,12 +150,11 @@ def test_settings_and_facts_have_no_path_of_this_machine(tmp_path: Path) -> None
 
 
 def noise(limit: int) -> bytes:
-    """A PNG a little below a limit in bytes, which no codec makes much smaller."""
+    """A PNG a little below a limit in bytes."""
     side = int((0.995 * limit / 3) ** 0.5)
-    pixels = np.random.default_rng(limit).integers(0, 256, (side, side, 3), np.uint8)
-    Image.fromarray(pixels).save(buffer := BytesIO(), "PNG")
-    assert 0.9 * limit < buffer.tell() <= limit
-    return buffer.getvalue()
+    picture = noise_picture(limit, side, side)
+    assert 0.9 * limit < len(picture) <= limit
+    return picture
 
 
 def largest_panels(artifact: Artifact) -> list[Panel]:

@@ -1,12 +1,11 @@
 """The summary of a retraining: the champion's metrics, and the samples closest to copies."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from picture_server import picture
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
@@ -26,15 +25,10 @@ def metric(value: float) -> dict[str, Any]:
     return {"value": value, "n": 300, "ci": [value, value]}
 
 
-def png(red: int) -> bytes:
-    Image.new("RGB", (8, 8), (red, 0, 0)).save(buffer := io.BytesIO(), "PNG")
-    return buffer.getvalue()
-
-
 def evaluation(store: Store) -> Artifact:
     draft = store.draft(KeyParts("evaluate", 1, {}, {}))
-    draft.write("before_after.png", png(1))
-    draft.write("closest_pairs.png", png(2))
+    draft.write("before_after.png", picture(1))
+    draft.write("closest_pairs.png", picture(2))
     pairs = [{"by": "features", "similarity": 0.99}, {"by": "pixels", "similarity": 0.96}]
     searched = {
         "thresholds": {"similarity": 0.999, "pixel_similarity": 0.95},
@@ -57,7 +51,7 @@ def champion(folder: Path, fingerprint: str) -> Champion:
     facts = {"fingerprint": fingerprint, "metrics": {"cmmd": {"tuned": metric(0.06)}}}
     (folder / "metrics.json").write_text(json.dumps(facts))
     (folder / "gate.json").write_text("[]")
-    (folder / "before_after.png").write_bytes(png(3))
+    (folder / "before_after.png").write_bytes(picture(3))
     return Champion("v1", str(folder), *["unused"] * 6)
 
 
@@ -104,7 +98,7 @@ def test_the_samples_closest_to_training_pictures_are_shown(tmp_path: Path) -> N
     report |= {"stages": {"evaluate": {"key": evaluated.key}}}
     panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
     (found,) = [p for p in panels if isinstance(p, PicturePanel) and "closest" in p.title]
-    assert found.png == png(2)
+    assert found.png == picture(2)
     titles = [panel.title for panel in panels if isinstance(panel, PicturePanel)]
     assert titles[0::2] == ["Base above, new model below", "Base above, v1 below"]
     # Prefect's UI shows the backslashes of escaped characters in the names of pictures.

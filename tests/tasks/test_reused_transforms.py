@@ -1,11 +1,11 @@
 """Transforms that img2dataset's resizer uses again give the pictures of fresh ones."""
 
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from itertools import product
 from typing import Any
 
 import pytest
+from picture_bytes import encode_picture
 from PIL import Image
 
 from configs.settings.download import Download
@@ -18,9 +18,7 @@ MODES = ("keep_ratio", "keep_ratio_largest", "center_crop", "border")
 def photo(number: int) -> bytes:
     size = (40 + 7 * number % 50, 40 + 11 * number % 60)
     noise = [Image.effect_noise(size, 20 + 10 * (number + n)) for n in range(3)]
-    file = BytesIO()
-    Image.merge("RGB", noise).save(file, "PNG")
-    return file.getvalue()
+    return encode_picture(Image.merge("RGB", noise))
 
 
 def test_reused_transforms_give_the_pictures_of_fresh_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from zlib import compress, crc32
 import cv2
 import numpy as np
 import pytest
+from picture_bytes import encode_picture
 from PIL import Image, ImageCms
 
 from configs.settings.download import Download
@@ -29,10 +30,8 @@ def photo(width: int, height: int, mode: str = "RGB", orientation: int = 1) -> b
         levels += np.asarray(grain.resize((width, height), Image.Resampling.BICUBIC)) / 3
     exif = Image.Exif()
     exif[0x0112] = orientation
-    buffer = BytesIO()
     picture = Image.fromarray(levels.astype(np.uint8)).convert(mode)
-    picture.save(buffer, "JPEG", quality=92, exif=exif)
-    return buffer.getvalue()
+    return encode_picture(picture, "JPEG", quality=92, exif=exif)
 
 
 def resized(body: bytes, **settings: Any) -> tuple[tuple[int, ...], Any]:
@@ -147,9 +146,7 @@ def test_a_picture_with_16_bits_per_channel_keeps_its_colours(
 
 def grey_png(level: int) -> bytes:
     """A grey PNG whose only level is transparent."""
-    buffer = BytesIO()
-    Image.new("L", (96, 96), level).save(buffer, "PNG", transparency=level)
-    return buffer.getvalue()
+    return encode_picture(Image.new("L", (96, 96), level), transparency=level)
 
 
 @pytest.mark.parametrize("body", [grey_png(5), deep_png(np.zeros((96, 96, 4), np.uint16))])
@@ -158,9 +155,7 @@ def test_transparent_parts_are_white(body: bytes) -> None:
 
 
 def tiff(picture: Image.Image) -> bytes:
-    buffer = BytesIO()
-    picture.save(buffer, "TIFF")
-    return buffer.getvalue()
+    return encode_picture(picture, "TIFF")
 
 
 def test_a_half_transparent_tiff_is_blended_with_white_once() -> None:
@@ -188,9 +183,7 @@ def test_pixels_without_a_known_range_are_no_picture(mode: str) -> None:
 
 
 def _with_exif(exif: bytes, mode: str = "RGB", kind: str = "JPEG") -> bytes:
-    buffer = BytesIO()
-    Image.new(mode, (8, 6), 90).save(buffer, kind, exif=exif)
-    return buffer.getvalue()
+    return encode_picture(Image.new(mode, (8, 6), 90), kind, exif=exif)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from picture_bytes import plain_picture
 from PIL import Image
 
 from artifacts.artifact_key import KeyParts
@@ -90,11 +91,10 @@ def test_the_chosen_step_is_in_the_manifest_and_the_panels(tmp_path: Path) -> No
     assert summary["loss_last_tenth"] == 0.25, "of the chosen step, not of the last"
     draft = store.draft(KeyParts("train", 1, {}, {}))
     draft.write("history.jsonl", "".join(f"{json.dumps(line)}\n" for line in history).encode())
-    png = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(png, "png")
+    png = plain_picture(4, 4)
     for step in range(1, 61):  # more than the strip shows
         store.fs.makedirs(f"{draft.path}/samples", exist_ok=True)
-        store.fs.pipe_file(f"{draft.path}/samples/step-{step:08d}.png", png.getvalue())
+        store.fs.pipe_file(f"{draft.path}/samples/step-{step:08d}.png", png)
     panels = show(draft.commit(summary, {}))
     facts, chart, strip = panels
     assert isinstance(facts, Facts) and isinstance(chart, Chart) and isinstance(strip, Strip)

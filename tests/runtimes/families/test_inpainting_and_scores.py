@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
+from picture_bytes import noise_picture
 from PIL import Image
 
 from artifacts.hashing import digest_bytes
@@ -41,13 +42,11 @@ SETTINGS = TransformSettings(
 
 def samples() -> Iterator[Sample]:
     for number in range(5):
-        noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
-        picture = io.BytesIO()
-        Image.fromarray(noise).save(picture, "png")
-        meta: dict[str, Any] = {"sha256": digest_bytes(picture.getvalue())}
+        picture = noise_picture(number, 32, 32)
+        meta: dict[str, Any] = {"sha256": digest_bytes(picture)}
         if number != 4:
             meta["aesthetic_score"] = 4.5 + number
-        yield Sample(f"{number}", picture.getvalue(), "png", ("a",), meta)
+        yield Sample(f"{number}", picture, "png", ("a",), meta)
 
 
 def test_masks_are_drawn_by_the_picture_and_a_quarter_hides_everything() -> None:

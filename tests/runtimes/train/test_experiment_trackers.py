@@ -1,6 +1,5 @@
 """TensorBoard itself reads our event files; whatever happened, each step is there once."""
 
-import io
 import logging
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from picture_bytes import encode_picture
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -23,9 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def png() -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.zeros((3, 7, 3), np.uint8)).save(buffer, "png")
-    return buffer.getvalue()
+    return encode_picture(Image.fromarray(np.zeros((3, 7, 3), np.uint8)))
 
 
 def curve(folder: Path, name: str = "loss") -> list[tuple[int, float]]:
