@@ -81,6 +81,17 @@ def toy(name: str, store: Path, source: Overrides, tiny_model: Callable[[str], P
     }
 
 
+def digits(folder: Path, *gate: str, **settings: Any) -> Recipe:
+    """The recipe `digits` with a store in the folder and these rules, without smoke test.
+
+    Args:
+        settings: dotted ones, and those of `publish`.
+    """
+    given = {n if "." in n else f"publish.{n}": value for n, value in settings.items()}
+    quick = {"publish.smoke_test": False, "publish.gate": list(gate)}
+    return load_recipe("digits", {"store": str(folder / "store"), **quick, **given})
+
+
 def _is_set(recipe: Recipe, dotted: str) -> bool:
     """Whether the recipe sets a value."""
     section: Any = recipe

@@ -6,179 +6,40 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import UNet2DConditionModel
+from evaluation_world import LOSSES, NEW, World, evaluation_recipe, metrics_in
 from inception_weights import random_weights, require_fidelity
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
-from shortest_recipe import shortest_recipe
 
 from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged, hash_local, write_record
-from artifacts.hashing import digest_bytes, digest_json
-from artifacts.image_shards import Sample, write_tar
-from artifacts.store import Artifact, Shard, Store
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
-from configs.settings.recipe import Recipe
-from configs.settings.train import Train
+from artifacts.checksummed_files import Damaged
+from artifacts.hashing import digest_json
+from artifacts.store import Artifact, Shard
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob, Job
+from runtimes.process.job import Drawing, Job
 from runtimes.sample.generate_job import generate
-from runtimes.torch_models.loading import load_denoiser
 from tasks.child_process import run_job
 from tasks.encode import stage as encode
 from tasks.evaluate import draw_pictures, holdout_loss
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.before_after_grid import MARGIN
-from tasks.evaluate.bootstrap import Estimates, difference
+from tasks.evaluate.bootstrap import difference
 from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
-from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels
-from tasks.evaluate.load_published_model import load_published_model
-from tasks.evaluate.measure_published_model import PublishedMetrics, metrics_of_published
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.prompts import sample_prompts
 from tasks.panels import Table
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
-
-NEW = ["a red cat", "a blue dog"]
-LOSSES = {HOLDOUT_LOSS, *holdout_loss.BANDS}
-
-
-def _recipe(store: Path, model: Path, clip: Path, **settings: Any) -> Recipe:
-    given = {
-        "prompts": {
-            "new": {"prompts": NEW, "images_per_prompt": 2},
-            "old": {"prompts": ["a house"]},
-        },
-        "clip": str(clip),
-        "num_inference_steps": 2,
-        "bootstrap": 20,
-        "holdout_samples": 4,
-        "device": "cpu",
-        **settings,
-    }
-    return shortest_recipe(
-        store=str(store),
-        model={"path": str(model)},
-        encode={"resolution": 32, "holdout": 0.4, "device": "cpu"},
-        evaluate=given,
-    )
-
-
-def _images(store: Store, path: Path) -> Artifact:
-    samples = []
-    for number in range(24):
-        noise = np.random.default_rng(number).integers(0, 256, (32, 32, 3), np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(noise).save(buffer, "png")
-        meta = {"sha256": digest_bytes(buffer.getvalue())}
-        samples.append(Sample(f"{number:03}", buffer.getvalue(), "png", ("a thing",), meta))
-    write_tar(path, samples)
-    draft = store.draft(KeyParts("download", 1, {}, {}))
-    key = digest_bytes(path.read_bytes())
-    shard = store.commit_shard("download", key, {".tar": str(path)}, {"samples": len(samples)})
-    draft.add_shard(shard)
-    return draft.commit({}, {})
-
-
-@dataclass
-class World:
-    """A base, its data and the trained UNets of a test."""
-
-    recipe: Recipe
-    model: Path
-    clip: Path
-    images: Artifact
-    latents: Artifact
-    tmp: Path
-    inception: Path | None = None  # weights file
-    jobs: list[GenerateJob] = field(default_factory=list)
-    begun: list[tuple[str, str]] = field(default_factory=list)  # (stage, key)
-
-    @property
-    def store(self) -> Store:
-        return Store(self.recipe.store)
-
-    def run(self, job: Job, on_event: Callable[[dict[str, Any]], None]) -> None:
-        """Run the runtime's code in this process, which saves its start."""
-        assert isinstance(job, GenerateJob)
-        self.jobs.append(job)
-        generate(job, Events())
-
-    def trained(self, scale: float) -> Artifact:
-        """A UNet whose last layer is scaled, as a train artifact."""
-        unet = UNet2DConditionModel.from_pretrained(self.model / "unet")
-        with torch.no_grad():
-            unet.conv_out.weight *= scale
-        unet.save_pretrained(self.tmp / "trained")
-        draft = self.store.draft(KeyParts("train", 1, {"scale": scale}, {}))
-        for name in ("config.json", "diffusion_pytorch_model.safetensors"):
-            draft.upload(str(self.tmp / "trained" / name), f"unet/{name}")
-        return draft.commit({}, {})
-
-    def evaluate(
-        self, trained: Artifact, recipe: Recipe | None = None, run: Any = None
-    ) -> Artifact:
-        given = self.inputs(recipe or self.recipe)
-        draft = self.store.draft(evaluate.key_parts(given, trained))
-        progress = Progress("evaluate")
-        summary = evaluate.build(given, trained, draft, progress, run=run or self.run)
-        return draft.commit(summary, {})
-
-    def inputs(self, recipe: Recipe) -> EvalInputs:
-        measuring = MeasuringModels(self.clip, inception=self.inception)
-        return EvalInputs(recipe, self.images, self.latents, self.model, None, measuring)
-
-    def metrics_of(self, champion: Path, evaluated: Artifact) -> Estimates:
-        """The metrics of a published model, comparable with an evaluation."""
-        return self.measured(champion, evaluated).estimates
-
-    def measured(self, champion: Path, evaluated: Artifact) -> PublishedMetrics:
-        given = self.inputs(self.recipe)
-        return metrics_of_published(given, evaluated, self.begin, str(champion), run=self.run)
-
-    def begin(self, parts: KeyParts) -> Progress:
-        self.begun.append((parts.stage, parts.key))
-        return Progress(parts.stage)
-
-
-@pytest.fixture(scope="module")
-def made(
-    tiny_sdxl: Path, tiny_clip: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Recipe]:
-    """A store with images and latents, built once."""
-    tmp = tmp_path_factory.mktemp("evaluate")
-    recipe = _recipe(tmp / "store", tiny_sdxl, tiny_clip)
-    store = Store(recipe.store)
-    images = _images(store, tmp / "shard.tar")
-    draft = store.draft(encode.key_parts(recipe, images, tiny_sdxl, None))
-    draft.commit(encode.build(recipe, images, tiny_sdxl, None, draft, Progress("encode")), {})
-    return tmp / "store", recipe
-
-
-@pytest.fixture
-def world(made: tuple[Path, Recipe], tiny_sdxl: Path, tiny_clip: Path, tmp_path: Path) -> World:
-    shutil.copytree(made[0], tmp_path / "store")
-    recipe = _recipe(tmp_path / "store", tiny_sdxl, tiny_clip)
-    found = {artifact.stage: artifact for artifact in Store(recipe.store).artifacts()}
-    return World(recipe, tiny_sdxl, tiny_clip, found["download"], found["encode"], tmp_path)
-
-
-def _metrics(artifact: Artifact) -> dict[str, Any]:
-    return json.loads(artifact.read("metrics.json"))["metrics"]
 
 
 class Heard(Events):
@@ -219,7 +80,7 @@ def test_measuring_is_not_silent(
 
 def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
     artifact = world.evaluate(world.trained(0.5))
-    found = _metrics(artifact)
+    found = metrics_in(artifact)
     assert list(found) == metric_names(world.recipe)
     assert found["clip_score"]["tuned"]["n"] == 5
     assert found["clip_score/new"]["tuned"]["n"] == 4 and found["clip_score/old"]["base"]["n"] == 1
@@ -240,8 +101,8 @@ def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
 def test_only_compared_sets_enter_the_distances(world: World) -> None:
     def metrics(**old: Any) -> dict[str, Any]:
         sets = {"new": {"prompts": NEW}, "old": {"prompts": ["a house", "a tree"], **old}}
-        recipe = _recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
-        found = _metrics(world.evaluate(trained, recipe))
+        recipe = evaluation_recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
+        found = metrics_in(world.evaluate(trained, recipe))
         assert list(found) == metric_names(recipe)
         return found
 
@@ -259,8 +120,8 @@ def test_only_compared_sets_enter_the_distances(world: World) -> None:
 
 def test_one_compared_picture_has_no_distances(world: World) -> None:
     sets = {"new": {"prompts": NEW, "compare": False}, "old": {"prompts": ["a house"]}}
-    recipe = _recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
-    found = _metrics(world.evaluate(world.trained(0.5), recipe))
+    recipe = evaluation_recipe(Path(world.recipe.store), world.model, world.clip, prompts=sets)
+    found = metrics_in(world.evaluate(world.trained(0.5), recipe))
     assert list(found) == metric_names(recipe)
     assert not set(found) & {"cmmd", *DISTANCES}
 
@@ -268,7 +129,7 @@ def test_one_compared_picture_has_no_distances(world: World) -> None:
 def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
         evaluate.check_drawn_size(
-            _recipe(world.tmp, world.model, world.clip, **size), world.model, None
+            evaluation_recipe(world.tmp, world.model, world.clip, **size), world.model, None
         )
 
     check()
@@ -279,7 +140,7 @@ def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
 
 def test_an_untrained_model_has_the_metrics_of_its_base(world: World) -> None:
     artifact = world.evaluate(world.trained(1.0))
-    metrics = _metrics(artifact)
+    metrics = metrics_in(artifact)
     for models in metrics.values():
         assert models["base"] == models["tuned"]
     widths = {}
@@ -301,7 +162,7 @@ def test_an_untrained_model_has_the_metrics_of_its_base(world: World) -> None:
 def test_differences_are_paired_by_picture(world: World) -> None:
     artifact = world.evaluate(world.trained(0.5))
     models = evaluate.read_estimates(artifact)
-    assert artifact.summary["differences"].keys() == _metrics(artifact).keys()
+    assert artifact.summary["differences"].keys() == metrics_in(artifact).keys()
     for name, others in artifact.summary["differences"].items():
         base, tuned = models["base"][name], models["tuned"][name]
         assert others["base"]["value"] == pytest.approx(tuned.value - base.value)
@@ -346,8 +207,8 @@ def _drawn_by_the_tuned(world: World, artifact: Artifact) -> Shard:
 def test_another_training_run_reuses_the_bases_pictures(world: World) -> None:
     first, second = world.evaluate(world.trained(0.5)), world.evaluate(world.trained(0.6))
     assert [len(job.drawings) for job in world.jobs] == [2, 1]
-    assert _metrics(first)["cmmd"]["base"] == _metrics(second)["cmmd"]["base"]
-    assert _metrics(first)["cmmd"]["tuned"] != _metrics(second)["cmmd"]["tuned"]
+    assert metrics_in(first)["cmmd"]["base"] == metrics_in(second)["cmmd"]["base"]
+    assert metrics_in(first)["cmmd"]["tuned"] != metrics_in(second)["cmmd"]["tuned"]
 
 
 def test_the_content_of_inceptions_weights_is_in_key_and_fingerprint(world: World) -> None:
@@ -397,8 +258,8 @@ def test_inceptions_features_of_held_out_pictures_are_stored_by_its_weights(worl
         named = {"evaluate": world.recipe.evaluate.model_copy(update={"inception": name})}
         world.recipe = world.recipe.model_copy(update=named)
         artifact = world.evaluate(world.trained(0.5))
-        assert list(_metrics(artifact)) == metric_names(world.recipe)
-        metrics.append(_metrics(artifact))
+        assert list(metrics_in(artifact)) == metric_names(world.recipe)
+        metrics.append(metrics_in(artifact))
         assert len(stored()) == 1 + seed
     (count,) = {len(one) for one in stored()}
     facts = json.loads(artifact.read("metrics.json"))["memorization"]
@@ -430,7 +291,7 @@ def test_prompts_and_seeds_change_the_fingerprint_and_batch_size_does_not(world:
     trained = world.trained(0.5)
 
     def mark(**settings: Any) -> str:
-        recipe = _recipe(Path(world.recipe.store), world.model, world.clip, **settings)
+        recipe = evaluation_recipe(Path(world.recipe.store), world.model, world.clip, **settings)
         return str(world.evaluate(trained, recipe).summary["fingerprint"])
 
     assert mark() == mark(batch_size=2) != mark(seed=5)
@@ -495,153 +356,6 @@ def test_pictures_that_are_not_finite_are_no_evaluation(world: World) -> None:
         world.evaluate(world.trained(1e30))
 
 
-def test_a_champion_with_another_fingerprint_samples_again(world: World, tmp_path: Path) -> None:
-    artifact = world.evaluate(world.trained(0.5))
-    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    stale = json.loads(artifact.read("metrics.json")) | {"fingerprint": "older"}
-    (champion / "metrics.json").write_text(json.dumps(stale))
-    (champion / "bootstrap.npz").write_bytes(artifact.read("bootstrap.npz"))
-    measured = [hash_local(f"{champion}/{n}", n) for n in ("metrics.json", "bootstrap.npz")]
-    write_record(artifact.store.fs, f"{champion}/manifest.json", {"files": measured})
-    found = world.metrics_of(champion, artifact)
-    assert len(world.jobs) == 2 and found.keys() == _metrics(artifact).keys()
-    # the champion's folder holds the base: it must measure as the base did
-    for name, estimate in found.items():
-        metric, base = dict(estimate.metric()), _metrics(artifact)[name]["base"]
-        assert metric.pop("ci") == pytest.approx(base.pop("ci"), abs=1e-5), "resamples are float32"
-        assert metric == base
-
-
-def test_a_champion_measured_again_is_an_artifact_that_gc_and_verify_know(
-    world: World, tmp_path: Path
-) -> None:
-    artifact = world.evaluate(world.trained(0.5))
-    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    found, evaluation = world.measured(champion, artifact)
-    assert evaluation is not None
-    assert world.begun == [(evaluation.stage, evaluation.key)], "recorded before it is built"
-    drawn = evaluation.summary["drawn"]["tuned"]
-    assert any(drawn in entry.path for entry in evaluation.files)
-    assert {p["key"] for p in evaluation.manifest["run"]["parents"].values()} == {
-        world.images.key,
-        world.latents.key,
-    }
-    count = len(world.jobs)
-    again, same = world.measured(champion, artifact)
-    assert same is not None and (same.key, len(world.jobs)) == (evaluation.key, count)
-    assert {n: e.metric() for n, e in again.items()} == {n: e.metric() for n, e in found.items()}
-
-
-def test_another_prediction_measures_the_champion_again(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a loss of the same quantity is comparable, and the recipe alone names it."""
-    begun = []
-
-    def begin(parts: KeyParts) -> Progress:
-        begun.append(parts.key)
-        raise InterruptedError
-
-    artifact = world.evaluate(world.trained(0.5))
-    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    for kind in ("epsilon", "v_prediction"):
-        train = world.recipe.train.model_copy(update={"prediction_type": kind})
-        given = world.inputs(world.recipe.model_copy(update={"train": train}))
-        with pytest.raises(InterruptedError):
-            metrics_of_published(given, artifact, begin, str(champion), run=world.run)
-    assert len(set(begun)) == 2
-
-
-def test_a_champion_s_metric_without_a_value_is_left_to_the_gate(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rule that names it fails, and may be forced."""
-    artifact = world.evaluate(world.trained(0.5))
-    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    measure = evaluate.MetricSuite.measure
-
-    def broken(*given: Any) -> Any:
-        found = measure(*given)
-        one = found.metrics["holdout_loss"]
-        return replace(
-            found, metrics={**found.metrics, "holdout_loss": replace(one, value=math.nan)}
-        )
-
-    monkeypatch.setattr(evaluate.MetricSuite, "measure", broken)
-    found = world.metrics_of(champion, artifact)
-    assert found.keys() == _metrics(artifact).keys() - {"holdout_loss"}
-
-
-def test_a_champion_with_the_same_fingerprint_is_not_fetched(world: World, tmp_path: Path) -> None:
-    artifact = world.evaluate(world.trained(0.5))
-    for name in ("manifest.json", "metrics.json", "bootstrap.npz"):  # and no model
-        (tmp_path / name).write_bytes(artifact.store.fs.cat_file(f"{artifact.path}/{name}"))
-    found = world.metrics_of(tmp_path, artifact)
-    tuned = evaluate.read_estimates(artifact)["tuned"]
-    assert found.keys() == _metrics(artifact).keys()
-    for name, estimate in found.items():
-        assert estimate.value == _metrics(artifact)[name]["tuned"]["value"]
-        np.testing.assert_array_equal(estimate.resampled, tuned[name].resampled)
-
-
-@pytest.mark.parametrize("damaged", ["metrics.json", "bootstrap.npz"])
-def test_a_champion_s_damaged_metrics_decide_nothing(
-    world: World, tmp_path: Path, damaged: str
-) -> None:
-    """A digit that flipped is JSON still; the pictures are drawn again, of files that are whole."""
-    artifact = world.evaluate(world.trained(0.5))
-    for name in ("manifest.json", "metrics.json", "bootstrap.npz"):
-        data = bytearray(artifact.store.fs.cat_file(f"{artifact.path}/{name}"))
-        if name == damaged:
-            at = data.index(b'"value": ') + 9 if name == "metrics.json" else len(data) // 2
-            data[at] ^= 1
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "recipe.yaml").write_text("{}")
-    with pytest.raises(Damaged, match="is missing or damaged"):
-        world.metrics_of(tmp_path, artifact)
-
-
-def test_the_loss_of_another_prediction_is_not_compared(world: World, tmp_path: Path) -> None:
-    """Metrics of a sample-predicting model: it samples again, without a loss."""
-    pictures = world.recipe.train.model_copy(update={"prediction_type": "sample"})
-    was = world.evaluate(world.trained(0.6), world.recipe.model_copy(update={"train": pictures}))
-    assert all(_metrics(was)[name].keys() == {"tuned"} for name in LOSSES)  # nor the base's
-    assert not LOSSES & was.summary["differences"].keys()
-    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    (champion / "metrics.json").write_bytes(was.read("metrics.json"))
-    path = champion / "scheduler/scheduler_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
-    artifact = world.evaluate(world.trained(0.5))
-    found = world.metrics_of(champion, artifact)
-    assert found.keys() == _metrics(artifact).keys() - LOSSES
-    assert world.jobs[-1].latents is None
-
-
-def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) -> None:
-    """An inpainting model has more inputs than our latents."""
-    champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    settings = Train(inpainting=True)
-    config = trained_config(read_denoiser_config(world.model), settings)
-    load_denoiser(world.model / "unet", config=config).save_pretrained(champion / "unet")
-    artifact = world.evaluate(world.trained(0.5))
-    found = world.metrics_of(champion, artifact)
-    assert found.keys() == _metrics(artifact).keys() - LOSSES
-
-
-def test_a_champion_encodes_with_its_trained_text_encoders(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
-    digests = set()
-    for trained in (False, True):
-        (tmp_path / "recipe.yaml").write_text(
-            f"train: {{train_text_encoder: {str(trained).lower()}}}"
-        )
-        model = load_published_model(tmp_path)
-        names = ("text_encoder", "text_encoder_2") if trained else ()
-        assert model.weights.parts == {name: tmp_path / name for name in names}
-        digests.add(model.digest)
-    assert len(digests) == 2  # the losses of one are not to be had for the other's
-
-
 def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
     recipe = world.recipe.model_copy(
         update={"encode": world.recipe.encode.model_copy(update={"holdout": 0.0})}
@@ -651,7 +365,7 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
         encode.build(recipe, world.images, world.model, None, draft, Progress("encode")), {}
     )
     world.latents = draft.commit({}, {})
-    found = _metrics(world.evaluate(world.trained(0.5), recipe))
+    found = metrics_in(world.evaluate(world.trained(0.5), recipe))
     assert list(found) == metric_names(recipe)
     assert not set(found) & {"cmmd", *DISTANCES, *LOSSES} and "clip_score/new" in found
 
@@ -659,7 +373,9 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
 def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\n\ntwo\n")
     sets = {"a": {"file": str(tmp_path / "prompts.txt"), "images_per_prompt": 2}}
-    recipe = _recipe(tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}})
+    recipe = evaluation_recipe(
+        tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}}
+    )
     assert evaluate.settings_for_key(recipe)["prompts"]["a"] == ["one", "one", "two", "two"]
     assert sample_prompts(recipe) == ("one", "x", "two")
     evaluate.check(recipe)
@@ -667,14 +383,16 @@ def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None
     with pytest.raises(WrongInput, match=r"evaluate\.prompts\.a\.file"):
         evaluate.check(recipe)
     with pytest.raises(WrongInput, match=r"evaluate\.judges: digits"):
-        evaluate.check(_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
+        evaluate.check(evaluation_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
 
 
 def test_the_order_of_prompt_sets_is_in_the_key(tmp_path: Path) -> None:
     """It selects the noise of every picture."""
     one, other = {"prompts": ["a"], "compare": False}, {"prompts": ["b"]}
     keys = [
-        digest_json(evaluate.settings_for_key(_recipe(tmp_path, tmp_path, tmp_path, prompts=sets)))
+        digest_json(
+            evaluate.settings_for_key(evaluation_recipe(tmp_path, tmp_path, tmp_path, prompts=sets))
+        )
         for sets in ({"one": one, "other": other}, {"other": other, "one": one})
     ]
     assert keys[0] != keys[1]
@@ -685,7 +403,7 @@ def test_a_judge_with_the_name_of_another_metric_is_refused(name: str, tmp_path:
     judge = {"name": name, "path": "a-model"}
     prompts = {"new": {"prompts": ["a blue seven on black"]}}
     given = {"judges": ["digits", judge], "prompts": prompts}
-    recipe = _recipe(tmp_path, tmp_path, tmp_path, **given)
+    recipe = evaluation_recipe(tmp_path, tmp_path, tmp_path, **given)
     with pytest.raises(WrongInput, match=f"evaluate.judges: {name} is the name of another metric"):
         evaluate.check(recipe)
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    DiffusionPipeline,
-    StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from safetensors.torch import load_file
 from store_drafts import commit
-from transformers import CLIPImageProcessor
+from toy_recipes import digits
 
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
@@ -37,7 +34,6 @@ from tasks.publish.model_card import (
     license_of,
     shown_license,
 )
-from tasks.publish.smoke_test import SmokeTestFailed, check_files
 from tasks.publish.stage import (
     Publication,
     Rejected,
@@ -51,7 +47,6 @@ from tasks.publish.stage import (
 from tasks.train import STAGE as TRAIN
 
 pytestmark = pytest.mark.slow
-
 MODELS = {
     "base": {"cmmd": Estimate(5.0, 10, np.linspace(4.0, 6.0, 401))},
     "tuned": {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 401))},
@@ -97,12 +92,6 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
 def promote(recipe: Recipe, artifact: Artifact) -> None:
     registry = registry_of(recipe)
     registry.promote(registry.publish(artifact).name)
-
-
-def digits(tmp_path: Path, *rules: str, **publish: Any) -> Recipe:
-    given = {n if "." in n else f"publish.{n}": value for n, value in publish.items()}
-    quick = {"publish.smoke_test": False, "publish.gate": list(rules)}
-    return load_recipe("digits", {"store": str(tmp_path / "store"), **quick, **given})
 
 
 def test_the_published_folder_loads_with_the_tuned_unet(
@@ -293,95 +282,6 @@ def test_the_smoke_test_draws_by_plain_diffusers(
     assert "publish: smoke test: diffusers loads the folder" in caplog.text
 
 
-def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
-    folder = shutil.copytree(tiny_sdxl, tmp_path / "model")
-    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
-    with torch.no_grad():
-        unet.conv_out.weight.fill_(float("nan"))
-    unet.save_pretrained(folder / "unet")
-    job = smoke_test.describe(folder, tiny_sdxl, None, digits(tmp_path))
-    with pytest.raises(ValueError, match="the picture is not finite"):
-        smoke_test.draw(job)
-
-
-class Blackens(torch.nn.Module):
-    """Takes each picture for unsafe, as diffusers' checker may take noise."""
-
-    def forward(self, clip_input: Any, images: Any) -> Any:
-        return np.zeros_like(images), [True] * len(images)
-
-
-def test_a_safety_checker_of_the_base_has_no_say(
-    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_model("tiny-sd")
-    load = StableDiffusionPipeline.from_pretrained
-
-    def with_checker(*given: Any, **named: Any) -> Any:
-        pipe = load(*given, **named)
-        pipe.safety_checker, pipe.feature_extractor = Blackens(), CLIPImageProcessor()
-        return pipe
-
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", with_checker)
-    monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
-    smoke_test.draw(smoke_test.describe(folder, folder, None, digits(tmp_path)))
-
-
-def test_the_smoke_test_has_the_packages_of_pythonpath(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_sdxl: Path
-) -> None:
-    """As where packages are installed for one user, or by modules of a cluster."""
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path/only_there.py").touch()
-    (tmp_path / "script.py").write_text("import only_there")
-    monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    smoke_test.check(tiny_sdxl, tiny_sdxl, None, digits(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "name", ["tiny-flux", "tiny-flux-schnell", "tiny-sd3", "tiny-sd3-without-t5", "tiny-sd"]
-)
-@pytest.mark.parametrize(("free", "drawn_in"), [(10**9, "float32"), (10**5, "bfloat16")])
-def test_every_family_passes_the_smoke_test_in_a_dtype_that_fits(
-    name: str,
-    free: int,
-    drawn_in: str,
-    tiny_model: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A FLUX transformer's config has no sample_size."""
-    monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
-    monkeypatch.setattr(smoke_test, "_free_bytes", lambda device: free)
-    folder = tiny_model(name)
-    recipe = digits(tmp_path, **{"evaluate.dtype": "bfloat16"})
-    dtypes = set()
-    load = DiffusionPipeline.from_pretrained
-
-    def spy(*given: Any, **more: Any) -> Any:
-        pipe = load(*given, **more)
-        dtypes.update(part.dtype for part in (pipe.vae, pipe.text_encoder))
-        return pipe
-
-    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", spy)
-    smoke_test.draw(smoke_test.describe(folder, folder, None, recipe))
-    assert dtypes == {getattr(torch, drawn_in)}
-
-
-def test_free_memory_is_the_least_of_machine_container_and_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [tmp_path / name for name in ("meminfo", "memory.max", "none")]
-    files[0].write_text("MemTotal:  9000 kB\nMemAvailable:  2000 kB\n")
-    places = [(str(p), *how[1:]) for p, how in zip(files, smoke_test.HOST_MEMORY, strict=False)]
-    monkeypatch.setattr(smoke_test, "HOST_MEMORY", [*places, (str(files[2]), "", 1)])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 800))
-    for limit, free in (("max\n", 2000 * 1024), ("1000\n", 1000)):
-        files[1].write_text(limit)
-        assert smoke_test._free_bytes("cpu") == free and smoke_test._free_bytes("cuda") == 700
-
-
 def test_the_smoke_test_uses_the_recipes_vae(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,49 +302,6 @@ def test_a_folder_that_fails_the_smoke_test_is_rejected(
         publish(tmp_path, tiny_sdxl, tuned, recipe)
     assert [verdict.passed for verdict in caught.value.verdicts] == [True, False]
     assert not list((tmp_path / "store").glob("publish/*/manifest.json"))
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("import os; os.kill(os.getpid(), 9)", "smoke test: killed by SIGKILL: run again"),
-        ("raise RuntimeError('CUDA out of memory. Tried')", "CUDA out of memory.*: run again"),
-        ("raise RuntimeError('CUDA error: devices are busy or unavailable')", "busy.*: run again"),
-        ("raise MemoryError", "smoke test: MemoryError: run again"),
-        ("raise OSError(12, 'Cannot allocate memory')", "Cannot allocate memory: run again"),
-        ("raise ImportError('a.so: failed to map segment')", "a.so: failed to map.*: run again"),
-        (
-            "try: raise RuntimeError('DefaultCPUAllocator: can\\'t allocate memory: you tried')\n"
-            "except RuntimeError: raise OSError('Unable to load weights')",
-            "DefaultCPUAllocator.*: run again",
-        ),
-        ("import time; time.sleep(60)", "smoke test: no picture after 1 s: run again"),
-    ],
-    ids=["killed", "memory", "device", "MemoryError", "errno", "import", "wrapped", "time"],
-)
-def test_a_smoke_test_that_could_not_end_is_no_verdict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
-) -> None:
-    """A rejected model is never trained again on the same rows."""
-    monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
-    monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
-    (tmp_path / "script.py").write_text(script)
-    (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(TransientError, match=said):
-        smoke_test.check(tmp_path, tmp_path, None, digits(tmp_path))
-
-
-def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "weights.safetensors").write_bytes(bytes(100))
-    with pytest.raises(SmokeTestFailed, match=r"100 bytes exceed publish\.max_bytes \(99\)"):
-        check_files(folder, 99)
-    for name in ("weights.bin", "WEIGHTS.PKL"):
-        (folder / name).write_bytes(b"")
-        with pytest.raises(SmokeTestFailed, match=rf"{name} is no safetensors file"):
-            check_files(folder, None)
-        (folder / name).unlink()
 
 
 def test_files_are_checked_without_the_smoke_test(
@@ -480,10 +337,19 @@ def test_a_part_that_is_copied_without_being_read_is_in_the_key(
     assert inputs(**lora) == plain, "adapters alone have no part of the base"
 
 
+def base_with_card(tiny_sdxl: Path, tmp_path: Path, front_matter: str) -> Path:
+    """A copy of the base whose model card opens so."""
+    base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
+    (base / "README.md").write_text(f"---\n{front_matter}---\n# Base\n", encoding="utf-8")
+    return base
+
+
+#: The front matter of a base whose licence has no identifier.
+NAMED = "license: other\nlicense_name: some-non-commercial\nlicense_link: LICENSE.md\n"
+
+
 def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(tiny_sdxl, base)
-    (base / "README.md").write_text("---\nlicense: openrail++\n---\n# Base\n", encoding="utf-8")
+    base = base_with_card(tiny_sdxl, tmp_path, "license: openrail++\n")
     artifact = publish(tmp_path, base, tuned, digits(tmp_path))
     card = artifact.read("README.md").decode()
     assert base_card(Path(artifact.path))["license"] == "openrail++"
@@ -498,16 +364,13 @@ def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: 
 def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(tiny_sdxl, base)
-    named = "license: other\nlicense_name: some-non-commercial\nlicense_link: LICENSE.md\n"
-    (base / "README.md").write_text(f"---\n{named}---\n# Base\n", encoding="utf-8")
+    base = base_with_card(tiny_sdxl, tmp_path, NAMED)
     (base / "LICENSE.md").write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path)
     assert shown_license(recipe, base) == "some-non-commercial"
     assert shown_license(recipe, tiny_sdxl) == "other"
     artifact = publish(tmp_path, base, tuned, recipe)
-    assert named in artifact.read("README.md").decode()
+    assert NAMED in artifact.read("README.md").decode()
     assert artifact.read("LICENSE.md") == b"terms\n"
     card = artifact.read("README.md").decode().replace("\\", "")
     assert "A modified version of the base. Licence: some-non-commercial. " in card
@@ -517,10 +380,7 @@ def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
 def test_an_own_licence_has_neither_name_nor_link_of_the_bases(
     tmp_path: Path, tiny_sdxl: Path, tuned: Path
 ) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(tiny_sdxl, base)
-    named = "license: other\nlicense_name: some-non-commercial\nlicense_link: LICENSE.md\n"
-    (base / "README.md").write_text(f"---\n{named}---\n# Base\n", encoding="utf-8")
+    base = base_with_card(tiny_sdxl, tmp_path, NAMED)
     for name in ("LICENCE", "License.txt", "NOTICE", "notes.txt"):
         (base / name).write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path, license="apache-2.0")
