@@ -115,7 +115,7 @@ def test_an_error_of_yaml_names_the_line(tmp_path: Path) -> None:
     ("name", "words"),
     [("digit", r"digit: not found \(did you mean digits"), ("no.yaml", "no.yaml: no such file")],
 )
-def test_unknown_recipe_raises(name: str, words: str) -> None:
+def test_an_unknown_recipe_is_refused(name: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         load_recipe(name)
 
@@ -297,7 +297,7 @@ def test_override_values_are_yaml(text: str, expected) -> None:
 @pytest.mark.parametrize(
     "text", ["train.steps", "=3", "a=[", "a=b #\0", "a=b #\ud800", r'a="\UFFFFFFFF"']
 )
-def test_invalid_override_raises(text: str) -> None:
+def test_a_malformed_override_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="override"):
         parse_override(text)
 

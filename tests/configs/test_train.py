@@ -92,7 +92,7 @@ def test_keys_of_adapters_are_those_of_before_their_base_had_a_precision() -> No
         ({"mindspore": {"jit_level": "O1"}}, "jit_level has no effect with mode: pynative"),
     ],
 )
-def test_invalid_combination_raises(settings: dict[str, Any], words: str) -> None:
+def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         Train(**settings)
 

@@ -162,7 +162,7 @@ def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path) -> None:
     assert (sd["family"], sd["empty_prompt"], sd["pooled_dim"]) == ("sd", "encoded", None)
 
 
-def test_info_of_sd3(tiny_sd3: Path) -> None:
+def test_sd3_has_its_own_facts_for_the_trainer(tiny_sd3: Path) -> None:
     assert describe_encoders(tiny_sd3) == {
         "family": "sd3",
         "latent_channels": 8,

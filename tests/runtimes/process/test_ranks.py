@@ -27,12 +27,12 @@ def test_one_started_by_nobody_is_alone() -> None:
     assert Ranks.here() == Ranks() and not launched()
 
 
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_tells_ranks_and_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = place(monkeypatch, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
     assert found == Ranks(3, 4, 1, 2) and launched()
 
 
-def test_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_tells_ranks_once_its_names_are_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*NAMES, "MASTER_ADDR", "MASTER_PORT"):  # what is set below goes with the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -60,7 +60,7 @@ def test_mpirun_on_several_hosts_must_say_where_to_meet(monkeypatch: pytest.Monk
     assert not launched()
 
 
-def test_msrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_msrun_tells_ranks_and_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
     found = place(monkeypatch, MS_ROLE="MS_WORKER", RANK_ID=9, MS_WORKER_NUM=16, DEVICE_ID=1)
     assert (found.rank, found.world, found.local_rank) == (9, 16, 1) and launched()
 

@@ -1,3 +1,5 @@
+"""Slices and chips of TPUs: names, and what is known of each."""
+
 import pytest
 
 from runtimes.contract import WrongInput

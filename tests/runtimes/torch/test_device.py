@@ -48,7 +48,7 @@ from runtimes.torch.device_hooks import DeviceHooks
         ({"fsdp": 2, "device": "cpu"}, 0, "fsdp 2 does not divide train.processes 1"),
     ],
 )
-def test_what_the_devices_cannot_serve(
+def test_settings_that_the_devices_cannot_serve_are_refused(
     settings: dict[str, Any], devices: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
@@ -61,7 +61,7 @@ def test_what_the_devices_cannot_serve(
     ("settings", "devices"),
     [({"processes": 2}, 2), ({"processes": 8}, 0), ({"processes": 8, "fsdp": 4}, 8), ({}, 1)],
 )
-def test_what_they_can(
+def test_settings_that_the_devices_can_serve_are_accepted(
     settings: dict[str, Any], devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)

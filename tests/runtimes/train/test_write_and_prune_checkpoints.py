@@ -276,7 +276,7 @@ def test_safetensors_itself_reads_the_weights(tmp_path: Path) -> None:
     np.testing.assert_equal(load_file(path), state(3)["weights"])
 
 
-def test_none_yet(tmp_path: Path) -> None:
+def test_a_new_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert Checkpoints(str(tmp_path), keep=2).latest() is None
 
 
