@@ -7,6 +7,7 @@ import pytest
 from artifacts import compare_and_swap as cas
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
+from tasks.publish.model_registry import Registry
 
 
 def model(store: Store, n: int) -> Artifact:
@@ -14,6 +15,12 @@ def model(store: Store, n: int) -> Artifact:
     draft.write("model_index.json", f"{n}".encode())
     draft.write("unet/weights.safetensors", bytes(n))
     return draft.commit({}, {})
+
+
+def crown(store: Store, registry: Registry, *numbers: int) -> None:
+    """Publish and promote models, one after another."""
+    for n in numbers:
+        registry.promote(registry.publish(model(store, n)).name)
 
 
 def recorded_swaps(monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[Any, ...]]:

@@ -7,8 +7,9 @@ import re
 import struct
 import termios
 import threading
-import time
 from collections.abc import Callable
+
+from waiting import wait_until
 
 
 class Terminal:
@@ -50,10 +51,12 @@ class Terminal:
 
     def wait(self, pattern: str, alive: Callable[[], bool], seconds: float) -> None:
         """Wait until the text matches a pattern."""
-        until = time.monotonic() + seconds
-        while re.search(pattern, self.text) is None:
-            assert alive() and time.monotonic() < until, self.text[-3000:]
-            time.sleep(0.05)
+        wait_until(
+            lambda: re.search(pattern, self.text),
+            seconds,
+            alive=alive,
+            says=lambda: self.text[-3000:],
+        )
 
     def __enter__(self) -> "Terminal":
         return self

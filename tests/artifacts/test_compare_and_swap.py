@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from store_servers import REMOTE, UrlOf
+from waiting import at_once
 
 from artifacts import compare_and_swap as cas
 
@@ -47,11 +49,7 @@ def test_one_of_many_concurrent_swaps_succeeds(place) -> None:
             if cas.swap(*place, seen, f"{number} {name}".encode()) is not None:
                 won.append(number)
 
-    threads = [threading.Thread(target=change, args=(name,)) for name in range(each)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    at_once(*(partial(change, name) for name in range(each)))
     assert won == list(range(rounds))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from fsspec.core import url_to_fs
 from store_servers import REMOTE, UrlOf
+from waiting import at_once, wait_until
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock
@@ -163,11 +164,7 @@ def test_one_of_two_takeovers_acquires_the_lock(
             assert away.wait(60)
             order.append("out")
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    at_once(work, work)
     assert order == ["in", "out", "in", "out"]
 
 
@@ -182,10 +179,7 @@ def test_a_heartbeat_continues_after_a_store_error(place, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(lock, "swap", failing)
     with lock.hold(fs, path, heartbeat=0.02) as held:
-        until = time.monotonic() + 60
-        while (lock.read_owner(fs, path) or {}).get("beat", 0) < 6:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: (lock.read_owner(fs, path) or {}).get("beat", 0) >= 6)
         held.check()
     assert lock.read_owner(fs, path) is None
 

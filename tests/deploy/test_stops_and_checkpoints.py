@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from deploy_files import DEPLOY, WAIT, instructions, write_program
 from kiln_command import ROOT
+from waiting import wait_until
 
 from configs.load_and_extend_recipe import load_recipe
 from runtimes.process.collectives import free_port
@@ -52,10 +52,7 @@ def test_a_pod_of_torchrun_reports_wrong_input(tmp_path: Path, rank: str, code: 
 
 def stopped(program: subprocess.Popen[Any], folder: Path) -> int:
     """The exit code of a program that gets SIGTERM once its training has started."""
-    until = time.monotonic() + PATIENCE
-    while not (folder / "started").exists():
-        assert program.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+    wait_until((folder / "started").exists, PATIENCE, alive=lambda: program.poll() is None)
     program.terminate()
     return program.wait(PATIENCE)
 

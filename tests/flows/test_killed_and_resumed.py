@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from kill_training import kill_training
 from kiln_command import ROOT, command, environment, is_running, processes_below
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 Overrides = dict[str, Any]
@@ -49,7 +49,7 @@ def kill(folder: Path, api: str, overrides: Overrides, stage: str, number: int) 
             stdout=stream,
             stderr=stream,
         )
-    wait(lambda: told.exists() or child.poll() is not None)
+    wait_until(lambda: told.exists() or child.poll() is not None, PATIENCE)
     assert child.poll() is None, f"it ended before it could be killed in {stage}: {log.read_text()}"
     victim = int(told.read_text())
     os.kill(victim, signal.SIGKILL)
@@ -62,13 +62,6 @@ def kill(folder: Path, api: str, overrides: Overrides, stage: str, number: int) 
         assert victim == child.pid and code == -signal.SIGKILL
     assert not list((Path(overrides["store"]) / stage).glob("*/manifest.json"))
     return said
-
-
-def wait(ready: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not ready():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def written(overrides: Overrides, stage: str) -> dict[Path, int]:
@@ -158,8 +151,8 @@ def kill_the_flow_alone(folder: Path, api: str, overrides: Overrides) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    wait(lambda: newest_checkpoint(overrides) > before or flow.poll() is not None)
+    wait_until(lambda: newest_checkpoint(overrides) > before or flow.poll() is not None, PATIENCE)
     (training,) = [p for p, args in processes_below(flow.pid).items() if "-m runtimes" in args]
     flow.kill()
     assert flow.wait(PATIENCE) == -signal.SIGKILL
-    wait(lambda: not is_running(training))
+    wait_until(lambda: not is_running(training), PATIENCE)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from kiln_command import ROOT, command, environment
+from waiting import wait_until
 
 import flows.sweep as sweep_flow
 from artifacts.run_records import runs
@@ -127,10 +127,8 @@ def test_a_killed_sweep_reuses_its_finished_trials(
             stdout=log,
             stderr=log,
         )
-    until = time.monotonic() + PATIENCE
-    while not told.exists():
-        assert child.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    alive, log_text = (lambda: child.poll() is None), (tmp_path / "log").read_text
+    wait_until(told.exists, PATIENCE, alive=alive, says=log_text)
     os.kill(child.pid, signal.SIGKILL)
     child.wait(PATIENCE)
     said = here("sweep", "digits", "--json", overrides=given, api=api)

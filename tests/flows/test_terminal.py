@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import termios
-import time
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from kiln_command import ROOT, command, environment, is_running, processes_below
 from terminal import Terminal
+from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PATIENCE = 600  # seconds, for a machine that does much else
@@ -71,10 +71,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
         terminal.close()
     assert [args for args in below.values() if "-m runtimes" in args]
     assert [args for args in below.values() if "prefect.server" in args]
-    until = time.monotonic() + PATIENCE
-    while any(map(is_running, below)):
-        assert time.monotonic() < until, below
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_running, below)), PATIENCE, says=lambda: below)
     text = terminal.text
     assert "starting Prefect (its own server, for this run)" in text
     assert "download: reused" in text and "encode: reused" in text

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gcs_server import GcsServer
 from store_servers import UrlOf
+from waiting import wait_until
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import put_atomic
@@ -94,10 +95,8 @@ def test_of_two_builders_one_builds_and_the_other_reuses(
     def build(draft: Draft) -> dict[str, Any]:
         builds.append(threading.current_thread().name)
         building.set()
-        until = time.monotonic() + 60
-        while "is building it; waiting" not in caplog.text:  # the other has found the lock taken
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        # the other has found the lock taken
+        wait_until(lambda: "is building it; waiting" in caplog.text)
         return write(draft)
 
     def run() -> StageResult:
@@ -166,7 +165,7 @@ def test_a_host_with_other_code_than_the_builder_waits(
 ) -> None:
     """Its shards could have other bytes under the keys of the builder's."""
     caplog.set_level(logging.INFO, "kiln")
-    helped, until = list[bool](), time.monotonic() + 60
+    helped = list[bool]()
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     with ThreadPoolExecutor(1) as threads, store.lock("encode", parts().key, facts=theirs):
         monkeypatch.undo()
@@ -179,9 +178,7 @@ def test_a_host_with_other_code_than_the_builder_waits(
             help_builder=lambda: helped.append(True),
             versions=lambda: {"Kilnworks": "bbbb"},
         )
-        while "is building it" not in caplog.text:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: "is building it" in caplog.text)
     assert second.result().outcome == "built" and not helped
     words = "Kilnworks aaaa and this host bbbb" if theirs else "an older Kilnworks, which names no"
     assert f"waiting, since it has {words}" in caplog.text

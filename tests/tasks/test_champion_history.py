@@ -4,12 +4,14 @@ import itertools
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from registries import model, recorded_swaps
+from registries import crown, model, recorded_swaps
 from store_servers import REMOTE, UrlOf
+from waiting import at_once
 
 from artifacts import compare_and_swap as cas
 from artifacts.artifact_key import KeyParts
@@ -25,8 +27,7 @@ def test_the_champion_moves_and_rolls_back_step_by_step(
 ) -> None:
     store, found = any_registry
     assert found.champion() is None and found.last_move() is None
-    for n in (1, 2, 3):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2, 3)
     steps = [found.champion().name, found.rollback().name, found.rollback().name]
     assert steps == ["v3", "v2", "v1"]
     with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
@@ -44,7 +45,7 @@ def test_the_candidate_is_the_newest_version_unless_it_was_the_champion(
 ) -> None:
     store, found = registry
     assert found.candidate() is None
-    found.promote(found.publish(model(store, 1)).name)
+    crown(store, found, 1)
     with pytest.raises(RegistryError, match="there is no candidate"):
         found.find("candidate")
     found.publish(model(store, 2))
@@ -59,10 +60,9 @@ def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
-    for n in (1, 2):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2)
     found.rollback()
-    found.promote(found.publish(model(store, 3)).name)
+    crown(store, found, 3)
     assert found.keep(1) == ["v2"]
     again = found.publish(model(store, 2)).name
     assert again == "v4" and found.was_champion(again) and found.candidate() is None
@@ -72,8 +72,7 @@ def test_a_rolled_back_model_stays_rolled_back_after_its_version_was_deleted(
 def test_a_copy_of_a_deleted_champion_is_found_again(registry: tuple[Store, Registry]) -> None:
     """Otherwise each run under another champion would publish a copy."""
     store, found = registry
-    for n in (1, 2, 3):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2, 3)
     assert found.keep(1) == ["v1"]
     one = model(store, 1)
     parts = one.manifest["settings"], one.manifest["inputs"]
@@ -118,7 +117,7 @@ def test_a_promotion_killed_before_the_alias_is_completed_by_the_next(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
-    found.promote(found.publish(model(store, 1)).name)
+    crown(store, found, 1)
     found.publish(model(store, 2))
     moves = [*found.history(), {"version": "v2", "why": "published", "at": ""}]
     write_history(found, encode_record({"moves": moves}))
@@ -136,8 +135,7 @@ def test_an_alias_that_was_copied_as_another_thing_is_written_again(
 ) -> None:
     """As by `cp -rL`, or by a download from a bucket, where it is an object."""
     store, found = Store(str(tmp_path / "store")), Registry(str(tmp_path / "registry"), "digits")
-    for n in (1, 2):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2)
     alias = Path(found.root, "champion")
     alias.unlink()
     if copy == "file":
@@ -188,11 +186,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
         except ChampionChanged:
             refused.append(version)
 
-    threads = [threading.Thread(target=promote, args=(version,)) for version in ("v2", "v3")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    at_once(*(partial(promote, version) for version in ("v2", "v3")))
     (loser,) = refused
     assert [move["version"] for move in found.history()] == ["v1", {"v2": "v3", "v3": "v2"}[loser]]
 
@@ -204,8 +198,7 @@ def test_a_request_that_arrives_late_sets_no_earlier_champion(
     store = Store(url_of(kind))
     found = Registry(f"{store.url}/registry", "digits")
     requests = recorded_swaps(monkeypatch, "tasks.publish.champion_history.swap")
-    for n in (1, 2, 3):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2, 3)
     assert len(requests) == 9
     for request in requests:
         cas.swap(*request)
@@ -217,14 +210,9 @@ def test_concurrent_promotions_and_rollbacks_lose_nothing(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
-    for n in (1, 2, 3, 4):
-        found.promote(found.publish(model(store, n)).name)
-    acts = [lambda v=v: found.promote(v) for v in ("v1", "v2", "v3")] + [found.rollback] * 2
-    threads = [threading.Thread(target=act) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    crown(store, found, 1, 2, 3, 4)
+    promotions = (partial(found.promote, version) for version in ("v1", "v2", "v3"))
+    at_once(*promotions, found.rollback, found.rollback)
     moves = found.history()
     assert {"v1", "v2", "v3"} <= {move["version"] for move in moves[4:]}
     assert found._champions.alias() == moves[-1]["version"]
@@ -243,8 +231,7 @@ def test_a_damaged_history_or_copy_loses_no_change(
     registry: tuple[Store, Registry], name: str
 ) -> None:
     store, found = registry
-    for n in (1, 2):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2)
     found.rollback()
     moves, data = found.history(), cas.read(found.fs, f"{found.root}/{name}").data
     assert data is not None and [move["version"] for move in moves] == ["v1", "v2", "v1"]
@@ -261,8 +248,7 @@ def test_a_damaged_history_or_copy_loses_no_change(
 
 def test_a_lost_history_is_restored_from_its_copy(any_registry: tuple[Store, Registry]) -> None:
     store, found = any_registry
-    for n in (1, 2):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2)
     for path in found.fs.glob(f"{found.root}/{HISTORY}*"):
         found.fs.rm_file(path)
     champion = found.champion()
@@ -297,7 +283,7 @@ def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
-    found.promote(found.publish(model(store, 1)).name)
+    crown(store, found, 1)
     for name in (HISTORY, COPY):
         write_history(found, b"{", name)
     for act in (found.champion, found.rollback, lambda: found.promote("v1")):
@@ -314,5 +300,5 @@ def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
 
 def test_a_local_champion_is_a_loadable_folder(tmp_path: Path) -> None:
     store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
-    found.promote(found.publish(model(store, 1)).name)
+    crown(store, found, 1)
     assert (tmp_path / "registry/digits/champion/model_index.json").read_bytes() == b"1"

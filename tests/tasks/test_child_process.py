@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 from fsspec.core import url_to_fs
 from kiln_command import jobs_of
+from waiting import wait_until
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock
@@ -105,10 +106,7 @@ def test_an_interruption_ends_the_process_too(endless: TrainJob, tmp_path: Path)
     (child,) = jobs_of(stage.pid)
     stage.send_signal(signal.SIGINT)
     assert stage.wait(50) == 130
-    until = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists():
-        assert time.monotonic() < until, "the process is left behind"
-        time.sleep(0.05)
+    wait_until(lambda: not Path(f"/proc/{child}").exists())
 
 
 @pytest.mark.slow

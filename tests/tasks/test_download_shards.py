@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from download_stage import PICTURES, build, make_recipe, rows, samples_of, shard_bytes
 from picture_server import Web, picture
 from PIL import Image
+from waiting import wait_until
 
 from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
@@ -249,10 +249,7 @@ def test_a_killed_run_resumes_after_its_committed_shards(tmp_path: Path, web: We
     web.is_silent = lambda: any(folder.glob("*.json"))  # from the first shard on
     command = [sys.executable, "-c", script, str(tmp_path / "recipe.json")]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 300
-    while not list(folder.glob("*.json")) and child.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: any(folder.glob("*.json")) or child.poll() is not None, 300)
     os.killpg(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     web.released.set()

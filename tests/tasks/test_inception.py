@@ -6,7 +6,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from inception_weights import in_fidelity, random_weights, require_fidelity
+from kiln_command import is_running
 from PIL import Image
+from waiting import wait_until
 
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError
@@ -141,15 +142,4 @@ def test_the_process_ends_when_its_parent_is_killed(weights: Path) -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    deadline = time.monotonic() + 30
-    while _runs(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    wait_until(lambda: not is_running(child), 30)

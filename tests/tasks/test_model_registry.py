@@ -2,13 +2,15 @@
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from registries import model, recorded_swaps
+from registries import crown, model, recorded_swaps
 from store_servers import REMOTE, UrlOf
+from waiting import at_once
 
 from artifacts import compare_and_swap as cas
 from artifacts.artifact_key import KeyParts
@@ -98,8 +100,7 @@ def test_of_many_champions_the_newest_and_the_one_before_the_champion_are_kept(
 ) -> None:
     """Each published version becomes the champion: all would stay, with their artifacts."""
     store, found = registry
-    for n in range(1, 8):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, *range(1, 8))
     assert found.keep(3) == ["v1", "v2", "v3", "v4"]
     assert found.rollback().name == "v6"
     assert found.keep(1) == [], "a rollback restores v5"
@@ -131,8 +132,7 @@ def test_a_deletion_that_was_killed_is_completed_by_the_next(
 ) -> None:
     """The manifest is deleted first; each version was the champion."""
     store, found = registry
-    for n in (1, 2, 3, 4):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2, 3, 4)
     for name in ("v1", "v3"):
         found.fs.rm_file(f"{found.root}/{name}/manifest.json")
     assert found.keep(9) == []
@@ -261,11 +261,7 @@ def test_concurrent_publishers_get_different_version_numbers(
 ) -> None:
     store, found = any_registry
     models = [model(store, n) for n in (1, 2, 3)]
-    threads = [threading.Thread(target=found.publish, args=(one,)) for one in [*models, *models]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    at_once(*(partial(found.publish, one) for one in [*models, *models]))
     versions = found.versions()
     assert [version.name for version in versions] == ["v1", "v2", "v3"]
     assert {v.manifest["digest"] for v in versions} == {one.digest for one in models}
@@ -333,7 +329,7 @@ def test_a_model_rebuilt_with_other_bytes_is_a_version_of_its_own(
 
 def test_a_champion_without_a_manifest_is_reported(registry: tuple[Store, Registry]) -> None:
     store, found = registry
-    found.promote(found.publish(model(store, 1)).name)
+    crown(store, found, 1)
     found.fs.rm_file(f"{found.root}/v1/manifest.json")
     with pytest.raises(RegistryError, match="champion v1 is damaged"):
         found.champion()
@@ -343,8 +339,7 @@ def test_the_number_of_a_former_champion_is_not_reused(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
-    for n in (1, 2):
-        found.promote(found.publish(model(store, n)).name)
+    crown(store, found, 1, 2)
     found.fs.rm(f"{found.root}/v2", recursive=True)
     assert found.publish(model(store, 3)).name == "v3"
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from prefect.states import Failed
+from waiting import wait_until
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
@@ -258,10 +258,7 @@ def test_a_second_retraining_of_a_model_waits_for_the_first(
     thread = threading.Thread(target=second)
     with one_at_a_time(run.recipe):
         thread.start()
-        until = time.monotonic() + 60
-        while "retrains digits; waiting" not in caplog.text:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: "retrains digits; waiting" in caplog.text)
         assert not entered.is_set()
     thread.join(60)
     assert entered.is_set()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from jobs import SETTINGS, MakeJob, outputs
+from waiting import wait_until
 
 from runtimes.__main__ import main, only_writer
 from runtimes.process.events import EVENT_FD, Events
@@ -176,10 +177,7 @@ def test_a_work_folder_has_one_writer(tmp_path: Path, caplog: pytest.LogCaptureF
         fcntl.flock(first, fcntl.LOCK_EX)
         waiting = threading.Thread(target=second)
         waiting.start()
-        deadline = time.monotonic() + 30
-        while "waiting for it" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: "waiting for it" in caplog.text, 30)
         order.append("first")
     waiting.join(10)
     assert order == ["first", "second"]

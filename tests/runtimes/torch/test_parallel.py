@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from jobs import MakeJob, curve, outputs
 from kiln_command import jobs_of
 from safetensors.numpy import load_file
 from training import history
+from waiting import wait_until
 
 from configs.settings.train import Train
 from runtimes.__main__ import main
@@ -248,10 +248,7 @@ def test_a_rank_reads_the_rows_that_fsdp_shards_to_it(world: int) -> None:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a process is left behind"
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
 
 
 @pytest.mark.soak
