@@ -138,9 +138,10 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
     """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
     try:
         model = _base_settings(folder)
-        base = resolve_model(model["path"], revision=model.get("revision"))
+        # A number names a descriptor to the operating system, and no file to us: fspath refuses it.
+        base = resolve_model(os.fspath(model["path"]), revision=model.get("revision"))
         given = model.get("vae")
-        return base, None if given is None else vae_path(base, resolve_model(given))
+        return base, None if given is None else vae_path(base, resolve_model(os.fspath(given)))
     except (KeyError, TypeError):
         raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
     except ModelNotFound as error:

@@ -1,10 +1,10 @@
 """A published model is loaded only if its files are those that its manifest names."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from store_drafts import flip
 from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
@@ -36,13 +36,6 @@ def model(url: str) -> Artifact:
     for path, data in FILES.items():
         draft.write(path, data)
     return draft.commit({}, {})
-
-
-def flip(path: Path) -> None:
-    """Change a bit of a file, and neither its size nor its time stamp."""
-    at, data = path.stat(), path.read_bytes()
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))
 
 
 @pytest.mark.parametrize("path", [name for name in FILES if name != "README.md"])
@@ -96,15 +89,32 @@ def test_an_edited_card_is_no_damage(tmp_path: Path) -> None:
     assert load_published_model(folder).folder == folder
 
 
-@pytest.mark.parametrize("place", [5, ["base"]])
+@pytest.mark.parametrize("place", ["number", ["base"]])
 def test_adapters_whose_recipe_names_no_base_are_explained(tmp_path: Path, place: object) -> None:
     (tmp_path / "pytorch_lora_weights.safetensors").touch()
-    (tmp_path / "recipe.yaml").write_text(json.dumps({"model": {"path": place}}))
-    assert is_complete_here(tmp_path), "nothing is fetched first"
-    with pytest.raises(WrongInput, match="does not name the base of its adapters"):
-        find_parts(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    with recipe.open("w") as opened:  # its number is that of a file, which is no model
+        given = opened.fileno() if place == "number" else place
+        recipe.write_text(json.dumps({"model": {"path": given}}))
+        assert is_complete_here(tmp_path), "nothing is fetched first"
+        with pytest.raises(WrongInput, match="does not name the base of its adapters"):
+            find_parts(tmp_path)
 
 
 def test_a_base_of_too_long_a_name_is_not_here(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(json.dumps({"model": {"path": "x" * 5000}}))
     assert not is_complete_here(tmp_path)
+
+
+def test_a_champion_encodes_with_its_trained_text_encoders(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
+    digests = set()
+    for trained in (False, True):
+        (tmp_path / "recipe.yaml").write_text(
+            f"train: {{train_text_encoder: {str(trained).lower()}}}"
+        )
+        model = load_published_model(tmp_path)
+        names = ("text_encoder", "text_encoder_2") if trained else ()
+        assert model.weights.parts == {name: tmp_path / name for name in names}
+        digests.add(model.digest)
+    assert len(digests) == 2  # the losses of one are not to be had for the other's
