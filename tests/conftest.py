@@ -114,9 +114,10 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KILN_CACHE is a folder of this test."""
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """KILN_CACHE, a folder of this test."""
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 MakeOnce = Callable[[str, Callable[[Path], None]], Path]

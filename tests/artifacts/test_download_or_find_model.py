@@ -46,10 +46,7 @@ SDXL = {
 
 
 @pytest.fixture(params=["memory", *REMOTE])
-def remote(
-    request: pytest.FixtureRequest, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+def remote(request: pytest.FixtureRequest, url_of: UrlOf, own_cache: Path) -> str:
     url = url_of(request.param)
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/unet/config.json": b"[]"})
@@ -80,9 +77,8 @@ def test_a_damaged_copy_of_a_remote_model_is_fetched_again(
 
 @pytest.mark.parametrize("kind", REMOTE)
 def test_a_model_is_not_mixed_with_one_that_its_url_matches_as_a_pattern(
-    kind: str, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, url_of: UrlOf, own_cache: Path
 ) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     url = url_of(kind)
     fs, root = fsspec.core.url_to_fs(url)
     for name in ("m1", "m[1]"):
@@ -96,10 +92,9 @@ def test_a_model_is_not_mixed_with_one_that_its_url_matches_as_a_pattern(
 
 
 def test_a_name_that_leads_out_of_a_remote_model_is_refused(
-    s3: S3Server, url_of: UrlOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, url_of: UrlOf, tmp_path: Path, own_cache: Path
 ) -> None:
     """`..` is a name like any other to a bucket, and the folder above to a disk."""
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     url = url_of("s3")
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/../../../../outside.txt": b"evil"})
@@ -241,8 +236,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+def web(own_cache: Path) -> Iterator[Web]:
     with Web() as server:
         yield server
 
@@ -379,10 +373,7 @@ def test_a_revision_is_what_it_was(hub: HubServer, repository: Repository) -> No
     assert "no revision nonesuch" in refused("some/model", revision="nonesuch")
 
 
-def test_a_model_of_the_hub_by_its_url(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+def test_a_model_of_the_hub_by_its_url(repository: Repository, own_cache: Path) -> None:
     folder = resolve_model("hf://some/model")
     assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
 

@@ -170,10 +170,7 @@ def test_a_token_is_neither_shown_nor_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert [finding.level for finding in check_python_driver_and_disk.hub_token()] == ["note"]
 
 
-def test_a_cache_that_is_a_file_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+def test_a_cache_that_is_a_file_is_a_problem(tmp_path: Path, own_cache: Path) -> None:
     assert list(check_python_driver_and_disk.caches()) == []
     (tmp_path / "cache").write_text("in the way")
     assert [finding.level for finding in check_python_driver_and_disk.caches()] == ["problem"]

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from loopback_server import LoopbackServer
+from loopback_server import LoopbackServer, refusing
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.doctor import check_python_driver_and_disk
@@ -94,9 +94,8 @@ def test_a_closed_port_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     """Without the pauses of httpcore before its further attempts."""
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
-    with socket.socket() as taken:  # bound, and not listening
-        taken.bind(("127.0.0.1", 0))
-        check_server_away(f"http://127.0.0.1:{taken.getsockname()[1]}/api")
+    with refusing() as host:
+        check_server_away(f"http://{host}/api")
     assert pauses == []
 
 
@@ -109,13 +108,11 @@ def check_server_away(url: str) -> None:
 def test_a_server_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.socket() as taken:  # bound, and not listening
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("PREFECT_API_URL", f"http://me:secret@127.0.0.1:{port}/api")
+    with refusing() as host:
+        monkeypatch.setenv("PREFECT_API_URL", f"http://me:secret@{host}/api")
         assert not examine(None, (), as_json=False)
     said = capsys.readouterr().out
-    assert f"prefect server: http://127.0.0.1:{port}/api (does not answer)" in said
+    assert f"prefect server: http://{host}/api (does not answer)" in said
     assert "problem: no Prefect server answers at PREFECT_API_URL=" in said
     assert "secret" not in said
 
@@ -156,9 +153,8 @@ def test_the_server_of_a_profile_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    with socket.socket() as taken:  # bound, and not listening
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/api"
+    with refusing() as host:
+        url = f"http://{host}/api"
         with temporary_settings({PREFECT_API_URL: url}):
             assert not examine(None, (), as_json=False)
     assert f"prefect server: {url} (does not answer)" in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """`kiln run --retry-failed`: rows with transient failures are fetched again."""
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import picture_sources
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from loopback_server import free_port
 
 from tasks.download.serve_folder import serve_folder
 
@@ -25,9 +25,7 @@ def test_pictures_of_a_host_that_was_away_stay_in_all_later_runs(
 ) -> None:
     pictures = picture_sources.make_pictures(6)
     picture_sources.write_folder(tmp_path / "www", pictures)
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = bound.getsockname()[1]
+    port = free_port()
 
     def download(*words: str) -> Any:
         said = here(

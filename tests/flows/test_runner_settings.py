@@ -4,10 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import httpx
 import pytest
 import yaml
 from kiln_command import ROOT, environment, is_running, processes_below
+from loopback_server import LoopbackServer
 
 from flows import own_prefect_server, runner
 
@@ -202,18 +202,12 @@ class Away(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"{}")
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def away() -> Iterator[str]:
     handler = type("AwayOnce", (Away,), {"asked": []})
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/api"
-    server.shutdown()
-    server.server_close()
+    with LoopbackServer(handler) as server:
+        yield f"{server.url}/api"
     assert handler.asked.count("/api/hello") == 2  # type: ignore[attr-defined]
 
 
@@ -267,14 +261,11 @@ def test_a_proxy_is_not_asked_for_servers_of_this_machine(
     given: dict[str, str], bypassed: str | None
 ) -> None:
     others = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-    server = HTTPServer(("127.0.0.1", 0), type("Once", (Away,), {"asked": []}))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    with patch.dict(os.environ, {**others, **given}, clear=True):
+    once = type("Once", (Away,), {"asked": []})
+    with LoopbackServer(once) as server, patch.dict(os.environ, {**others, **given}, clear=True):
         runner._prepare_prefect()
         assert os.environ.get("no_proxy") == bypassed
-        assert httpx.get(f"http://127.0.0.1:{server.server_port}/").status_code == 422
-    server.shutdown()
-    server.server_close()
+        assert httpx.get(server.url).status_code == 422
 
 
 def test_prefects_own_images_ask_again_too() -> None:

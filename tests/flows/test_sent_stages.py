@@ -111,10 +111,9 @@ def rows_of(run: Run) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("cache", ["cache", "cache-of-another-machine"])
 def test_a_sent_run_takes_the_plan_of_its_sender(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+    run: Run, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
     """The source may grow while the run waits for a worker, whose machine has another plan key."""
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     path, rows = tmp_path / "list.csv", [f"http://127.0.0.1/{n},a\n" for n in range(40)]
     path.write_text("url,caption\n" + "".join(rows))
     source = UrlSource(kind="urls", path=str(path), format="csv")

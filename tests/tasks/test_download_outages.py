@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from download_stage import PICTURES, build, make_recipe, rows, rows_of
+from loopback_server import refusing
 from picture_server import Web
 from store_servers import REMOTE, UrlOf
 
@@ -122,10 +123,8 @@ def test_a_shard_that_is_downloaded_ends_a_row_of_deferred_ones(tmp_path: Path, 
 
 @pytest.fixture
 def dead() -> Iterator[str]:
-    """A host on loopback that refuses connections: its port is bound, but nothing listens."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{bound.getsockname()[1]}"
+    with refusing() as host:
+        yield host
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from httpx2 import ConnectError
 from hub_server import HubServer, Repository
 from huggingface_hub import HfApi, constants, snapshot_download
+from store_drafts import flip
 from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
 
@@ -109,12 +110,6 @@ def uploads(hub: HubServer) -> int:
     found = [path for method, path in hub.requests if method == "PUT"]
     hub.requests.clear()
     return len(found)
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.slow
@@ -262,10 +257,8 @@ def test_a_model_in_a_bucket_is_signed_and_pushed(
     hub: HubServer,
     url_of: UrlOf,
     make_keys: Keys,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    own_cache: Path,
 ) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     registry = Registry(f"{url_of(kind)}/registry", "digits")
     version = small(registry)
     private, public = make_keys()

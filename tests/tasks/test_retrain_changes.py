@@ -27,8 +27,7 @@ NO_ONE = Champion("v1", "", "d", "", "", "", "", "")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+def recipe(tmp_path: Path, own_cache: Path) -> Recipe:
     return load_recipe(
         "digits",
         {

@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gcs_server import GcsServer
+from loopback_server import LoopbackServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from store_servers import S3Server
 
@@ -128,20 +128,17 @@ class Events(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Events]]:
     """The configured server; `accepted` has its events, and it refuses with another `answer`."""
     handler = type("Accepting", (Events,), {"accepted": []})
     monkeypatch.setattr(flow, "prepare_process", lambda: None)
-    with HTTPServer(("127.0.0.1", 0), handler) as found:
-        threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True).start()
-        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{found.server_port}/api"}):
-            yield handler
-        found.shutdown()
+    with (
+        LoopbackServer(handler) as found,
+        temporary_settings({PREFECT_API_URL: f"{found.url}/api"}),
+    ):
+        yield handler
 
 
 def watch(store: str, count: int) -> dict[str, Any]:

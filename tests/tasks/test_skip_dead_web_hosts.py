@@ -1,10 +1,10 @@
 """Hosts that do not answer are skipped; where most do not, the network is down."""
 
-import socket
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 from fetching import get_row
+from loopback_server import refusing
 from web_sites import reply, serving
 
 from configs.settings.download import Download
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def test_a_host_that_redirects_to_a_dead_one_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[str] = []
-    with socket.socket() as bound:  # and does not listen: connections are refused
-        bound.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{bound.getsockname()[1]}"
+    with refusing() as dead:
 
         def answer(handler: BaseHTTPRequestHandler) -> None:
             requested.append(handler.path)

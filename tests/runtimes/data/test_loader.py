@@ -290,9 +290,8 @@ def test_token_ids_are_refused_where_embeddings_are_read(latents_url: str) -> No
 
 
 def test_a_remote_store_is_read_through_a_bounded_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+    tmp_path: Path, own_cache: Path, write_latents: WriteLatents
 ) -> None:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     shards = [{"train/8x8": 6}] * 6
     local = write_latents(str(tmp_path / "store"), shards)
     remote = write_latents(f"memory://{tmp_path.name}", shards)
@@ -334,12 +333,12 @@ def test_held_out_samples_come_with_fixed_noise(latents_url: str) -> None:
 @pytest.mark.parametrize("text_encoders", [False, True])
 def test_held_out_samples_are_downloaded_once(
     tmp_path: Path,
+    own_cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     write_latents: WriteLatents,
     text_encoders: bool,
 ) -> None:
     """A validation reads few samples of many shards, which would evict those of the training."""
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     url = write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6, "holdout/8x8": 2}] * 12)
     latents, downloaded = open_latents(url), list[str]()
     fetch = shard_cache._download

@@ -17,10 +17,9 @@ WriteLatents = Callable[..., str]
 
 @pytest.fixture
 def files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+    tmp_path: Path, own_cache: Path, write_latents: WriteLatents
 ) -> Callable[..., ShardFiles]:
     """`files(**more)`: six remote shards, as another process of this host sees them."""
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     refs = open_latents(write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6}] * 6)).shards
 
     def made(room: int = 100) -> ShardFiles:

@@ -39,8 +39,9 @@ class Remote:
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents) -> Remote:
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
+def remote(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+) -> Remote:
     monkeypatch.setattr("runtimes.data.shard_cache.WAITS", (0.0, 0.0))
     return Remote(tmp_path, write_latents)
 
@@ -68,10 +69,9 @@ def test_only_downloads_that_nobody_continues_are_evicted(remote: Remote) -> Non
 
 
 def test_reading_ahead_evicts_no_shard_that_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+    tmp_path: Path, own_cache: Path, write_latents: WriteLatents
 ) -> None:
     """In a second epoch, the copy that is wanted next may be the oldest one."""
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     url = write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6}] * 3)
     refs = open_latents(url).shards
     files = ShardFiles(refs, open_limit=1, cache_bytes=2 * max(ref.size for ref in refs))
@@ -139,10 +139,9 @@ def test_a_full_disk_of_the_cache_is_named(remote: Remote, monkeypatch: pytest.M
 
 
 def test_a_small_disk_holds_fewer_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, write_latents: WriteLatents
 ) -> None:
     """A cache of the default size would otherwise fill it, and the training would end."""
-    monkeypatch.setenv("KILN_CACHE", str(tmp_path / "cache"))
     refs = open_latents(write_latents(f"memory://{tmp_path.name}", [{"train/8x8": 6}] * 4)).shards
     folder = tmp_path / "cache/kilnworks/shards"
     disk = 3 * (max(ref.size for ref in refs) + 4096)

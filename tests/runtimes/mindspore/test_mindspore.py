@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,6 +18,7 @@ import pytest
 import torch
 from driver_process import DriverProcess
 from jobs import SAMPLER, MakeJob, lora
+from loopback_server import free_port
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tolerances import LOSS
@@ -174,9 +174,7 @@ def test_msrun_starts_two_processes_that_write_one_checkpoint(
     train(expected)
     path = tmp_path / "job.json"
     write_job(job, path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     subprocess.run(
         [
             python.with_name("msrun"),
