@@ -17,8 +17,10 @@ from tasks.result_files import REPORT
 
 SIGNATURE = "model.sig"
 PASSWORD = "KILN_SIGNING_PASSWORD"
-#: What the library's error says after the name of each changed file.
-DIGESTS = re.compile(r""": Expected 'Digest\(.*?(?=", "|"\]$)""")
+#: What the library's error says of a changed file: its name, then digests in escaped bytes.
+CHANGED = re.compile(
+    r"Hash mismatch for \\?'(.+?)\\?': Expected .*?(?=Hash mismatch for|$)", re.DOTALL
+)
 #: Files beside a model's own: of the registry, and of the hub's client.
 UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
@@ -72,7 +74,10 @@ def verify_folder(folder: Path, key: Path) -> None:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=key)
         verifier.set_hashing_config(_hashing(folder)).verify(folder, folder / SIGNATURE)
     except Exception as error:  # the library raises many types, also for damaged signatures
-        reason = DIGESTS.sub("", str(error)) or type(error).__name__
+        reason = str(error) or type(error).__name__
+        if changed := CHANGED.findall(reason):
+            others = CHANGED.sub("", reason).rstrip("[\"', ")
+            reason = f"{others} changed files: {', '.join(changed)}"
         raise SignatureError(f"{folder} is not as signed by {key}: {reason}") from None
 
 
