@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -260,11 +259,14 @@ def _undamaged(version: Path, url: str) -> Path | None:
     A damaged copy would otherwise be another model, and everything would be built again with it.
     """
     for copy in version.parent.glob(f"{version.name}-*"):
-        if copy.name == f"{version.name}-{digest_model(copy)}":
-            return copy
-        log.warning("%s is fetched again: its local copy is damaged", url)
-        with caching(cache_folder()), suppress(FileNotFoundError):  # another process was first
-            shutil.rmtree(copy)
+        with suppress(FileNotFoundError):  # another process was first
+            made = copy.stat().st_ctime_ns
+            if copy.name == f"{version.name}-{digest_model(copy)}":
+                return copy
+            with _beside(version) as temporary:
+                if copy.stat().st_ctime_ns == made:  # else another process has mended it since
+                    copy.rename(Path(temporary, "damaged"))  # nobody sees a part of it
+                    log.warning("%s is fetched again: its local copy is damaged", url)
     return None
 
 

@@ -19,8 +19,11 @@ _CLIENTS = (
     *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
     *("google.api_core", "google.auth", "google.cloud", "google.resumable_media", "requests"),
 )
-#: Errors of botocore: `aws sso login` must be run again.
-_LOG_INS = {"SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"}
+#: Errors of botocore: `aws sso login` or `aws login` must be run again.
+_LOG_INS = {
+    *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
+    *("LoginRefreshRequired", "LoginTokenLoadError"),
+}
 
 
 def client_options(url: str) -> dict[str, Any]:

@@ -82,13 +82,18 @@ def check_stored_url(url: str) -> str:
 def check_unchained(url: str) -> str:
     """Raise ValueError for `::` in a name, by which fsspec would split it; returns the URL.
 
-    A chain ends with a URL or a path, as `zip://list.csv::https://host/lists.zip`.
+    A chain ends with a URL or a path, as `simplecache::https://host/list.csv`.
     """
     if NO_CHAIN.search(url):
         raise ValueError(
             "`::` chains URLs, and neither a URL nor an absolute path follows it: give another name"
         )
     return url
+
+
+def check_unchained_url(url: str) -> str:
+    """As check_unchained, of a place that fsspec opens only if it is a URL; returns the URL."""
+    return check_unchained(url) if "://" in url else url
 
 
 def _masked(parameter: re.Match[str]) -> str:

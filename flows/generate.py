@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -94,7 +95,8 @@ def output_folder(out: str) -> Path:
         raise WrongInput(f"out: {out} is a URL: choose a local folder; only `store` may be a URL")
     folder = Path(out)
     try:  # the first that exists: a failed run leaves no empty folder
-        with NamedTemporaryFile(dir=next(p for p in (folder, *folder.parents) if p.exists())):
+        existing = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+        with NamedTemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise WrongInput(f"out: {out} is not writable: {error}") from None

@@ -9,7 +9,7 @@ from typer.exceptions import TyperException
 
 from configs.nearest_name import did_you_mean, hint_of
 
-_EXTRA = re.compile(r"Got unexpected extra argument\(s\) \(([a-z_.]+=.*)\)")
+_EXTRA = re.compile(r"Got unexpected extra argument\(s\) \(([a-z0-9_.]+=.*)\)")
 _NOT_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of ('.*')\.?")
 
 
@@ -26,7 +26,7 @@ def usage_error(error: TyperException) -> str:
     if not error.message:
         return f"{command}{parameter.opts[0].upper()} is missing ({options})"
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
-        given = re.sub(r" (?=[a-z_.]+=)", " -o ", extra[1])  # each of several settings
+        given = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
         return f"{command}write a setting with -o: -o {given}"
     named = "" if parameter is None else f"{parameter.opts[0]}: "
     if (choice := _NOT_ONE_OF.fullmatch(error.message)) is not None:

@@ -14,7 +14,12 @@ from pydantic import (
     model_validator,
 )
 
-from configs.redact_urls import check_read_url, check_stored_url, check_unchained
+from configs.redact_urls import (
+    check_read_url,
+    check_stored_url,
+    check_unchained,
+    check_unchained_url,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -22,6 +27,10 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 ReadUrl = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained)]
 #: Places that artifacts name.
 StoredUrl = Annotated[str, AfterValidator(check_stored_url), AfterValidator(check_unchained)]
+#: Models, which artifacts name: a local path, a hub id or a URL.
+ModelPlace = Annotated[str, AfterValidator(check_stored_url), AfterValidator(check_unchained_url)]
+#: Files that only this run reads: a local path or a URL.
+ReadFile = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained_url)]
 
 
 class Section(BaseModel):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from configs.settings.base_section import Fraction, Section, StoredUrl
+from configs.settings.base_section import Fraction, ModelPlace, Section
 from configs.settings.sampling import Prompts, Sampling
 
 JudgeName = Literal["digits"]
@@ -29,7 +29,7 @@ class PreferenceModel(Section):
     """A judge: a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
 
     name: str = Field(description="Name of the metric.", pattern=r"^[a-z][a-z0-9_]*$")
-    path: StoredUrl = Field(description="CLIPModel folder: hub id, local path or fsspec URL.")
+    path: ModelPlace = Field(description="CLIPModel folder: hub id, local path or fsspec URL.")
 
 
 class Memorization(Section):
@@ -56,15 +56,15 @@ class Evaluate(Sampling):
         description="Named prompt sets; null instead of one drops that of the extended recipe.",
         min_length=1,
     )
-    clip: StoredUrl = Field(
+    clip: ModelPlace = Field(
         description="CLIPModel folder for clip_score and cmmd: hub id, local path or fsspec URL."
     )
-    image_encoder: StoredUrl | None = Field(
+    image_encoder: ModelPlace | None = Field(
         None,
         description="Vision model of transformers (such as DINOv2) for fd, kid, precision, recall "
         "and memorized: hub id, local path or fsspec URL; null: `clip`.",
     )
-    inception: StoredUrl | None = Field(
+    inception: ModelPlace | None = Field(
         None,
         description="Weights file of torch-fidelity's InceptionV3 for fd_inception and "
         "kid_inception: local path or fsspec URL; null: without these metrics.",

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt, ValidationError
 
 from configs.explain_recipe_errors import explain
 from configs.load_and_extend_recipe import RecipeError
-from configs.settings.base_section import StoredUrl
+from configs.settings.base_section import ModelPlace, StoredUrl
 from configs.settings.recipe import RuntimeName
 from configs.settings.sampling import Prompts, Sampling
 
@@ -21,7 +21,7 @@ class Generate(Prompts, Sampling):
     `evaluate`.
     """
 
-    model: StoredUrl = Field(
+    model: ModelPlace = Field(
         description="Model: registry name (`digits` for its champion, `digits@v2`, "
         "`digits@candidate`), folder, hub id, or fsspec URL."
     )

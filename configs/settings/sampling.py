@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from configs.settings.base_section import Dtype, ReadUrl, Section
+from configs.settings.base_section import Dtype, ReadFile, Section
 
 SchedulerName = Literal[
     "ddim",
@@ -25,7 +25,7 @@ class Prompts(Section):
     """Prompts, listed or from a text file."""
 
     prompts: tuple[str, ...] = Field((), description="Prompts, in order.")
-    file: ReadUrl | None = Field(
+    file: ReadFile | None = Field(
         None, description="Text file with one prompt per line, instead of `prompts`."
     )
 

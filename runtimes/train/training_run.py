@@ -286,14 +286,15 @@ class TrainingRun:
         event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
-            raise Diverged(f"{event.words}: {self._advice}")
+            raise Diverged(f"{event.words}: {self.advice}")
         if len(self.skipped) >= policy.max_skips:
             limit = f"{policy.max_skips} batches have been left out already"
-            raise Diverged(f"{event.words}, and {limit}: {self._advice}")
+            raise Diverged(f"{event.words}, and {limit}: {self.advice}")
         return event
 
     @property
-    def _advice(self) -> str:
+    def advice(self) -> str:
+        """What may prevent a divergence."""
         lower = "lower train.learning_rate"
         if self._settings.mixed_precision == "no":
             return lower
@@ -305,7 +306,7 @@ class TrainingRun:
         self._saver.wait()
         saved = self._checkpoints.latest(event.step)
         if saved is None:
-            raise Diverged(f"{event.words}, and no checkpoint before it is left: {self._advice}")
+            raise Diverged(f"{event.words}, and no checkpoint before it is left: {self.advice}")
         number = batch_number(event.step - 1, self.skipped)
         self.skipped.append(number)
         self._restore(saved)

@@ -26,7 +26,10 @@ BUFFER = 2**16  # bytes
 MAX_RECORD = 131_072
 #: Characters around a URL in a text file.
 BLANK = " \t\r\n\v\f"
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON
+#: An unpaired surrogate in JSON.
+SURROGATE = re.compile(
+    r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
+)
 
 
 def csv_header(file: str, delimiter: str) -> list[str]:

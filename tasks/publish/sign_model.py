@@ -21,6 +21,8 @@ PASSWORD = "KILN_SIGNING_PASSWORD"
 CHANGED = re.compile(
     r"Hash mismatch for \\?'(.+?)\\?': Expected .*?(?=Hash mismatch for|$)", re.DOTALL
 )
+#: What it says of files that were added or removed.
+OTHERS = re.compile(r"""((?:Extra|Missing) files .+?)["'](?:,|\]|$)""")
 #: Files beside a model's own: of the registry, and of the hub's client.
 UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
@@ -76,8 +78,8 @@ def verify_folder(folder: Path, key: Path) -> None:
     except Exception as error:  # the library raises many types, also for damaged signatures
         reason = str(error) or type(error).__name__
         if changed := CHANGED.findall(reason):
-            others = CHANGED.sub("", reason).rstrip("[\"', ")
-            reason = f"{others} changed files: {', '.join(changed)}"
+            others = OTHERS.findall(CHANGED.sub("", reason))
+            reason = "; ".join([*others, f"changed files: {', '.join(changed)}"])
         raise SignatureError(f"{folder} is not as signed by {key}: {reason}") from None
 
 

@@ -17,6 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from loopback_server import LoopbackServer
 from store_servers import REMOTE, S3Server, UrlOf
 
+from artifacts import download_or_find_model
 from artifacts.cache_errors import CacheFull, CacheUnusable
 from artifacts.check_model_available import check_file_available, check_on_hub
 from artifacts.download_or_find_model import (
@@ -73,6 +74,28 @@ def test_a_damaged_copy_of_a_remote_model_is_fetched_again(
     assert (again / "unet/config.json").read_bytes() == b"[]"
     assert f"{remote} is fetched again: its local copy is damaged" in caplog.messages
     assert list((cache_folder() / "models").iterdir()) == [again]
+
+
+def test_a_copy_that_another_process_mends_meanwhile_stays(
+    own_cache: Path, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = url_of("memory")
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe({f"{root}/model_index.json": b"{}"})
+    folder = resolve_model(url)
+    (folder / "model_index.json").write_bytes(b"[1]")
+    ours = download_or_find_model.digest_model
+
+    def others_mend(read: Path) -> str:
+        monkeypatch.setattr(download_or_find_model, "digest_model", ours)
+        found = ours(read)
+        shutil.rmtree(read)
+        assert resolve_model(url) == read
+        (read / "README.md").write_bytes(b"of the other process")
+        return found
+
+    monkeypatch.setattr(download_or_find_model, "digest_model", others_mend)
+    assert (resolve_model(url) / "README.md").read_bytes() == b"of the other process"
 
 
 @pytest.mark.parametrize("kind", REMOTE)

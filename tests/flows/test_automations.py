@@ -54,7 +54,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, str]]]]:
         yield f"{server.url}/", got
 
 
-def test_a_team_is_notified_of_published_refused_and_failed(
+def test_a_team_is_notified_of_published_rejected_and_failed(
     tmp_path: Path, api: str, webhook: tuple[str, list[dict[str, str]]]
 ) -> None:
     server = Server(tmp_path, api)
@@ -76,7 +76,7 @@ def test_a_team_is_notified_of_published_refused_and_failed(
         assert names.count(yaml.safe_load(path.read_text(encoding="utf-8"))["name"]) == 1
     try:
         assert python("-c", RUN, "emit").returncode == 0
-        subjects = {"automated v3 is published", "automated is refused"}
+        subjects = {"automated v3 is published", "automated is rejected"}
 
         def notified() -> bool:
             found = {one["subject"] for one in got}

@@ -305,7 +305,9 @@ def test_a_check_of_the_output_folder_leaves_no_folder(tmp_path: Path) -> None:
     assert output_folder(str(tmp_path / "new/deep")) == tmp_path / "new/deep"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "file/deep", tmp_path / "file", Path("/proc/deep")):
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    wrong = [tmp_path / name for name in ("file/deep", "file", "link", "link/deep")]
+    for folder in (*wrong, Path("/proc/deep")):
         with pytest.raises(WrongInput, match=f"^out: {folder} is not writable: "):
             output_folder(str(folder))
 

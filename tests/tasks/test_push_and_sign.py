@@ -367,7 +367,10 @@ def test_the_commands_sign_push_and_verify(
     flip(Path(copied, "README.md"))
     code, said = kiln("verify", str(copied), "--key", str(public), "--store", store)
     assert code == 2 and "not as signed by" in said
-    assert said.endswith("Signature mismatch: changed files: README.md\n")
+    assert said.endswith(f"signed by {public}: changed files: README.md\n")
+    Path(copied, "extra.txt").touch()
+    _, said = kiln("verify", str(copied), "--key", str(public), "--store", store)
+    assert said.endswith("in model 'copy': extra.txt; changed files: README.md\n")
     flip(Path(version.uri, "vae/model.safetensors"))
     code, said = kiln("verify", "digits", "--store", store)
     assert code == 1 and "vae/model.safetensors" in said
