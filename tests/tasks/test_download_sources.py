@@ -143,6 +143,14 @@ def test_objects_and_lists_in_lists_are_no_captions(tmp_path: Path) -> None:
     assert [row.captions for row in whole] == [("",), ("one", "3"), ("",), ("a cat",)]
     (tmp_path / "a.jsonl").open("a").write("malformed\n")  # read by Python
     assert rows_of(make_recipe(lines), tmp_path)[:4] == whole
+    (tmp_path / "pictures").mkdir()
+    for n in range(4):
+        (tmp_path / f"pictures/{n}.png").write_bytes(png(n))
+    named = [{"file_name": f"{n}.png", "caption": c} for n, c in enumerate(captions)]
+    write_list(tmp_path / "pictures/metadata.jsonl", named)
+    folder = {"kind": "folder", "path": str(tmp_path / "pictures"), "caption_column": "caption"}
+    pictures = rows_of(make_recipe(folder), tmp_path)
+    assert [row.captions for row in pictures] == [row.captions for row in whole]
 
 
 def test_bytes_that_are_no_utf8_lose_their_letters_alike(tmp_path: Path) -> None:
