@@ -170,10 +170,10 @@ def test_a_prefect_home_that_cannot_be_written_is_one_line(
 
 
 def test_a_server_that_does_not_answer_in_time_is_one_line(tmp_path: Path) -> None:
-    """Its imports alone take longer than a second."""
+    """With no time at all: it starts early, and may answer within a second."""
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "run", "digits"],
-        env=environment(tmp_path) | {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "1"},
+        env=environment(tmp_path) | {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "0"},
         cwd=ROOT,
         capture_output=True,
         text=True,
