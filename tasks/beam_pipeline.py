@@ -127,6 +127,14 @@ def _dask_settings() -> AbstractContextManager[Any]:
     return dask.config.set({"distributed.worker.preload": ["tasks.beam_pipeline"]})
 
 
+def dask_teardown(_worker: object) -> None:
+    """Silence a Dask worker that closes: its last heartbeat, cut off, would print a traceback.
+
+    Dask calls the function of this name in each preloaded module (distributed/preloading.py).
+    """
+    logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)
+
+
 class _Exhaust(beam.DoFn):
     """Runs another DoFn on the next element of a queue until it is empty, whatever its own is.
 

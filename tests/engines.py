@@ -1,20 +1,40 @@
 """Real engines on this machine: a Dask cluster, and Beam's job service with external workers."""
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from distributed import Scheduler
 from kiln_command import ROOT
 from loopback_server import free_port
 
 BIN = Path(sys.executable).parent
 START_SECONDS = 120  # for a busy machine
+
+
+class LateHeartbeats:
+    """Dask's schedulers in this process answer heartbeats of workers so late that none ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = threading.Event()  # there was one
+        self._answer = Scheduler.heartbeat_worker
+        monkeypatch.setattr(Scheduler, "heartbeat_worker", lambda *a, **b: self._late(*a, **b))
+
+    def _late(self, scheduler: Scheduler, **of_worker: Any) -> Any:
+        answer = self._answer(scheduler, **of_worker)
+        if "executing" not in of_worker:  # a worker registers by the same method
+            return answer
+        self.asked.set()
+        return asyncio.sleep(START_SECONDS, answer)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from download_stage import build
-from engines import dask_cluster, job_service
+from engines import LateHeartbeats, dask_cluster, job_service
 from kill_training import kill_when_told
 from kiln_command import ROOT
 from picture_sources import make_pictures, write_folder
@@ -100,9 +100,12 @@ def test_a_dask_cluster_of_the_run_prints_nothing(
     tiny_sdxl: Path,
     undisturbed: tuple[list[Any], list[Any]],
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    late = LateHeartbeats(monkeypatch)  # the last ones are cut off
     recipe = make_recipe(tmp_path, "store", tiny_sdxl, {"runner": "DaskRunner"})
     assert content(build(recipe)) == undisturbed[0]
+    assert late.asked.is_set()
     assert capfd.readouterr() == ("", "")
 
 
