@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
-import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from artifacts.cache_errors import caching
 from artifacts.download_or_find_model import cache_folder
+from runtimes.process.launcher import count_cores
 from runtimes.process.memory import collect_garbage_rarely
 from tasks.download.body_memory import BodyMemory
 from tasks.download.pace_requests_per_web_host import HostLimits
@@ -77,7 +77,7 @@ def _connections(limit: int) -> asyncio.Semaphore:
 
 @cache
 def _of_process() -> tuple[BodyMemory, ThreadPoolExecutor]:
-    threads = (os.cpu_count() or 1) + 1  # one of them waits for the interpreter lock
+    threads = count_cores() + 1  # one of them waits for the interpreter lock
     decoders = ThreadPoolExecutor(threads, thread_name_prefix="kiln-decode")
     return BodyMemory(BODIES), decoders
 
