@@ -106,7 +106,8 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
         own = prefix + theirs.ours.rpartition(".")[2]
         is_here = own != theirs.ours and own.removeprefix(prefix) in known
         return did_you_mean([own]) if is_here else coming_from.hint(theirs)
-    elsewhere = [f"{part}.{name}" for part in _sections_with(name, model)]
+    elsewhere = [name] if section and name in model.model_fields else []
+    elsewhere += [f"{part}.{name}" for part in _sections_with(name, model)]
     if longer_names(name, known) or section[:1] == ["source"] or (section and len(elsewhere) > 1):
         elsewhere = []
     return did_you_mean(elsewhere) or hint_of(name, known, prefix)

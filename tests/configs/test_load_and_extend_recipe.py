@@ -36,6 +36,7 @@ def test_documented_recipes_exist() -> None:
         ({"steps": 1}, "steps: unknown setting (did you mean train.steps?)"),
         ({"epochs": 1}, "unknown setting (did you mean train.epochs or retrain.epochs?)"),
         ({"lora.rank": 1}, "lora: unknown setting (did you mean train.lora?)"),
+        ({"train.runtime": "jax"}, "train.runtime: unknown setting (did you mean runtime?)"),
         ({"evaluate.steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
         ({"train.num_inference_steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
         ({"train.batch_size": 1}, "mean train.global_batch_size or train.micro_batch_size?)"),
