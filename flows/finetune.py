@@ -108,7 +108,9 @@ def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
     encoded = latents.load(run.store)
     with failing("train"):
-        check_gate_rules(run.recipe, open_latents(encoded.uri))
+        opened = open_latents(encoded.uri)
+        check_gate_rules(run.recipe, opened)
+        train_stage.check_epochs(run.recipe.train, opened.training)
     clip = run.measuring.clip
     parts = train_stage.key_parts(run.recipe, encoded, run.base, clip)
     is_judged = publish_stage.STAGE in run.stages and run.force is None and run.champion is None

@@ -18,7 +18,7 @@ from flows.check_disk import check_disk
 from flows.send_stage import send_stage
 from flows.task_states import begin
 from runtimes.families import detect_family
-from tasks import download
+from tasks import download, train
 from tasks.build_or_reuse import StageFailed, StageResult, storing
 from tasks.check_places import settings_to_send
 from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels, model_digests
@@ -84,7 +84,7 @@ class Run:
         """The shards of the source; a retraining keeps those of the champion.
 
         A run that was sent takes the plan of its sender: the source may have grown since. Another
-        run records that it needs the plan before it looks for one. Raises DiskTooSmall.
+        run records that it needs the plan before it looks for one. Raises DiskTooSmall, WrongInput.
         """
         if self.sent is None:
             found = download.plan(self.recipe, self.begin)
@@ -93,6 +93,8 @@ class Run:
             found = download.planned(self.recipe, plan.load(self.store), self.begin)
         if self.champion is not None:
             found = plan_changes(self.recipe, self.store, self.champion, found)[0]
+        elif train.STAGE in self.stages:  # a retraining has steps of its own
+            train.check_epochs(self.recipe.train, found.rows, "rows")
         keys = {shard.key for shard in found.shards}
         given = (self.recipe, self.store, self.base, self.vae)
         check_disk(*given, rows=found.rows, stages=self.stages, shards=keys)

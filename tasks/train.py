@@ -159,25 +159,33 @@ def settings_for(given: Train, samples: int) -> Train:
     Raises:
         WrongInput: the samples are not enough for one step, or for the profiler's trace.
     """
-    epochs, batch, profile = given.epochs, given.global_batch_size, given.profile
-    if epochs is None:
+    if given.epochs is None:
         return given
-    if samples == 0:
-        raise WrongInput("there are no training samples: add pictures, or lower encode.holdout")
-    of_samples = f"train.epochs: {epochs:g} of {samples:,} training samples"
-    if fractions.Fraction(str(epochs)) * samples < batch:  # as in `with_steps`
-        raise WrongInput(
-            f"{of_samples} are less than one step of global_batch_size {batch}: raise train.epochs"
-        )
-    settings = given.with_steps(samples)
+    check_epochs(given, samples)
+    settings, profile = given.with_steps(samples), given.profile
     if profile.steps and profile.start + profile.steps > settings.steps:
         last = profile.start + profile.steps
         raise WrongInput(
-            f"{of_samples} are {settings.steps:,} steps: train.profile traces steps "
+            f"train.epochs: {given.epochs:g} of {samples:,} training samples are "
+            f"{settings.steps:,} steps: train.profile traces steps "
             f"{profile.start:,} to {last:,}: lower train.profile.start or train.profile.steps"
         )
     warn_of_warmup(settings)
     return settings
+
+
+def check_epochs(settings: Train, samples: int, noun: str = "training samples") -> None:
+    """Raise WrongInput if `samples`, or more than will be trained on, are not enough for a step."""
+    epochs, batch = settings.epochs, settings.global_batch_size
+    if epochs is None:
+        return
+    if samples == 0:
+        raise WrongInput("there are no training samples: add pictures, or lower encode.holdout")
+    if fractions.Fraction(str(epochs)) * samples < batch:  # as `with_steps`
+        raise WrongInput(
+            f"train.epochs: {epochs:g} of {samples:,} {noun} are less than one step of "
+            f"global_batch_size {batch}: raise train.epochs"
+        )
 
 
 def warn_of_warmup(settings: Train) -> None:

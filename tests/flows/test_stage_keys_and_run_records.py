@@ -10,15 +10,16 @@ from reused_runs import commit, publishing, reused, run_of_digits
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import digest_model
 from artifacts.gc_find_needed import needed_by
-from artifacts.latent_shards import INFO
+from artifacts.latent_shards import INFO, Latents, ShardRef
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
 from flows import finetune, generate
 from flows.run import Run
+from runtimes.contract import WrongInput
 from tasks import download
-from tasks.build_or_reuse import build_or_reuse
+from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.encode import stage as encode
 from tasks.publish import stage as publish
 
@@ -150,6 +151,22 @@ def test_a_run_records_its_plan_before_it_looks_for_one(
 
     monkeypatch.setattr(Store, "find", recorded)
     assert run.plan() == before
+
+
+def test_epochs_without_a_step_are_refused_before_a_stage_begins(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = run.recipe.train.model_copy(update={"epochs": 1e-9})
+    short = replace(run, recipe=run.recipe.model_copy(update={"train": train}))
+    with pytest.raises(WrongInput, match=r"1e-09 of \d+ rows are less than one step .*: raise"):
+        short.plan()
+    replace(short, stages=("download", "encode")).plan()
+    few = Latents({}, [ShardRef("", 0, "", {"train/8x8": 9, "holdout/8x8": 2})])
+    monkeypatch.setattr(finetune, "open_latents", lambda _: few)
+    encoded = commit(run.store, "encode", 1, {})
+    with pytest.raises(StageFailed, match=r"train: .* of 9 training samples are less than"):
+        finetune.train.fn(short, reused(encoded))
+    assert "train" not in {stage for record in runs(run.store) for stage, _ in record.keys}
 
 
 def _without_gate(run: Run) -> Any:

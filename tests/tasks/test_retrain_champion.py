@@ -187,7 +187,7 @@ def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
 
     publish_model(run, "first")
     monkeypatch.setattr(finetune, "check_gate_rules", lambda *_: None)
-    monkeypatch.setattr(finetune, "open_latents", lambda _: None)
+    monkeypatch.setattr(finetune, "open_latents", lambda _: SimpleNamespace(training=9))
     monkeypatch.setattr(finetune.train_stage, "key_parts", lambda *_: weights)
     monkeypatch.setattr(Run, "begin", trains)
     if case["stored"]:
