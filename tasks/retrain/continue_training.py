@@ -13,6 +13,8 @@ from configs.settings.holdout_divergence_profile_wandb import Profile
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
+from runtimes.objective.noise_schedule import FLOW, is_flow
+from runtimes.objective.scheduler_config import read_scheduler_config
 from tasks import train
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights
@@ -51,7 +53,8 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
 
 def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
     """Raise WrongInput if the weights of `start` are of another base, or trained otherwise."""
-    before, now = start.manifest["settings"], train.settings_for_key(recipe)
+    given = (start.manifest["settings"], train.settings_for_key(recipe))
+    before, now = (_with_those_of(base, settings) for settings in given)
     changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
     if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
@@ -83,6 +86,16 @@ def build(
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
     with starting_model(base, start) as folder:
         return train.build(recipe, selection, folder, *given, adapters=adapters, holdout=latents)
+
+
+def _with_those_of(base: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with the base's prediction type and terminal SNR instead of null."""
+    own = read_scheduler_config(base / "scheduler")
+    resolved = {
+        "prediction_type": FLOW if is_flow(own) else own.get("prediction_type", "epsilon"),
+        "zero_terminal_snr": own.get("rescale_betas_zero_snr", False),
+    }
+    return settings | {n: value for n, value in resolved.items() if settings.get(n) is None}
 
 
 @contextmanager

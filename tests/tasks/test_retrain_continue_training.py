@@ -59,7 +59,7 @@ def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"train.prediction_type": "v_prediction"}, "train.prediction_type"),
+        ({"train.prediction_type": "epsilon"}, "train.prediction_type"),
         ({"train.train_text_encoder": True}, "train.train_text_encoder, model"),
         ({"train.method": "lora"}, "train.method, train.lora"),
     ],
@@ -73,6 +73,17 @@ def test_a_start_of_another_kind_is_refused(
     check_start(others, base, start)
     with pytest.raises(WrongInput, match=f"{named}.*set retrain.start: base"):
         check_start(load_recipe("digits", settings), base, start)
+
+
+@pytest.mark.parametrize(
+    "train", [{"prediction_type": "v_prediction"}, {"zero_terminal_snr": True}]
+)
+def test_settings_of_the_base_written_out_are_no_other_kind(
+    recipe: Recipe, train: dict[str, object]
+) -> None:
+    base, written = Path(recipe.model.path), load_recipe("digits", {"train": train})
+    check_start(written, base, trained(recipe, parts_of(recipe)))
+    check_start(recipe, base, trained(written, parts_of(written)))
 
 
 def test_adapters_of_another_rank_are_refused() -> None:
