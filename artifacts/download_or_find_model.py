@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -119,14 +120,14 @@ def resolve_file(path: str) -> Path:
         fs, root, info = remote_file(path)
         # A web server may redirect to a URL that is signed anew, which is no new version.
         marks = [info.get(name) for name in HTTP_MARKS] if _is_web(path) else [fs.checksum(root)]
-    target = _cached(path, [*marks, info.get("size")] if _is_web(path) else marks[0])
-    if not any(marks) or not target.is_file():
-        with _beside(target) as temporary:
-            part = Path(temporary, "file")
-            with asking_for(path):
-                fs.get_file(root, str(part))
-            part.replace(target)
-    return target
+    version = _cached(path, [*marks, info.get("size")] if _is_web(path) else marks[0])
+    if any(marks) and (copy := _undamaged(version, path)) is not None:
+        return copy
+    with _beside(version) as temporary:
+        part = Path(temporary, "file")
+        with asking_for(path):
+            fs.get_file(root, str(part))
+        return part.replace(version.with_name(f"{version.name}-{digest_model(part)}"))
 
 
 def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
@@ -166,6 +167,9 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`.
 
     In the hub's cache only the files count that this program fetches: others share that folder.
+
+    Raises:
+        ModelNotFound: the hub's cache has a damaged file.
     """
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
@@ -174,7 +178,15 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     above = (place for place in folder.parents if place.name == "snapshots")
     if any((place.parent / "blobs").is_dir() for place in above):
         names = _fetched(names)
+        for name in names:
+            _check_blob(files[name].resolve())
     return digest_json({name: digest_model_file(files[name]) for name in names})
+
+
+def _check_blob(blob: Path) -> None:
+    """Raise ModelNotFound for a damaged file of the hub's cache, which names weights by sha256."""
+    if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest_model_file(blob):
+        raise ModelNotFound(f"{blob}: it is damaged: delete it, and the hub serves it again")
 
 
 def _fetched(names: Iterable[str]) -> list[str]:
@@ -254,7 +266,7 @@ def _fetch_url(url: str) -> Path:
 
 
 def _undamaged(version: Path, url: str) -> Path | None:
-    """The copy of a model's version whose content has the digest in its name; others are deleted.
+    """The copy of a version whose content has the digest in its name; others are deleted.
 
     A damaged copy would otherwise be another model, and everything would be built again with it.
     """

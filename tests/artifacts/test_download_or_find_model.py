@@ -148,6 +148,9 @@ def test_a_remote_file_is_copied_once_per_version(remote: str) -> None:
     assert first.read_bytes() == b"[]"
     assert resolve_file(url) == first and first.stat().st_mtime_ns == written
     assert list((cache_folder() / "models").iterdir()) == [first]
+    first.write_bytes(b"[1]")  # damaged
+    assert resolve_file(url).read_bytes() == b"[]"
+    assert list((cache_folder() / "models").iterdir()) == [first]
     fs, path = fsspec.core.url_to_fs(url)
     fs.pipe_file(path, b"{}")
     assert resolve_file(url).read_bytes() == b"{}"
@@ -379,6 +382,16 @@ def test_a_model_of_the_hub_is_fetched_once(hub: HubServer, repository: Reposito
     fetched = len(hub.requests)
     assert resolve_model("some/model") == folder
     assert not [path for _, path in hub.requests[fetched:] if not path.startswith("/api/")]
+
+
+def test_damaged_weights_in_the_cache_of_the_hub_are_refused(repository: Repository) -> None:
+    before = digest_model(folder := resolve_model("some/model"))
+    weights = (folder / "unet/diffusion_pytorch_model.safetensors").resolve()
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelNotFound, match=f"{weights}: it is damaged: delete it, and the hub"):
+        digest_model(folder)
+    weights.unlink()
+    assert digest_model(resolve_model("some/model")) == before
 
 
 def test_of_a_model_of_the_hub_the_configs_alone_may_be_had(repository: Repository) -> None:
