@@ -21,7 +21,7 @@ from fsspec import AbstractFileSystem
 from artifacts.cache_errors import caching
 from artifacts.delete_and_fetch_folders import fetch_files
 from artifacts.hashing import canonical_json, digest_bytes, digest_json
-from artifacts.remote_client_options_and_errors import is_full
+from artifacts.remote_client_options_and_errors import is_forbidden, is_full
 from configs.redact_errors_and_logs import one_line
 
 log = logging.getLogger("kiln")
@@ -243,8 +243,10 @@ def _fetch_url(url: str) -> Path:
         files = {p: fs.checksum(p) for p in sorted(fs.find(root))}
     except FileNotFoundError:
         files = {}
-    except (ImportError, ValueError) as error:
-        raise ModelNotFound(f"model {url}: {error}") from None
+    except Exception as error:  # each filesystem's client has errors of its own
+        if not isinstance(error, ImportError | ValueError) and not is_forbidden(error):
+            raise  # an outage may pass
+        raise ModelNotFound(f"model {url}: {one_line(error)}") from None
     if not files:
         raise ModelNotFound(f"model {url}: no files there")
     version = _cached(url, sorted(files.items()))

@@ -19,10 +19,12 @@ _CLIENTS = (
     *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
     *("google.api_core", "google.auth", "google.cloud", "google.resumable_media", "requests"),
 )
-#: Errors of botocore: `aws sso login` or `aws login` must be run again.
-_LOG_INS = {
+#: Errors of botocore and google.auth: there are no credentials, or a log-in has expired.
+_NO_CREDENTIALS = {
+    *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"),
     *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
     *("LoginRefreshRequired", "LoginTokenLoadError"),
+    *("DefaultCredentialsError", "ReauthFailError"),
 }
 
 
@@ -88,12 +90,21 @@ def is_of_client(error: BaseException) -> bool:
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether a store denies access, or a log-in has expired.
+    """Whether a store denies access, or has no valid credentials.
 
     S3's client has no errno for the former, Google's no type of its own.
     """
     is_denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
-    return is_denied or type(error).__name__ in _LOG_INS
+    return is_denied or lacks_credentials(error)
+
+
+def lacks_credentials(error: BaseException) -> bool:
+    """Whether a store's client has no credentials, or those that the store does not accept.
+
+    Without any, gcsfs asks anonymously, and the answer is an error with the code 401.
+    """
+    is_unauthorized = getattr(error, "code", None) == 401 and is_of_client(error)
+    return is_unauthorized or type(error).__name__ in _NO_CREDENTIALS
 
 
 def is_full(error: BaseException) -> bool:

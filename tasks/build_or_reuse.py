@@ -25,6 +25,7 @@ from artifacts.remote_client_options_and_errors import (
     is_forbidden,
     is_full,
     is_of_client,
+    lacks_credentials,
     target_of,
 )
 from artifacts.store import Artifact, Draft, Store
@@ -253,8 +254,13 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
         if file is None:
             place = f"{url}, or for temporary files in {tempfile.gettempdir()}"
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
+    if lacks_credentials(error):
+        return StorageError(
+            f"no valid credentials for {url} ({one_line(error)}): log in by its cloud's tool, or "
+            "set them in the environment"
+        )
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
-        if file is None:  # such as credentials that have expired
+        if file is None:  # of a bucket
             place = f"{url} ({one_line(error)})"
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and (store is None or not store.is_local):

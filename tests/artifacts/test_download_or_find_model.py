@@ -12,6 +12,7 @@ from uuid import UUID
 
 import fsspec
 import pytest
+from gcs_server import GcsServer
 from hub_server import HubServer, Repository
 from huggingface_hub.utils import filter_repo_objects
 from loopback_server import LoopbackServer
@@ -126,6 +127,13 @@ def test_a_name_that_leads_out_of_a_remote_model_is_refused(
     with pytest.raises(ValueError, match="leads out of its folder"):
         fetch_model(url, "0", digest_model)
     assert not list(tmp_path.rglob("outside.txt"))
+
+
+def test_a_model_in_a_closed_bucket_is_a_one_line_error(
+    gcs: GcsServer, url_of: UrlOf, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gcs, "forbidden", ".*")
+    assert "Forbidden: " in refused(url_of("gs"))
 
 
 def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:

@@ -3,9 +3,15 @@
 from typing import Any
 
 import pytest
-from botocore.exceptions import EndpointConnectionError, UnauthorizedSSOTokenError
+from botocore.exceptions import (
+    EndpointConnectionError,
+    NoCredentialsError,
+    UnauthorizedSSOTokenError,
+)
 from gcs_objects import Refused
 from gcs_server import GcsServer
+from gcsfs.retry import HttpError
+from google.auth.exceptions import DefaultCredentialsError
 from google.protobuf.message import DecodeError
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from store_servers import UrlOf
@@ -86,6 +92,10 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
         (StoreRefused("Forbidden: no"), False),
         (PermissionError("Access Denied"), False),
         (UnauthorizedSSOTokenError(), False),
+        (NoCredentialsError(), False),
+        (DefaultCredentialsError(), False),
+        (HttpError({"code": 401, "message": "Anonymous caller"}), False),
+        (HttpError({"code": 503, "message": "later"}), True),
         (StrictDataclassFieldValidationError("size", TypeError("many")), False),
         (DecodeError("a damaged tokenizer"), False),
         (TypeError("a bug"), False),
@@ -93,6 +103,13 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
 )
 def test_only_an_outage_may_pass(error: Exception, passes: bool) -> None:
     assert is_outage(error) == passes
+
+
+def test_a_store_without_credentials_is_told_at_once() -> None:
+    said = "^no valid credentials for memory:///closed .Unable to locate credentials.: log in"
+    with pytest.raises(StorageError, match=said) as found, storing(Store("memory://closed")):
+        raise NoCredentialsError
+    assert not isinstance(found.value, StorageAway)
 
 
 def test_a_valueerror_of_ours_is_not_of_a_client() -> None:
