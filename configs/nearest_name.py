@@ -21,7 +21,7 @@ def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
     near = (
         difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
         or longer_names(name, known)
-        or difflib.get_close_matches(name, known, n=1)
+        or _misspelt_names(name, known)
     )
     return did_you_mean(f"{prefix}{one}" for one in near) or f"there are: {', '.join(known)}"
 
@@ -31,6 +31,15 @@ def longer_names(name: str, known: Collection[str]) -> list[str]:
     words = _words(name)
     found = [one for one in known if words <= _words(one)]
     return found if len(found) <= SUGGESTED else []
+
+
+def _misspelt_names(name: str, known: Collection[str]) -> list[str]:
+    """The most similar name, or those with the most similar word, such as `steps` for `stepz`."""
+    words = {word for one in known for word in _words(one)}
+    near = difflib.get_close_matches(name, words.union(known), n=1)
+    return [one for one in near if one in known] or [
+        one for word in near for one in longer_names(word, known)
+    ]
 
 
 def did_you_mean(names: Iterable[str]) -> str:

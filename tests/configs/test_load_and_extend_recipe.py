@@ -38,6 +38,7 @@ def test_documented_recipes_exist() -> None:
         ({"lora.rank": 1}, "lora: unknown setting (did you mean train.lora?)"),
         ({"train.runtime": "jax"}, "train.runtime: unknown setting (did you mean runtime?)"),
         ({"evaluate.steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
+        ({"evaluate.stepz": 1}, "(did you mean evaluate.num_inference_steps?)"),
         ({"train.num_inference_steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
         ({"train.batch_size": 1}, "mean train.global_batch_size or train.micro_batch_size?)"),
         ({"source.path": 1}, "source.path: unknown setting (there are: count, kind, "),
@@ -67,7 +68,8 @@ def test_documented_recipes_exist() -> None:
         ({"encode.holdout": 1.0}, "encode.holdout: Input should be less than 1 (got 1.0)"),
         (
             {"source.kind": "folder", "source.path": "x", "source.image_column": "a"},
-            "source.image_column: unknown setting (did you mean source.aesthetic_column?)",
+            "source.image_column: unknown setting (did you mean source.aesthetic_column or "
+            "source.caption_column?)",
         ),
         (
             {"train.snr_gamma": 5.0, "train.debiased_estimation_loss": True},
