@@ -117,10 +117,7 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
 _OPEN: list[str] = []  # device target that this process has opened; at most one element
 
 
-_NO_CPU_KERNELS = (
-    "MindSpore has no CPU kernels of the operators that mindone calls: "
-    "use an Ascend NPU, or runtime torch"
-)
+_NO_CPU_KERNELS = "MindSpore has no CPU kernels of mindone's operators: use runtime torch"
 
 
 def _has_cpu_kernels() -> bool:
@@ -173,7 +170,8 @@ def probe() -> Probe:
     if there:
         npus = [f"ascend:{n} ({ms.hal.get_device_name(n, 'Ascend')})" for n in range(there)]
         return Probe(True, npus, versions())
-    without = "; ".join(missing_components()) or "MindSpore finds none"
     if not _has_cpu_kernels():
-        return Probe(False, [], versions(), f"no NPU ({without}), and {_NO_CPU_KERNELS}")
+        reason = f"no NPU (see `ascend` in `kiln doctor`), and {_NO_CPU_KERNELS}"
+        return Probe(False, [], versions(), reason)
+    without = "; ".join(missing_components()) or "MindSpore finds none"
     return Probe(True, [f"cpu (no NPU: {without})"], versions())
