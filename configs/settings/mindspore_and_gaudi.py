@@ -37,12 +37,6 @@ class MindSpore(Section):
         True, description="Copy batches to the NPU while it computes the previous ones."
     )
 
-    @model_validator(mode="after")
-    def _check_mode(self) -> MindSpore:
-        if self.mode == "pynative":
-            self.refuse_changed(("jit_level",), "mode: pynative")
-        return self
-
 
 class Hpu(Section):
     """Settings of device hpu (Intel Gaudi), for runtime torch."""

@@ -43,15 +43,6 @@ class TimestepSampling(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TimestepSampling:
-        if self.distribution == "uniform":
-            self.refuse_changed(("logit_mean", "logit_std"), "distribution: uniform")
-        without = {
-            "none": ("bias_multiplier", "bias_portion", "bias_begin", "bias_end"),
-            "earlier": ("bias_begin", "bias_end"),
-            "later": ("bias_begin", "bias_end"),
-            "range": ("bias_portion",),
-        }
-        self.refuse_changed(without[self.bias_strategy], f"bias_strategy: {self.bias_strategy}")
         if self.bias_strategy != "none" and self.bias_multiplier == 1:
             raise ValueError(
                 f"bias_strategy: {self.bias_strategy} has no effect with bias_multiplier: 1"

@@ -273,10 +273,6 @@ class Train(Section):
             )
         self._check_checkpoint_scores()
         self._check_cuda_graphs()
-        if self.ema_decay is None:
-            self.refuse_changed(("ema_every_n_steps",), "ema_decay: null")
-        if self.mixed_precision != "no":
-            self.refuse_changed(("allow_tf32",), f"mixed_precision: {self.mixed_precision}")
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "
@@ -288,8 +284,6 @@ class Train(Section):
             )
         if self.fsdp != 1 and self.method == "lora" and self.lora.base_precision is not None:
             raise ValueError("lora.base_precision requires unsharded weights: set fsdp to 1")
-        if self.optimizer == "adafactor":
-            self.refuse_changed(("adam_betas", "adam_epsilon"), "optimizer: adafactor")
         return self
 
     def _check_cuda_graphs(self) -> None:

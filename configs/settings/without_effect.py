@@ -13,6 +13,9 @@ from configs.settings.recipe import Recipe
 AnySection = TypeVar("AnySection", bound=Section)
 
 
+BIAS = ("train.timesteps.bias_strategy",)
+
+
 class Needs(NamedTuple):
     """Settings that have an effect with certain values of others."""
 
@@ -21,7 +24,8 @@ class Needs(NamedTuple):
     have_effect: Callable[..., Any]  # of the values of `others`
 
 
-#: A recipe may inherit such a value, so that it is no error; `Section.refuse_changed` is stricter.
+#: A recipe may inherit such a value, so that it is no error. `Section.refuse_changed` is stricter,
+#: for what a runtime, a device or a model does not support.
 TABLE = (
     Needs(("encode.bucket_step", "encode.max_aspect"), ("encode.aspect_buckets",), lambda on: on),
     Needs(
@@ -37,6 +41,26 @@ TABLE = (
         lambda name: name == "cosine_with_restarts",
     ),
     Needs(("train.lr_power",), ("train.lr_scheduler",), lambda name: name == "polynomial"),
+    Needs(
+        ("train.adam_betas", "train.adam_epsilon"),
+        ("train.optimizer",),
+        lambda name: name != "adafactor",
+    ),
+    Needs(("train.ema_every_n_steps",), ("train.ema_decay",), lambda decay: decay is not None),
+    Needs(("train.allow_tf32",), ("train.mixed_precision",), lambda name: name == "no"),
+    Needs(
+        ("train.timesteps.logit_mean", "train.timesteps.logit_std"),
+        ("train.timesteps.distribution",),
+        lambda name: name == "logit_normal",
+    ),
+    Needs(("train.timesteps.bias_multiplier",), BIAS, lambda name: name != "none"),
+    Needs(("train.timesteps.bias_portion",), BIAS, lambda name: name in ("earlier", "later")),
+    Needs(
+        ("train.timesteps.bias_begin", "train.timesteps.bias_end"),
+        BIAS,
+        lambda name: name == "range",
+    ),
+    Needs(("train.mindspore.jit_level",), ("train.mindspore.mode",), lambda name: name == "graph"),
     Needs(
         ("train.holdout_loss.samples", "train.holdout_loss.draws"),
         ("train.holdout_loss.every_n_steps",),

@@ -15,6 +15,10 @@ from tasks.publish import stage as publish
 SQUARES = {"encode.aspect_buckets": False}
 CENTRE = {"encode.crop": "center"}
 FULL = {"train.method": "full"}
+ADAFACTOR = {"train.optimizer": "adafactor"}
+TIMESTEPS = "train.timesteps"
+LATER = {f"{TIMESTEPS}.bias_strategy": "later", f"{TIMESTEPS}.bias_multiplier": 2.0}
+RANGE = LATER | {f"{TIMESTEPS}.bias_strategy": "range"}
 BASE = {"retrain.start": "base"}
 
 
@@ -33,6 +37,24 @@ BASE = {"retrain.start": "base"}
         ),
         ({}, "train.lr_num_cycles", 2, {"train.lr_scheduler": "cosine_with_restarts"}),
         ({}, "train.lr_power", 2.0, {"train.lr_scheduler": "polynomial"}),
+        (ADAFACTOR, "train.adam_betas", (0.5, 0.6), {"train.optimizer": "adamw"}),
+        (ADAFACTOR, "train.adam_epsilon", 1e-6, {"train.optimizer": "adamw"}),
+        ({"train.ema_decay": None}, "train.ema_every_n_steps", 2, {"train.ema_decay": 0.9}),
+        (
+            {"train.mixed_precision": "bf16"},
+            "train.allow_tf32",
+            True,
+            {"train.mixed_precision": "no"},
+        ),
+        ({}, f"{TIMESTEPS}.logit_mean", 1.0, {f"{TIMESTEPS}.distribution": "logit_normal"}),
+        ({}, f"{TIMESTEPS}.logit_std", 2.0, {f"{TIMESTEPS}.distribution": "logit_normal"}),
+        (RANGE, f"{TIMESTEPS}.bias_portion", 0.5, LATER),
+        (LATER, f"{TIMESTEPS}.bias_begin", 5, RANGE),
+        (LATER, f"{TIMESTEPS}.bias_end", 500, RANGE),
+        (
+            {"runtime": "mindspore"},
+            *("train.mindspore.jit_level", "O1", {"train.mindspore.mode": "graph"}),
+        ),
         ({}, "train.holdout_loss.samples", 8, {"train.holdout_loss.every_n_steps": 1}),
         ({}, "train.holdout_loss.draws", 2, {"train.holdout_loss.every_n_steps": 1}),
         ({}, "train.divergence.patience", 2, {"train.divergence.factor": 3.0}),
@@ -60,10 +82,12 @@ def test_a_setting_without_effect_becomes_its_default(
 
 
 def test_what_disables_a_setting_is_told() -> None:
-    recipe = load_recipe("digits", {"encode.seed": 1, "train.divergence.patience": 2})
+    unused = {"train.divergence.patience": 2, f"{TIMESTEPS}.bias_multiplier": 2.0}
+    recipe = load_recipe("digits", {"encode.seed": 1, **unused})
     assert dict(settings_without_effect(recipe)) == {
         "encode.seed": "encode.crop: center and encode.masks: 0",
         "train.divergence.patience": "train.divergence.factor: null",
+        f"{TIMESTEPS}.bias_multiplier": f"{TIMESTEPS}.bias_strategy: none",
     }
 
 
