@@ -31,8 +31,10 @@ END = r"(?=[:,.'\")\]]*(?:[\s&;#]|$))"
 #: A value that is already removed.
 REMOVED = rf"\.\.\.{END}"
 PARAMETER = re.compile(rf"(?<=[?&;#])([^\s?&;#=/]+)=(?!{REMOVED})[^\s&;#]*?{END}")
-#: `::` that is no chain of URLs for fsspec, which would take the text before it alone.
-NO_CHAIN = re.compile(r"::(?![a-z0-9+]+(://|::)|[/.~])")
+#: Filesystems of fsspec that read from the next URL of a chain; others would not see it.
+CHAINING = {"blockcache", "cached", "dir", "filecache", "reference", "simplecache", "tar", "zip"}
+#: The end of a chain: a URL or an absolute path.
+CHAINED = re.compile(r"[a-z0-9+]+://|[/.~]")
 #: A query that is one value without a name.
 UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)(?!{REMOVED})[^\s?&;#=]+?{END}")
 
@@ -84,11 +86,17 @@ def check_unchained(url: str) -> str:
 
     A chain ends with a URL or a path, as `simplecache::https://host/list.csv`.
     """
-    if NO_CHAIN.search(url):
+    *links, end = url.split("::")
+    if links and not (CHAINED.match(end) and CHAINING.issuperset(map(_protocol, links))):
         raise ValueError(
-            "`::` chains URLs, and neither a URL nor an absolute path follows it: give another name"
+            "`::` chains URLs, such as zip://a.csv::s3://bucket/a.zip, and this is no chain: give "
+            "another name"
         )
     return url
+
+
+def _protocol(link: str) -> str:
+    return link.partition("://")[0]
 
 
 def check_unchained_url(url: str) -> str:

@@ -371,12 +371,12 @@ def test_a_password_is_refused_unless_http_sends_it(scheme: str) -> None:
 
 @pytest.mark.parametrize("setting", ["store", "publish.registry", "model.path", "source.path"])
 def test_a_name_that_fsspec_would_split_is_refused(setting: str) -> None:
-    for name in ("s3://bucket/a::b", "./a::b/c"):
+    for name in ("s3://bucket/a::b", "./a::b/c", "s3://bucket/a::/x", "zip://a::b"):
         if setting == "model.path" and "://" not in name:
             load_recipe("digits", {setting: name})  # fsspec never sees it
             continue
         source = {"source": {"kind": "urls", "path": name}}
-        with pytest.raises(RecipeError, match=f"{setting}: `::` chains URLs, and neither a URL"):
+        with pytest.raises(RecipeError, match=f"{setting}: `::` chains URLs, such as zip:"):
             load_recipe("digits", source if setting == "source.path" else {setting: name})
 
 
@@ -384,6 +384,7 @@ def test_a_chain_of_urls_and_an_address_of_ipv6_are_accepted() -> None:
     for path in (
         "simplecache::https://host/a.csv",
         "zip://a.csv::simplecache::s3://bucket/lists.zip",
+        "zip://a.csv::/lists/a.zip",
     ):
         source = {"kind": "urls", "format": "csv", "path": path, "base_url": "http://[::1]:8000"}
         load_recipe("digits", {"source": source})
