@@ -199,9 +199,9 @@ def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
     """
     if 0 < summary["holdout"] < FEW_HELD_OUT:
         log.warning(
-            "encode: only %d held-out pictures: below %d, a gate on them can hardly tell models "
+            "encode: fewer than %d held-out pictures (%d): a gate on them can hardly tell models "
             "apart: raise encode.holdout (%g) or add pictures",
-            *(summary["holdout"], FEW_HELD_OUT, share),
+            *(FEW_HELD_OUT, summary["holdout"], share),
         )
 
 

@@ -436,7 +436,7 @@ def test_few_held_out_pictures_are_told(
     caplog: pytest.LogCaptureFixture, count: int, warns: bool
 ) -> None:
     encode.warn_of_few_held_out({"holdout": count}, 0.05)
-    expected = ["encode: only 19 held-out pictures: below 20, a gate on them can hardly tell "]
+    expected = ["encode: fewer than 20 held-out pictures (19): a gate on them can hardly tell "]
     found = [record.message[: len(expected[0])] for record in caplog.records]
     assert found == (expected if warns else [])
 

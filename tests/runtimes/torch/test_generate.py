@@ -65,6 +65,7 @@ def generate(job: GenerateJob) -> tuple[list[dict[str, bytes]], list[int]]:
     folders = [Path(drawing.out) for drawing in job.drawings]
     files = [{p.name: p.read_bytes() for p in sorted(f.iterdir())} for f in folders]
     drawn = heard.of("drawn")
+    assert {kind for kind, _ in heard.events} <= {"drawn", "losses"}
     assert {event["total"] for event in drawn} <= {6}
     return files, [event["done"] for event in drawn]
 
