@@ -6,6 +6,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, cast
 
 from runtimes.process.ranks import Ranks
@@ -13,7 +14,8 @@ from runtimes.process.ranks import Ranks
 #: Time limit in seconds for all ranks to connect, and for one gather: longer than a rank needs to
 #: write its part of a large checkpoint. launcher.py detects a lost process much earlier.
 CONNECT_SECONDS, GATHER_SECONDS = 300.0, 3600.0
-KEY_BYTES = 16
+#: Size of the key, which a rank sends at once, and the time limit in seconds for its arrival.
+KEY_BYTES, KEY_SECONDS = 16, 10.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -55,8 +57,12 @@ class SocketWriters:
         server.settimeout(CONNECT_SECONDS)
         found: dict[int, IO[bytes]] = {}
         while len(found) < self.world - 1:
-            stream = _stream(server.accept()[0])
-            given = stream.read(KEY_BYTES + 4)
+            connection = server.accept()[0]
+            stream, given = _stream(connection), b""
+            connection.settimeout(KEY_SECONDS)
+            with suppress(OSError):  # a stranger sends nothing, or resets its connection
+                given = stream.read(KEY_BYTES + 4)
+            connection.settimeout(GATHER_SECONDS)
             if hmac.compare_digest(given[:KEY_BYTES], key):
                 found[int.from_bytes(given[KEY_BYTES:], "big")] = stream
             else:

@@ -1,6 +1,7 @@
 """Ranks without torch.distributed gather over TCP what each has written."""
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,13 +87,32 @@ def test_a_lost_rank_is_an_error_on_the_others() -> None:
     by_ranks(3, gather)
 
 
-def test_a_stranger_s_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.create_connection
+def wrong_key(stranger: socket.socket) -> None:
+    stranger.sendall(b"x" * (socket_writers.KEY_BYTES + 4))
+
+
+def reset(stranger: socket.socket) -> None:
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+
+
+def silence(stranger: socket.socket) -> None:
+    pass
+
+
+@pytest.mark.parametrize("behave", [wrong_key, reset, silence])
+def test_a_stranger_s_connection_is_closed(
+    behave: Callable[[socket.socket], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, strangers = socket.create_connection, list[socket.socket]()
 
     def second(address: tuple[str, int], *timeout: float) -> socket.socket:
-        stranger = connect(address)
-        stranger.sendall(b"x" * (socket_writers.KEY_BYTES + 4))
+        strangers.append(connect(address))
+        behave(strangers[-1])
         return connect(address, *timeout)
 
     monkeypatch.setattr(socket, "create_connection", second)
+    monkeypatch.setattr(socket_writers, "KEY_SECONDS", 0.2)
     assert by_ranks(2, lambda writers: writers.gather(b"a")) == [[b"a", b"a"]] * 2
+    for stranger in strangers:
+        stranger.close()
