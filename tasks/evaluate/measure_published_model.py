@@ -15,6 +15,7 @@ from fsspec.core import url_to_fs
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import read_checked, read_record
 from artifacts.download_or_find_model import resolve_model
+from artifacts.remote_client_options_and_errors import is_forbidden, is_outage
 from artifacts.store import MANIFEST, Artifact, Draft
 from tasks.build_or_reuse import build_or_reuse, runtime_facts
 from tasks.child_process import run_job
@@ -112,7 +113,10 @@ def _finite(estimates: Estimates) -> Estimates:
 
 
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
-    """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable."""
+    """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable.
+
+    A remote store that does not give them raises as its client does.
+    """
     try:
         fs, root = url_to_fs(uri)
         manifest = read_record(fs, f"{root}/{MANIFEST}")
@@ -122,5 +126,7 @@ def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
             return None
         resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
         return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError) as error:
+        if is_outage(error) or is_forbidden(error):
+            raise
         return None

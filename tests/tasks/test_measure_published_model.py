@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluation_world import LOSSES, World, metrics_in
+from gcs_objects import Refused
+from gcs_server import GcsServer
+from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, hash_local, write_record
+from artifacts.remote_client_options_and_errors import StoreRefused
 from configs.settings.train import Train
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.torch_models.loading import load_denoiser
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.measure_published_model import metrics_of_published
+from tasks.evaluate.measure_published_model import metrics_of_published, published_estimates
 from tasks.progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -155,3 +159,16 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
     artifact = world.evaluate(world.trained(0.5))
     found = world.metrics_of(champion, artifact)
     assert found.keys() == metrics_in(artifact).keys() - LOSSES
+
+
+def test_a_store_that_refuses_does_not_measure_the_champion_again(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metrics may be whole: a retry reads them, and another measurement may take hours."""
+
+    def refuse(*_: Any) -> None:
+        raise Refused(503, "the request is invalid at this time")
+
+    monkeypatch.setattr(gcs.objects, "get", refuse)
+    with pytest.raises(StoreRefused, match="invalid at this time"):
+        published_estimates(url_of("gs"), "fingerprint")
