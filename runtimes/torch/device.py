@@ -172,15 +172,20 @@ def prepare(job: Job | EncodeJob) -> None:
 def check(settings: Train) -> None:
     """Raise WrongInput for train settings that the devices of this machine do not support."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
-    check_precision(settings)
     device = choose_device(settings.device, ranks)
+    check_on_device(settings, device)
+    check_fsdp(settings, ranks, device.type)
+
+
+def check_on_device(settings: Train, device: torch.device) -> None:
+    """Raise WrongInput for train settings that a device does not support."""
+    check_precision(settings)
     check_optimizer(settings, device)
     for name in ("cuda_graphs", "allow_tf32"):
         if getattr(settings, name) and device.type != "cuda":
             raise WrongInput(f"train.{name} needs a CUDA device, not {device.type}: set false")
     if settings.attention != "auto" and device.type != "cuda":
         raise WrongInput(f"train.attention needs a CUDA device, not {device.type}: set auto")
-    check_fsdp(settings, ranks, device.type)
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
     if device.type == "hpu":

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from configs.settings.train import Train
-
 
 class DeviceHooks:
     """A device, and the hooks of its kind."""
@@ -25,9 +23,6 @@ class DeviceHooks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    def check(self, settings: Train) -> None:
-        """Raise WrongInput for train settings that the device does not support."""
 
     def prepare_training(self, denoiser: Any) -> None:
         """Prepare a denoiser on the device for training."""

@@ -142,9 +142,6 @@ class Gaudi(DeviceHooks):
         self._core = import_module(f"{BRIDGE}.core")
         self._hpu = import_module(f"{BRIDGE}.hpu")
 
-    def check(self, settings: Train) -> None:
-        check(settings)
-
     def prepare_training(self, denoiser: Any) -> None:
         if self._settings.graphs:
             cacher = self._hpu.ModuleCacher(max_graphs=self._settings.max_graphs)

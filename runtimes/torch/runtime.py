@@ -24,6 +24,7 @@ from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
+    check_on_device,
     describe,
     is_deterministic,
     make_deterministic,
@@ -38,7 +39,6 @@ from runtimes.torch.step import Step
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.micro_batches import Inputs, sender
-from runtimes.torch_models.refuse_float16_training import check_precision
 
 
 class TheRuntime(BaseRuntime):
@@ -48,13 +48,12 @@ class TheRuntime(BaseRuntime):
         self._job = job
         self.versions = versions()
         settings = self._settings = Train(**job.train)
-        check_precision(settings)
         ranks = self._ranks = Ranks.here()
         self.samples_collectively = ranks.world > 1 and settings.fsdp != 1
         hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
-        hooks.check(settings)
-        self._device = hooks.device  # `auto` may have chosen a Gaudi
-        check_family("torch", detect_family(job.model_folder).name, hooks.device.type)
+        self._device = hooks.device
+        check_on_device(settings, self._device)
+        check_family("torch", detect_family(job.model_folder).name, self._device.type)
         make_deterministic(is_deterministic(settings, self._device), tf32=settings.allow_tf32)
         warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)

@@ -341,6 +341,15 @@ def test_a_device_that_is_not_there_is_refused(make_job: MakeJob, device: str) -
         start(replace(job, train={**job.train, "device": device}))
 
 
+@pytest.mark.parametrize("settings", [{"attention": "flash"}, {"allow_tf32": True}])
+def test_a_job_refuses_what_its_device_does_not_support(
+    make_job: MakeJob, settings: dict[str, Any]
+) -> None:
+    """Nobody may have checked it: a job file can be written by hand."""
+    with pytest.raises(WrongInput, match="needs a CUDA device, not cpu"):
+        start(make_job(**settings))
+
+
 def test_stable_diffusion_trains_without_sizes(
     make_job: MakeJob, tiny_sd: Path, tmp_path: Path, write_latents: Callable[..., str]
 ) -> None:
