@@ -109,16 +109,15 @@ class Bucket:
 
 
 class Order:
-    """The sample order of a training run.
+    """The order of a training run's samples: those of the split `train`.
 
     Args:
         shards: for each shard, number of samples per group `<split>/<h>x<w>`.
         batch_size: global batch size.
         window: number of shards that are shuffled together.
-        split: other splits are ignored.
 
     Raises:
-        WrongInput: the split has no samples.
+        WrongInput: the split `train` has no samples.
     """
 
     def __init__(
@@ -128,16 +127,15 @@ class Order:
         batch_size: int,
         seed: int,
         window: int,
-        split: str = "train",
     ) -> None:
-        groups = sorted({g for shard in shards for g in shard if g.startswith(f"{split}/")})
+        groups = sorted({g for shard in shards for g in shard if g.startswith("train/")})
         buckets = [
             Bucket(group, number, [shard.get(group, 0) for shard in shards], seed, window)
             for number, group in enumerate(groups)
         ]
         self.buckets = [bucket for bucket in buckets if bucket.total]
         if not self.buckets:
-            raise WrongInput(f"the latents hold no sample of the split {split!r}: nothing to do")
+            raise WrongInput("the latents hold no sample of the split 'train': nothing to do")
         self.batch_size = batch_size
         self.seed = seed
         self._epoch_batches = lru_cache(2)(self._draw_epoch_batches)

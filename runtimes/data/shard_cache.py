@@ -48,9 +48,8 @@ class ShardFiles:
         self._open: OrderedDict[int, LatentShard] = OrderedDict()
         self._ahead: ReadAhead | None = None
         self._checked: set[str] = set()  # sha256 of the files that this process verified
-        self._checking: dict[
-            str, threading.Lock
-        ] = {}  # sha256 of a local file -> its reader's lock
+        #: sha256 of a local file -> lock of the thread that reads it.
+        self._checking: dict[str, threading.Lock] = {}
 
     def __getitem__(self, number: int) -> LatentShard:
         """The open shard. Raises WrongInput with the file's URL if it is missing or damaged."""

@@ -50,9 +50,7 @@ class TrainJob(HasNetwork):
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
     vae: str | None = None  # VAE that replaces the pipeline's own in sample images
-    denoiser_config: dict[str, Any] | None = (
-        None  # config of a randomly initialised denoiser; None: the base's denoiser
-    )
+    denoiser_config: dict[str, Any] | None = None  # content of `train.denoiser_config`
     compiled: str | None = None  # URL of the compile cache; None disables it
     adapters: str | None = None  # URL of the LoRA file with the weights of step 0; None: new ones
     holdout: str | None = None  # URL of the latents with the held-out samples; None: `latents`
@@ -94,9 +92,9 @@ class GenerateJob(HasModel):
     _: KW_ONLY
     latents: str | None = None  # URL of the latents artifact with the held-out split
     text_dtype: str | None = None  # as TrainJob.text_dtype, for these latents
-    holdout: dict[str, Any] = field(
-        default_factory=dict
-    )  # samples, levels (of noise), seed, noise_offset; guidance_scale unless it is 1
+    # Of the held-out losses: samples, levels (of noise), seed, noise_offset; guidance_scale unless
+    # it is 1.
+    holdout: dict[str, Any] = field(default_factory=dict)
     vae: str | None = None  # local folder of a VAE that replaces the pipeline's own
     compiled: str | None = None  # as TrainJob.compiled
     flash_attention: bool = True  # as train.mindspore.flash_attention
