@@ -79,7 +79,6 @@ def _training(request: GpuStepRequest) -> StepMemory:
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
-        offloaded=0,
         encoders=encoders,
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
@@ -89,7 +88,6 @@ def _training(request: GpuStepRequest) -> StepMemory:
         accumulating=live.moments(accumulating=True),
         flops_per_image=(live.flops - live.recomputed_flops) / samples,
         recomputed_flops_per_image=live.recomputed_flops / samples,
-        seconds=0.0,
     )
 
 
@@ -146,12 +144,12 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
             network.family.decode_latents(vae, latents)
     moments = live.moments(accumulating=False)
     return StepMemory(
-        *(0, weights + encoders, offloaded, encoders, 0, 0, 0, 0),
+        weights=weights + encoders,
+        offloaded=offloaded,
+        encoders=encoders,
         moments=moments,
         accumulating=moments,
         flops_per_image=denoising / samples,
-        recomputed_flops_per_image=0.0,
-        seconds=0.0,
     )
 
 

@@ -39,28 +39,28 @@ class Moment:
         return {kind: fixed + samples * each for kind, (fixed, each) in self.kinds.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """Memory of a step in bytes, and its FLOPs.
 
     In sampling, `weights` are those of the whole pipeline, and what training alone needs is 0.
     `offloaded` are those of a pipeline whose layers are offloaded: the VAE, and two layers of the
-    largest size, one of which runs while the other is copied.
+    largest size, one of which runs while the other is copied. Training offloads nothing.
     """
 
-    parameters: int  # number of trained parameters
+    parameters: int = 0  # number of trained parameters
     weights: int  # of the network, trained or not
-    offloaded: int  # of a pipeline whose layers are offloaded; 0 in training
+    offloaded: int = 0
     encoders: int  # of text encoders and VAE, which training loads to draw samples
-    optimizer: int  # state of the requested optimizer; of AdamW if that is adamw_8bit
-    optimizer_8bit: int  # state of adamw_8bit
-    ema: int  # moving average, with its scratch
-    largest: int  # largest trained array, in float32
+    optimizer: int = 0  # state of the requested optimizer; of AdamW if that is adamw_8bit
+    optimizer_8bit: int = 0  # state of adamw_8bit
+    ema: int = 0  # moving average, with its scratch
+    largest: int = 0  # largest trained array, in float32
     moments: list[Moment]  # with the most live memory, if a step has one micro-batch
     accumulating: list[Moment]  # the same, if gradients of an earlier micro-batch exist
     flops_per_image: float  # forward and backward, without recomputation; of a denoising step
-    recomputed_flops_per_image: float
-    seconds: float  # duration of this computation
+    recomputed_flops_per_image: float = 0.0
+    seconds: float = 0.0  # duration of this computation
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StepMemory:
