@@ -39,9 +39,11 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
         recipe: also check its model, source, store and runtime.
         arguments: those that gave the recipe, for the commands of remedies.
     """
-    found = _facts()
-    probes, findings = found.pop("probes"), found.pop("server")
-    checks = _machine_checks(found, probes, recipe)
+    probes = {name: probe_runtime(name) for name in get_args(RuntimeName)}
+    installed = package_versions(sys.executable, (*PINNED, *TRAPS))
+    server, findings = _server()
+    found = _facts(probes, installed, server)
+    checks = _machine_checks(probes, installed, recipe)
     checks += [] if recipe is None else recipe_checks(recipe, probes, arguments)
     findings += collect(checks)
     problems = [finding.words for finding in findings if finding.level == "problem"]
@@ -52,23 +54,15 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     return not problems
 
 
-def _facts() -> dict[str, Any]:
-    """What is here, by name.
-
-    `probes` has the runtimes' probes, `server` the findings of Prefect's server.
-    """
-    probes = {name: probe_runtime(name) for name in get_args(RuntimeName)}
+def _facts(probes: dict[str, Probe], installed: dict[str, str], server: str) -> dict[str, Any]:
+    """What is here, by name."""
     fields = ("available", "devices", "reason")
-    installed = package_versions(sys.executable, (*PINNED, *TRAPS))
-    server, away = _server()
     return {
-        "probes": probes,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpus": count_cores(),
         "disk_free_gb": _free_gb(),
         "prefect_api": server,
-        "server": away,
         "versions": {name: installed.get(name) for name in PINNED},
         "runtimes": {n: {f: getattr(probe, f) for f in fields} for n, probe in probes.items()},
         "ascend": {
@@ -87,15 +81,13 @@ def _facts() -> dict[str, Any]:
 
 
 def _machine_checks(
-    found: dict[str, Any], probes: dict[str, Probe], recipe: Recipe | None
+    probes: dict[str, Probe], installed: dict[str, str], recipe: Recipe | None
 ) -> list[Check]:
-    torch = found["versions"]["torch"]
     cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
-    installed = package_versions(sys.executable, (*PINNED, *TRAPS))
 
     def nvidia() -> Iterator[Finding]:
         wanted = recipe is not None and _asks_cuda(recipe)
-        return machine.nvidia(cuda, torch, wanted=wanted)
+        return machine.nvidia(cuda, installed.get("torch"), wanted=wanted)
 
     return [
         machine.python_version,
@@ -140,8 +132,8 @@ def _server() -> tuple[str, list[Finding]]:
         except ServerAway as error:
             yield problem(str(error))
 
-    found = list(collect([prefect_server]))
-    return state, found
+    findings = list(collect([prefect_server]))
+    return state, findings
 
 
 def _free_gb() -> float | None:
