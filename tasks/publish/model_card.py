@@ -135,6 +135,7 @@ def write_card(
     from huggingface_hub import ModelCard
 
     given, named = recipe.evaluate, base_name(recipe.model.path)
+    scores = [given.negative_aesthetic_score, given.aesthetic_score]
     card = ModelCard.from_template(
         _metadata(recipe, base, measured, weights),
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
@@ -149,7 +150,7 @@ def write_card(
         training=training,
         guidance=_guidance(given, weights.family),
         drawn_with=None if given.scheduler is None else SCHEDULERS[given.scheduler],
-        scores=[given.negative_aesthetic_score, given.aesthetic_score][given.guidance_scale <= 1 :],
+        scores=scores if given.guidance_scale > 1 else scores[1:],
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
@@ -181,7 +182,7 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
         datasets=_datasets(recipe),
         library_name="diffusers",
         pipeline_tag="text-to-image",
-        tags=[TAG, "diffusers", "text-to-image", *["lora"][: weights.adapters]],
+        tags=[TAG, "diffusers", "text-to-image", *(["lora"] if weights.adapters else [])],
         thumbnail=GRID,
         widget=[{"text": text, "output": {"url": GRID}} for text in _first_prompts(recipe)],
         model_name=recipe.publish.name,
