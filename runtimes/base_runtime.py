@@ -50,6 +50,9 @@ class BaseRuntime(ABC):
     def peak_flops(self) -> float | None:
         return None
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def profile(self, folder: str) -> AbstractContextManager[None]:
         return self._trace(folder) if self._ranks.first else nullcontext()
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from runtimes.process.job import Drawing, TrainJob
 
 #: Training state: group -> name -> array. Groups: `weights` (fp32 trained parameters), `exp_avg`
-#: and `exp_avg_sq` (AdamW's moments), `ema`, `constants` (buffers of the trained components) and
-#: `loss_scale` (float16 only, see mindspore/loss_scale.py). Except in `loss_scale`, a name is the
-#: pipeline's component and diffusers' name in it: `unet.conv_in.weight` or, for an adapter,
+#: and `exp_avg_sq` (AdamW's moments; torch/make_optimizer.py has the groups of other optimizers),
+#: `ema`, `constants` (buffers of the trained components) and `loss_scale` (float16 only, see
+#: mindspore/loss_scale.py). Except in `loss_scale`, a name is the pipeline's component and
+#: diffusers' name in it: `unet.conv_in.weight` or, for an adapter,
 #: `unet.mid_block.attentions.0.proj_in.lora_A.weight`.
 State = dict[str, dict[str, NDArray[np.float32]]]
 #: group -> name -> shape of the full array.
@@ -154,8 +155,6 @@ class Probe:
 class Runtime(Protocol):
     """Forward pass, backward pass and update on one kind of device. All other code is shared.
 
-    An optional method `figures() -> dict[str, float]` adds metrics to progress events and trackers.
-
     The runtime's package also has the functions `probe() -> Probe` and `check(settings: Train) ->
     None`, which raises WrongInput.
     """
@@ -198,6 +197,9 @@ class Runtime(Protocol):
 
     def broadcast(self, number: int) -> int:
         """Rank 0's `number`, on all ranks. Collective."""
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of this kind of device, for progress events and trackers."""
 
     def profile(self, folder: str) -> AbstractContextManager[None]:
         """Trace the steps inside the `with` block to files in a local folder, on rank 0 alone."""

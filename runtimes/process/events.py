@@ -10,9 +10,10 @@
 | back       | step (restored after divergence), left_out (number of the skipped batch)         |
 | sample     | step, path                                                                       |
 | drawn      | done, total                                                                      |
+| losses     | model, models: the held-out losses of model number `model` are computed          |
 | warning    | message                                                                          |
 | error      | message, wrong_input (bool), errno and file (of an OSError, or null), away (bool: |
-|            | a store did not respond), traceback (or null)                                    |
+|            | a store did not respond), traceback (or "")                                      |
 | result     | the job's results, different for each kind of job                                |
 """
 

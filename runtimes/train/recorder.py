@@ -117,7 +117,7 @@ class Recorder:
             "data_wait": min(1.0, (waited - self._waited) / max(seconds, 1e-9)),
             "memory_bytes": self._runtime.memory_bytes(),
             **self._flops.utilisation(self._shapes, seconds, self._peak),
-            **getattr(self._runtime, "figures", dict)(),
+            **self._runtime.figures(),
         }
         eta = (self._total - step) * self._batch_size / rate
         self._events.emit("progress", step=step, total=self._total, **figures, eta_seconds=eta)

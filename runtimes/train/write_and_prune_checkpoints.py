@@ -1,7 +1,7 @@
 """Checkpoints that every runtime reads: safetensors with diffusers' names, committed by a manifest.
 
 <work>/checkpoints/step-00000100/weights.safetensors     fp32 weights
-.../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments
+.../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments, or another state
 .../ema.safetensors                                       with train.ema_decay
 .../ema-00001-of-00003.safetensors, ...                   a group above the shard size
 .../state.json                                            step, seed, settings, versions

@@ -26,6 +26,9 @@ class Idle:
     def peak_flops(self) -> float | None:
         return None
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def flops(self, batch: StepBatch) -> float | None:
         assert batch.on_device is None, "a batch that waits to be counted uses no device memory"
         self.counted.append(len(batch.timesteps))
