@@ -53,7 +53,9 @@ class Saver:
             path, size = save()
         except CheckpointNotWritten as error:
             self._events.emit("warning", message=str(error))
-            return error.with_traceback(None)  # the traceback would keep the state in memory
+            # Tracebacks keep the state in memory: this error's, and that of its cause.
+            error.__context__ = None
+            return error.with_traceback(None)
         self._events.emit(
             "checkpoint",
             step=step,

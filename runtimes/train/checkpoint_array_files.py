@@ -125,9 +125,4 @@ def open_arrays(
 def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """The results of `work` for all items; the first error cancels what has not begun."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-file") as pool:
-        futures = [pool.submit(work, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(pool.map(work, items))
