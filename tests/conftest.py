@@ -24,7 +24,7 @@ LONGEST_FIRST = (
     *("tests/flows/test_journeys", "conformance-", "tests/flows/test_another_chip"),
     *("tests/flows/test_retrain", "engines"),
 )
-#: Time in seconds since 1970 from which no soak test starts; the gate sets it for slow machines.
+#: Time in seconds since 1970 from which no soak test starts; CI sets it for slow machines.
 SOAK_UNTIL = float(os.environ.get("KILN_SOAK_UNTIL", "inf"))
 #: Seed of the random numbers of tests, such as the moments of kills.
 SEED = os.environ.get("KILN_TEST_SEED", "0")
@@ -61,7 +61,7 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip soak tests that would start too late for the gate's time limit."""
+    """Skip soak tests that would start too late for CI's time limit."""
     if item.get_closest_marker("soak") and time.time() > SOAK_UNTIL:
         pytest.skip(f"{item.name}: KILN_SOAK_UNTIL is over")
 

@@ -184,7 +184,7 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
     if shard_key(context.settings)(rows_digest(row["hash"] for row in planned)) != spec.key:
         for file in {span.file for span in spec.spans}:
             distrust_file(file)
-        raise SourceError(f"source: its plan {spec.spans[0].file} is damaged: run again")
+        raise SourceError(f"source: its shard plan {spec.spans[0].file} is damaged: run again")
     source = SOURCES[context.source.kind](context.source)
     places = (
         PictureLocation(row["file"], row["row"]) for row in planned if row["file"] is not None
