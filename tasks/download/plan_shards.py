@@ -1,6 +1,6 @@
 """Make the shard plan of a source: cut its rows into shards, and store them shard by shard.
 
-A shard plan is an artifact, and its pieces are shards of the store. A piece holds the shards that end
+A shard plan is an artifact; its pieces are shards of the store. A piece holds the shards that end
 within one file of the source, or one part of a folder. Rows behind its last shard begin the next
 piece. A piece's key has the file's stamp and the rows that it begins with, so only new files of a
 grown source are read.
