@@ -10,8 +10,8 @@ from tasks.estimate_disk import AREAS, PIXEL_BYTES, SAMPLE_BYTES
 #: Measured, two cores of an AMD EPYC (docs/scale.md): rows per CPU second of planning a list, and
 #: CPU seconds per picture of 12 megapixels, stored with 256 pixels.
 PLANNED, FETCHED = 0.65e6, 0.047
-#: Measured: bytes of a row of a plan, and of a sample of SDXL at 1024 pixels in a latent shard
-#: (`encode.flip: false`).
+#: Measured: bytes of a row of a shard plan, and of a sample of SDXL at 1024 pixels in a latent
+#: shard (`encode.flip: false`).
 PLAN_ROW, LATENTS = 62, 0.58e6
 #: Bytes that `encode.flip` adds: moments of 8 x 128 x 128 bf16 numbers.
 MIRRORED = 8 * 128 * 128 * 2
@@ -35,9 +35,9 @@ MACHINES = {
 #: Estimated: bytes of a stored picture of 1024 pixels, as `kiln plan` does.
 STORED = PIXEL_BYTES["jpg"] * AREAS["keep_ratio"] * 1024**2 + SAMPLE_BYTES
 COLUMNS = [
-    *("pictures", "machines", "plan, CPU", "download, core hours", "on these cores"),
+    *("pictures", "machines", "shard plan, CPU", "download, core hours", "on these cores"),
     *("encode, device hours", "on these devices", "one epoch of SDXL, H100 hours"),
-    *("plan", "pictures stored", "latents", "download and encode", "store, a month"),
+    *("shard plan", "pictures stored", "latents", "download and encode", "store, a month"),
 ]
 
 

@@ -17,7 +17,7 @@ def test_measured_rates_are_those_of_the_documents() -> None:
     scale = (DOCS / "scale.md").read_text(encoding="utf-8")
     assert f"A CPU second plans {estimate.PLANNED / 1e6} million rows" in scale
     assert f"| CPU ms per picture | {estimate.FETCHED * 1000:.0f} (" in scale
-    assert f"| plan in the store, bytes per row | {estimate.PLAN_ROW} |" in scale
+    assert f"| shard plan in the store, bytes per row | {estimate.PLAN_ROW} |" in scale
     assert f"1024 pixels, {estimate.LATENTS / 1e6} MB each" in scale
     assert f"| share of linear scaling | 1 | 1.00 | {estimate.SCALING} |" in scale
     with_flip = (estimate.LATENTS + estimate.MIRRORED) / 1e6
