@@ -167,9 +167,6 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     """sha256 (hex) over the relative path and bytes of every file, or of those in `parts`.
 
     In the hub's cache only the files count that this program fetches: others share that folder.
-
-    Raises:
-        ModelNotFound: the hub's cache has a damaged file.
     """
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
     found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
@@ -178,15 +175,7 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     above = (place for place in folder.parents if place.name == "snapshots")
     if any((place.parent / "blobs").is_dir() for place in above):
         names = _fetched(names)
-        for name in names:
-            _check_blob(files[name].resolve())
     return digest_json({name: digest_model_file(files[name]) for name in names})
-
-
-def _check_blob(blob: Path) -> None:
-    """Raise ModelNotFound for a damaged file of the hub's cache, which names weights by sha256."""
-    if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest_model_file(blob):
-        raise ModelNotFound(f"{blob}: it is damaged: delete it, and the hub serves it again")
 
 
 def _fetched(names: Iterable[str]) -> list[str]:
@@ -316,7 +305,21 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
         if _is_away(error):
             raise HubAway(f"model {repo}: no such folder, and {why}") from None
         raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
+    for path in files_below(Path(folder)):
+        name = path.relative_to(folder).as_posix()
+        if _matches(name, files) and not _matches(name, skipped):
+            _check_blob(repo, path)
     return Path(folder)
+
+
+def _check_blob(repo: str, path: Path) -> None:
+    """Raise ModelNotFound for a damaged file of the hub's cache, which names weights by sha256.
+
+    It costs little: the keys of stages have the digests, which a process computes once by path.
+    """
+    blob = path.resolve()
+    if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest_model_file(path):
+        raise ModelNotFound(f"model {repo}: {blob} is damaged: delete it to have it fetched again")
 
 
 def _is_away(error: Exception) -> bool:
