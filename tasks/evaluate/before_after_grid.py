@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,13 @@ COLUMNS = 10
 MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
 INK, PAPER = (40, 30, 25), (250, 246, 240)
 
-
 #: A prompt and each model's picture u8 [H, W, 3] of it, in row order.
 Column = tuple[str, tuple[NDArray[np.uint8], ...]]
 
 
 def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
     """Indices of the first picture of each distinct prompt, `limit` at most."""
-    first = {prompt: number for number, prompt in reversed(list(enumerate(prompts)))}
-    numbers = sorted(first.values())
-    return numbers[:limit]
+    return [prompts.index(prompt) for prompt in islice(dict.fromkeys(prompts), limit)]
 
 
 def render(sets: dict[str, list[Column]], rows: Sequence[str]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,12 @@ from tasks.evaluate.prompts import prompt_sets
 
 #: Increment when the pictures, the definition of a metric, or its interval changes.
 VERSION = 5
-log = logging.getLogger("kiln")
 
 
 def sampling_spec(given: EvalInputs) -> SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
     recipe, latents, settings = given.recipe, given.latents, given.recipe.evaluate
     has_holdout = open_latents(latents.uri).held_out > 0
-    if not has_holdout:
-        log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
     return SamplingSpec(
         runtime=recipe.runtime,
         device=settings.device,

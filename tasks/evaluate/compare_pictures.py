@@ -39,5 +39,5 @@ def _pictures(store: Store, key: str, numbers: set[int]) -> dict[int, bytes]:
     shard = store.shard(draw_pictures.STAGE, key)
     if shard is None:
         raise FileNotFoundError(f"the pictures {key[:12]} are missing")
-    pictures = enumerate(draw_pictures.read_pictures(store, shard))
-    return {n: to_png(Image.fromarray(one)) for n, one in pictures if n in numbers}
+    chosen = draw_pictures.read_chosen(store, shard, numbers)
+    return {number: to_png(Image.fromarray(picture)) for number, picture in chosen.items()}

@@ -195,6 +195,12 @@ def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
             yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
 
 
+def read_chosen(store: Store, shard: Shard, numbers: set[int]) -> dict[int, NDArray[np.uint8]]:
+    """Some pictures u8 [H, W, 3], by number."""
+    pictures = enumerate(read_pictures(store, shard))
+    return {number: picture for number, picture in pictures if number in numbers}
+
+
 def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
     """Held-out losses f64 [N, levels]; N is 0 if none were computed."""
     for name, data in _members(store, shard):

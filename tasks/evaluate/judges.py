@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from configs.settings.evaluate import JudgeName, PreferenceModel
 from runtimes.contract import WrongInput
+from tasks.evaluate.clip_score import preference_scores
+from tasks.evaluate.feature_encoders import Clip
 
 #: Scores [N]: bool for pass or fail, else float. Higher is better.
 Scores = NDArray[Any]
@@ -85,9 +87,6 @@ def open_judges(
 
 def preference_judge(name: str, folder: Path, device: str) -> Judge:
     """A CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
-    from tasks.evaluate.clip_score import preference_scores
-    from tasks.evaluate.feature_encoders import Clip
-
     clip = Clip(folder, device, f"evaluate.judges.{name}")
 
     def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:

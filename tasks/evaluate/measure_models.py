@@ -54,7 +54,7 @@ from tasks.progress import Report
 log = logging.getLogger("kiln")
 
 BATCH = 256  # pictures in memory
-#: Names of the encoders of pictures. IMAGE may be the same model as CLIP, of whole pictures.
+#: Names of the encoders of pictures. IMAGE may have the model of CLIP, and sees whole pictures.
 CLIP, IMAGE, PIXELS, INCEPTION = "clip", "image", "pixels", "inception"
 References = Mapping[str, ReferenceFeatures]  # by encoder
 
@@ -110,8 +110,7 @@ class MetricSuite:
     @property
     def shards(self) -> list[Shard]:
         """The stored features of the references."""
-        found = [one.shard for one in [*self.held_out.values(), *self.training.values()]]
-        return list({shard.key: shard for shard in found}.values())
+        return [one.shard for one in (*self.held_out.values(), *self.training.values())]
 
     @property
     def prompts(self) -> Prompts:
@@ -148,13 +147,12 @@ class MetricSuite:
         self, store: Store, drawn: Shard, model: str, progress: Report
     ) -> tuple[dict[str, Float32], dict[str, Scores]]:
         """Features by each encoder and scores by each judge, one row per picture."""
-        distinct = {id(one): one for one in self.encoders.values()}
-        features: dict[int, list[Float32]] = {key: [] for key in distinct}
+        features: dict[str, list[Float32]] = {name: [] for name in self.encoders}
         scores: dict[str, list[Scores]] = {name: [] for name in self.judges}
         prompts, start = all_prompts(self.sets), 0
         for pictures in batches(read_pictures(store, drawn), BATCH):
-            for key, encoder in distinct.items():
-                features[key].append(encoder.images(pictures))
+            for name, encoder in self.encoders.items():
+                features[name].append(encoder.images(pictures))
             if self.judges:
                 asked = prompts[start : start + len(pictures)]
                 judged = judge_pictures(self.judges, np.stack(pictures), asked)
@@ -163,7 +161,7 @@ class MetricSuite:
             start += len(pictures)
             told = f"{start:,} of {len(prompts):,} pictures of the {model} measured"
             progress(start, len(prompts), told)
-        by_encoder = {n: np.concatenate(features[id(one)]) for n, one in self.encoders.items()}
+        by_encoder = {name: np.concatenate(rows) for name, rows in features.items()}
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
 
     def _clip_scores(self, features: Float32) -> dict[str, Estimate]:

@@ -61,15 +61,12 @@ def reference_features(
         name: digest_json({"features": VERSION, "encoder": one.digest, **facts})
         for name, one in encoders.items()
     }
-    shards = {key: store.shard(STAGE, key) for key in keys.values()}  # two names may have one key
-    missing = {
-        keys[name]: one.model for name, one in encoders.items() if shards[keys[name]] is None
-    }
+    shards = {name: store.shard(STAGE, key) for name, key in keys.items()}
+    missing = {name: encoders[name].model for name, shard in shards.items() if shard is None}
     if missing:
-        names, computed = _compute(missing, pictures, tell)
-        shards |= {key: _commit(store, key, one, names) for key, one in computed.items()}
-    read = {key: _read(store, shard) for key, shard in shards.items() if shard is not None}
-    return {name: read[key] for name, key in keys.items()}
+        named, computed = _compute(missing, pictures, tell)
+        shards |= {name: _commit(store, keys[name], one, named) for name, one in computed.items()}
+    return {name: _read(store, shard) for name, shard in shards.items() if shard is not None}
 
 
 def _compute(
@@ -78,15 +75,15 @@ def _compute(
     tell: Callable[[int], None],
 ) -> tuple[list[tuple[str, str]], dict[str, Float32]]:
     """The name of each picture, and its features [M, D] by each model."""
-    rows: dict[str, list[Float32]] = {key: [] for key in models}
+    rows: dict[str, list[Float32]] = {name: [] for name in models}
     names: list[tuple[str, str]] = []
     for batch in batches(pictures, BATCH):
         names += [(path, sample.key) for path, sample, _ in batch]
-        for key, model in models.items():
-            rows[key].append(model.images([picture for *_, picture in batch]))
+        for name, model in models.items():
+            rows[name].append(model.images([picture for *_, picture in batch]))
         tell(len(names))
     none = [np.zeros((0, 0), np.float32)]
-    return names, {key: np.concatenate(found or none) for key, found in rows.items()}
+    return names, {name: np.concatenate(found or none) for name, found in rows.items()}
 
 
 def _commit(store: Store, key: str, features: Float32, pictures: list[tuple[str, str]]) -> Shard:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import open_latents
@@ -112,6 +111,8 @@ def build(
 ) -> dict[str, Any]:
     """Sample with both models, and write metrics, pictures and the grid into the draft."""
     spec, store = sampling_spec(given), draft.store
+    if spec.latents is None:
+        log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
     with draw_pictures.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
         shards = draw_pictures.draw(
@@ -189,7 +190,7 @@ def _memorization(
     factor = open_latents(given.latents.uri).info["size_step"]
     wanted = {(pair.tar, pair.key) for pair in pairs}
     training = find_pictures(given.training, wanted, settings, factor)
-    samples = _pictures(store, shard, {pair.sample for pair in pairs})
+    samples = draw_pictures.read_chosen(store, shard, {pair.sample for pair in pairs})
     drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
     draft.write(PAIRS, render_pairs(drawn))
     prompts = all_prompts(suite.sets)
@@ -244,15 +245,9 @@ def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
         for name, part in slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
-    drawn = [_pictures(store, shard, wanted) for shard in shards]
+    drawn = [draw_pictures.read_chosen(store, shard, wanted) for shard in shards]
     columns = {
         name: [(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
         for name, numbers in chosen.items()
     }
     return before_after_grid.render(columns, MODELS)
-
-
-def _pictures(store: Store, shard: Shard, wanted: set[int]) -> dict[int, NDArray[np.uint8]]:
-    """Pictures u8 [H, W, 3] by number."""
-    pictures = enumerate(draw_pictures.read_pictures(store, shard))
-    return {number: picture for number, picture in pictures if number in wanted}

@@ -356,7 +356,9 @@ def test_pictures_that_are_not_finite_are_no_evaluation(world: World) -> None:
         world.evaluate(world.trained(1e30))
 
 
-def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
+def test_without_a_holdout_there_is_still_a_clip_score(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     recipe = world.recipe.model_copy(
         update={"encode": world.recipe.encode.model_copy(update={"holdout": 0.0})}
     )
@@ -368,6 +370,8 @@ def test_without_a_holdout_there_is_still_a_clip_score(world: World) -> None:
     found = metrics_in(world.evaluate(world.trained(0.5), recipe))
     assert list(found) == metric_names(recipe)
     assert not set(found) & {"cmmd", *DISTANCES, *LOSSES} and "clip_score/new" in found
+    told = [record.message for record in caplog.records if "no held-out" in record.message]
+    assert len(told) == 1, told
 
 
 def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
