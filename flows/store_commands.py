@@ -203,13 +203,7 @@ def collect_garbage(
     for option, value in (("--days", days), ("--hours", hours)):
         if not value >= 0:  # nor NaN, by which every run would be too old
             raise RecipeError(f"{option} {value}: give a number from 0 on")
-    check_store(url)
-    store = Store(url)
-    if next(iter(runs(store)), None) is None and next(iter(store.artifacts()), None) is None:
-        # `*.tmp` of other programs would count as leftovers.
-        raise NotInStore(
-            f"no run and no artifact in {without_secrets(url)}: name the store by --store"
-        )
+    store = _used_store(url)
 
     def marked() -> Marks:
         return mark(store, _published(store, registry), days)
@@ -217,12 +211,10 @@ def collect_garbage(
     collector = Collector(store, marked, days=days, min_age=hours * 3600)
     items: Iterable[Garbage] = list(collector.garbage())
     found: list[dict[str, Any]] = []
-    size = 0
     try:
         for item in collector.delete(items) if delete else items:
             facts = {"kind": item.kind, "stage": item.stage, "key": item.key, "bytes": item.size}
             found.append(facts)
-            size += item.size
             if not as_json:
                 print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
     except OSError as error:
@@ -231,6 +223,7 @@ def collect_garbage(
         raise StorageAway(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
         ) from error
+    size = sum(facts["bytes"] for facts in found)
     if as_json:
         kept = {"kept": collector.needed, "kept_bytes": collector.kept_bytes}
         limits = {"days": days, "hours": hours, **kept}
@@ -246,6 +239,17 @@ def collect_garbage(
         return
     total = f"{_count(len(found), 'thing')}, {_size(size)}"
     print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")
+
+
+def _used_store(url: str) -> Store:
+    """A store with a run or an artifact: `*.tmp` of other programs would count as leftovers."""
+    check_store(url)
+    store = Store(url)
+    if next(iter(runs(store)), None) is None and next(iter(store.artifacts()), None) is None:
+        raise NotInStore(
+            f"no run and no artifact in {without_secrets(url)}: name the store by --store"
+        )
+    return store
 
 
 def _count(number: int, noun: str) -> str:
