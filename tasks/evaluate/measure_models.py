@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -207,6 +208,17 @@ class MetricSuite:
         for name, values in scores.items():
             found |= self._by_set(name, values)
         return found
+
+
+@contextmanager
+def device_released() -> Iterator[None]:
+    """Decorates a function that measures: after it, the next stages have the device's memory."""
+    from runtimes.torch.device import free_memory  # seconds to import
+
+    try:
+        yield
+    finally:
+        free_memory()
 
 
 def memorization_facts(suite: MetricSuite) -> dict[str, object]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from inception_weights import random_weights, require_fidelity
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
+from transformers import CLIPModel
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
@@ -26,6 +28,7 @@ from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, Job
 from runtimes.sample.generate_job import generate
+from runtimes.torch import device
 from tasks.child_process import run_job
 from tasks.encode import stage as encode
 from tasks.evaluate import draw_pictures, holdout_loss
@@ -354,6 +357,27 @@ def test_a_model_whose_loss_is_not_finite_is_one_line(world: World) -> None:
 def test_pictures_that_are_not_finite_are_no_evaluation(world: World) -> None:
     with pytest.raises(WrongInput, match="pictures are not finite"):
         world.evaluate(world.trained(1e30))
+
+
+def test_the_next_stages_have_the_memory_of_the_models_that_measured(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Publishing draws on the same device, and the next trial of a sweep trains there."""
+    models, left = list[ref[Any]](), list[tuple[int, int]]()
+    move, free = CLIPModel.to, device.free_memory
+
+    def watched(model: CLIPModel, *given: Any) -> Any:
+        models.append(ref(model))
+        return move(model, *given)
+
+    def freed() -> None:
+        free()
+        left.append((len(models), sum(model() is not None for model in models)))
+
+    monkeypatch.setattr(CLIPModel, "to", watched)
+    monkeypatch.setattr(device, "free_memory", freed)
+    world.evaluate(world.trained(0.5))
+    assert left[-1] == (1, 0)
 
 
 def test_without_a_holdout_there_is_still_a_clip_score(
