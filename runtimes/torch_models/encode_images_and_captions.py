@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from configs.redact_errors_and_logs import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
-from runtimes.families import family_named
+from runtimes.families import TextEncoder, family_named
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.pipeline_folder.describe_encoders import (
     describe_encoders,
@@ -87,23 +87,23 @@ class Encoder:
 
     def _load_texts(self, folder: Path, embeds: bool) -> None:
         self._tokens = LockedTokenizers()
-        names = self.family.clip_encoders
-        self._clip = [self._load_text("clip", folder, part, embeds) for part in names]
+        self._clip = [self._load_text(encoder, folder, embeds) for encoder in self.family.clip]
         self._frozen: FrozenText | None = None
         frozen = self.family.frozen_text
         if embeds and frozen is not None and has_frozen_text(folder):
-            tokenizer, model = self._load_text(frozen.kind, folder, frozen.component, embeds)
+            tokenizer, model = self._load_text(frozen, folder, embeds)
             length = text_length(folder)
             self._frozen = FrozenText(self.family, tokenizer, model, length, self._tokens)
 
-    def _load_text(self, kind: str, folder: Path, part: str, embeds: bool) -> tuple[Any, Any]:
+    def _load_text(self, encoder: TextEncoder, folder: Path, embeds: bool) -> tuple[Any, Any]:
+        """The tokenizer and the model."""
         if embeds:
-            model = load_text_encoder(folder, part, self.dtype)
+            model = load_text_encoder(folder, encoder.component, self.dtype)
             model = model.to(self.device).requires_grad_(False)
-        else:
-            model = empty_text_encoder(folder, part)  # on `meta`, for its vocabulary's size
-        name = part.replace("text_encoder", "tokenizer")
-        tokenizer = TOKENIZERS[kind].from_pretrained(folder / name, local_files_only=True)
+        else:  # on `meta`, for its vocabulary's size
+            model = empty_text_encoder(folder, encoder.component)
+        name, kind = encoder.tokenizer, TOKENIZERS[encoder.kind]
+        tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
         check_vocabulary(name, tokenizer, model.config.get_text_config().vocab_size)
         return tokenizer, model
 

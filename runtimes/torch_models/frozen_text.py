@@ -10,8 +10,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from runtimes.families import Family
-from runtimes.families.family import TextEncoder
+from runtimes.families import Family, TextEncoder
 from runtimes.torch_models.tokenize import LockedTokenizers
 
 #: Classes of transformers that read the tokenizers of the published pipelines.
