@@ -121,7 +121,7 @@ class Resampling:
             found = found[:, prompt_of]
         return np.asarray(found)
 
-    @lru_cache(maxsize=8)  # noqa: B019 (an instance is a few numbers)
+    @lru_cache(maxsize=8)  # noqa: B019  # until `memory_released`
     def weights(self, n: int, stream: int = PICTURES) -> Float64:
         """Bootstrap weights f64 [count, n] of n pictures, with sum 1. They are read-only."""
         found = self.counts(n, stream)

@@ -211,13 +211,17 @@ class MetricSuite:
 
 
 @contextmanager
-def device_released() -> Iterator[None]:
-    """Decorates a function that measures: after it, the next stages have the device's memory."""
+def memory_released() -> Iterator[None]:
+    """Decorates a function that measures: after it, the next stages have the memory.
+
+    That is the device's memory of the models, and the host's of the bootstrap weights.
+    """
     from runtimes.torch.device import free_memory  # seconds to import
 
     try:
         yield
     finally:
+        Resampling.weights.cache_clear()
         free_memory()
 
 

@@ -25,7 +25,7 @@ from tasks.evaluate.comparable_metrics import VERSION, fingerprint, same_loss, s
 from tasks.evaluate.draw_pictures import STAGE, EvalModel, RunJob
 from tasks.evaluate.evaluation_inputs import EvalInputs
 from tasks.evaluate.load_published_model import load_published_model
-from tasks.evaluate.measure_models import MetricSuite, device_released
+from tasks.evaluate.measure_models import MetricSuite, memory_released
 from tasks.evaluate.metric_names import with_ranges
 from tasks.evaluate.stage import metrics_by_name, read_estimates, settings_for_key
 from tasks.progress import Progress
@@ -80,7 +80,7 @@ def metrics_of_published(
     return PublishedMetrics(read_estimates(artifact, ("tuned",))["tuned"], artifact)
 
 
-@device_released()
+@memory_released()
 def _build_published(
     given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: RunJob
 ) -> dict[str, Any]:

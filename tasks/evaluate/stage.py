@@ -34,8 +34,8 @@ from tasks.evaluate.judges import check_prompts, check_sides, judge_names
 from tasks.evaluate.measure_models import (
     Measured,
     MetricSuite,
-    device_released,
     memorization_facts,
+    memory_released,
 )
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metric_names import (
@@ -111,7 +111,7 @@ def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
     check_sides(given.judges, *initial_noise.image_size(sides, family, config, scale))
 
 
-@device_released()
+@memory_released()
 def build(
     given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: RunJob = run_job
 ) -> dict[str, Any]:

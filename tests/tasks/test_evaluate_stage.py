@@ -34,7 +34,7 @@ from tasks.encode import stage as encode
 from tasks.evaluate import draw_pictures, holdout_loss
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.before_after_grid import MARGIN
-from tasks.evaluate.bootstrap import difference
+from tasks.evaluate.bootstrap import Resampling, difference
 from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
 from tasks.evaluate.metric_names import metric_names
@@ -378,6 +378,7 @@ def test_the_next_stages_have_the_memory_of_the_models_that_measured(
     monkeypatch.setattr(device, "free_memory", freed)
     world.evaluate(world.trained(0.5))
     assert left[-1] == (1, 0)
+    assert Resampling.weights.cache_info().currsize == 0
 
 
 def test_without_a_holdout_there_is_still_a_clip_score(
