@@ -6,6 +6,7 @@ import re
 
 import fsspec
 
+from artifacts.remote_client_options_and_errors import is_outage
 from configs.redact_errors_and_logs import one_line
 from configs.settings.evaluate import PromptSet
 from configs.settings.recipe import Recipe
@@ -43,7 +44,8 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     """The non-empty lines of a UTF-8 text file at an fsspec URL.
 
     Raises:
-        WrongInput: the file cannot be read or has no prompt; the message names `setting`.
+        WrongInput: the file cannot be read or has no prompt; the message names `setting`. A store
+            that does not respond raises as its client does.
     """
     try:
         with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
@@ -51,6 +53,8 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     except FileNotFoundError:
         raise WrongInput(f"{setting}: {url}: no such file") from None
     except (OSError, ValueError) as error:
+        if is_outage(error):
+            raise
         why = getattr(error, "strerror", None) or one_line(error)
         raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
     if not prompts:

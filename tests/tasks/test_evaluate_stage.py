@@ -14,15 +14,19 @@ from weakref import ref
 import numpy as np
 import pytest
 from evaluation_world import LOSSES, NEW, World, evaluation_recipe, metrics_in
+from gcs_objects import Refused
+from gcs_server import GcsServer
 from inception_weights import random_weights, require_fidelity
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
+from store_servers import UrlOf
 from transformers import CLIPModel
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
 from artifacts.hashing import digest_json
+from artifacts.remote_client_options_and_errors import is_outage
 from artifacts.store import Artifact, Shard
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
@@ -38,7 +42,7 @@ from tasks.evaluate.bootstrap import Resampling, difference
 from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
 from tasks.evaluate.metric_names import metric_names
-from tasks.evaluate.prompts import sample_prompts
+from tasks.evaluate.prompts import read_prompts, sample_prompts
 from tasks.panels import Table
 from tasks.progress import Progress
 
@@ -397,6 +401,20 @@ def test_without_a_holdout_there_is_still_a_clip_score(
     assert not set(found) & {"cmmd", *DISTANCES, *LOSSES} and "clip_score/new" in found
     told = [record.message for record in caplog.records if "no held-out" in record.message]
     assert len(told) == 1, told
+
+
+def test_a_store_that_refuses_a_prompt_file_may_give_it_later(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage reads it again: days of training must not end in wrong input."""
+
+    def refuse(*_: Any) -> None:
+        raise Refused(503, "the request is invalid at this time")
+
+    monkeypatch.setattr(gcs.objects, "get", refuse)
+    with pytest.raises(Exception, match="invalid at this time") as refused:
+        read_prompts("evaluate.prompts.a.file", f"{url_of('gs')}/prompts.txt")
+    assert is_outage(refused.value)
 
 
 def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
