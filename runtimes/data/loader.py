@@ -16,6 +16,7 @@ from artifacts.latent_shards import (
     open_latents,
     stack_rows,
 )
+from artifacts.remote_client_options_and_errors import is_outage
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
 from runtimes.data.kept_rows import KeptRows, KeptShard
@@ -281,8 +282,15 @@ def batch_number(step: int, skipped: Sequence[int]) -> int:
 
 
 def open_job_latents(url: str) -> Latents:
-    """Open the latents artifact at a URL. Raises WrongInput."""
+    """Open the latents artifact at a URL.
+
+    Raises:
+        WrongInput: there is none, or it is damaged. A store that does not respond raises as its
+            client does.
+    """
     try:
         return open_latents(url)
     except (OSError, ValueError) as error:
+        if is_outage(error):
+            raise
         raise WrongInput(f"latents {url}: {error}") from None
