@@ -11,6 +11,7 @@ from configs.redact_errors_and_logs import one_line
 from configs.settings.evaluate import PromptSet
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
+from tasks.build_or_reuse import TransientError
 
 PromptSets = dict[str, tuple[str, ...]]
 MAX_SAMPLES = 8
@@ -44,18 +45,20 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     """The non-empty lines of a UTF-8 text file at an fsspec URL.
 
     Raises:
-        WrongInput: the file cannot be read or has no prompt; the message names `setting`. A store
-            that does not respond raises as its client does.
+        WrongInput: the file cannot be read or has no prompt; the message names `setting`.
+        TransientError: its store does not respond.
     """
     try:
         with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
             prompts = tuple(line.strip() for line in stream if line.strip())
     except FileNotFoundError:
         raise WrongInput(f"{setting}: {url}: no such file") from None
-    except (OSError, ValueError) as error:
-        if is_outage(error):
-            raise
+    except Exception as error:  # clients of remote stores define their own exception types
         why = getattr(error, "strerror", None) or one_line(error)
+        if is_outage(error):
+            raise TransientError(f"{setting}: {url} cannot be read ({why}): run again") from error
+        if not isinstance(error, OSError | ValueError):
+            raise
         raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
     if not prompts:
         raise WrongInput(f"{setting}: {url} has no prompt: write one per line")
