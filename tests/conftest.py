@@ -6,12 +6,14 @@ import atexit
 import fcntl
 import gc
 import hashlib
+import logging
 import os
 import platform
 import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm_processes import WarmInterpreter, forked
@@ -39,8 +41,20 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
+class _Loggers(dict[str, Any]):
+    """All loggers by name, of which `values` gives a copy.
+
+    pytest goes through them before each test without logging's lock (`catching_logs`), and fails
+    the test if another thread makes a logger meanwhile, as an import does.
+    """
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        return list(super().values())
+
+
 def pytest_configure() -> None:
     """Keep compiled programs of all sessions in one folder outside the tree; collect rarely."""
+    logging.root.manager.loggerDict = _Loggers(logging.root.manager.loggerDict)
     # The garbage collector visits all modules again and again: a third of the collection's time.
     gc.set_threshold(100_000, 50, 100)
     if "PYTEST_XDIST_WORKER" in os.environ:
