@@ -14,8 +14,9 @@ def json_schema() -> dict[str, Any]:
     """
     schema = Recipe.model_json_schema()
     schema["properties"]["extends"] = {"type": "string", "description": "Recipe to start from."}
-    prompts = schema["$defs"]["Evaluate"]["properties"]["prompts"]
-    prompts["additionalProperties"] = {"anyOf": [prompts["additionalProperties"], {"type": "null"}]}
+    for section, name in (("Evaluate", "prompts"), ("Sweep", "values")):
+        named = schema["$defs"][section]["properties"][name]
+        named["additionalProperties"] = {"anyOf": [named["additionalProperties"], {"type": "null"}]}
     for section in (schema, *schema["$defs"].values()):
         required = section.pop("required", [])
         if "kind" in required:  # it selects the settings of a source

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     model_validator,
@@ -31,6 +32,16 @@ StoredUrl = Annotated[str, AfterValidator(check_stored_url), AfterValidator(chec
 ModelPlace = Annotated[str, AfterValidator(check_stored_url), AfterValidator(check_unchained_url)]
 #: Files that only this run reads: a local path or a URL.
 ReadFile = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained_url)]
+
+
+def _without_null(given: Any) -> Any:
+    if isinstance(given, dict):
+        return {name: value for name, value in given.items() if value is not None}
+    return given
+
+
+#: Of a mapping: null instead of a value drops that of the extended recipe.
+NullDrops = BeforeValidator(_without_null)
 
 
 class Section(BaseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from configs.settings.base_section import Fraction, ModelPlace, Section
+from configs.settings.base_section import Fraction, ModelPlace, NullDrops, Section
 from configs.settings.sampling import Prompts, Sampling
 
 JudgeName = Literal["digits"]
@@ -52,7 +52,7 @@ class Memorization(Section):
 class Evaluate(Sampling):
     """Compare the tuned model with its base on equal prompts and noise."""
 
-    prompts: dict[str, PromptSet] = Field(
+    prompts: Annotated[dict[str, PromptSet], NullDrops] = Field(
         description="Named prompt sets; null instead of one drops that of the extended recipe.",
         min_length=1,
     )
@@ -99,13 +99,6 @@ class Evaluate(Sampling):
         if len(set(names)) < len(names):
             raise ValueError("judges: two judges have the same name")
         return self
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _drop_null(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            return {name: prompts for name, prompts in given.items() if prompts is not None}
-        return given
 
     @property
     def preference_models(self) -> dict[str, str]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from configs.settings.base_section import Section
+from configs.settings.base_section import NullDrops, Section
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 
 
 class Sweep(Section):
     """Train once per combination of values; used by `kiln sweep` alone."""
 
-    values: dict[str, tuple[Any, ...]] = Field(
+    values: Annotated[dict[str, tuple[Any, ...]], NullDrops] = Field(
         default_factory=dict,
         description="Dotted setting of section `train` -> the values to try. Several settings form "
-        "a grid.",
+        "a grid; null instead of values drops those of the extended recipe.",
     )
     metric: str = Field(
         HOLDOUT_LOSS, description="Metric of the evaluation that selects the best trial."
@@ -29,7 +29,9 @@ class Sweep(Section):
 
     @field_validator("values")
     @classmethod
-    def _check_values(cls, values: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    def _check_values(
+        cls, values: Annotated[dict[str, tuple[Any, ...]], NullDrops]
+    ) -> dict[str, tuple[Any, ...]]:
         for name, tried in values.items():
             if not name.startswith("train."):
                 raise ValueError(

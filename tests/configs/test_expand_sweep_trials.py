@@ -1,11 +1,15 @@
 """The trials of a sweep: one per combination of values, each valid, no two alike."""
 
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from configs.expand_sweep_trials import add_values, load_trials, parse_values
 from configs.load_and_extend_recipe import RecipeError
+from configs.recipe_json_schema import json_schema
+from configs.strict_yaml import parse_yaml
 
 
 def sweep(**values: Any) -> dict[str, Any]:
@@ -44,6 +48,17 @@ def test_wrong_values_are_refused(overrides: dict[str, Any], words: str) -> None
     with pytest.raises(RecipeError, match=words) as refused:
         load_trials("digits", overrides)
     assert "\n" not in str(refused.value)
+
+
+def test_null_drops_an_inherited_setting_from_the_grid(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = "extends: digits\nsweep: {values: {train.learning_rate: null, train.seed: [0, 1]}}\n"
+    path.write_text(text, encoding="utf-8")
+    assert [trial.settings for trial in load_trials(str(path), {})] == [
+        {"train.seed": 0},
+        {"train.seed": 1},
+    ]
+    jsonschema.validate(parse_yaml(text), json_schema())
 
 
 def test_a_recipe_without_values_names_the_remedy() -> None:
