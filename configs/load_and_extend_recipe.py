@@ -129,7 +129,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         extended = find_recipe(str(parent))
     except RecipeError as error:
-        raise RecipeError(f"{path.name}: extends: {error}") from None
+        beside = os.path.isfile(path.parent / str(parent))
+        hint = f" (did you mean ./{parent}?)" if beside else ""
+        raise RecipeError(f"{path.name}: extends: {error}{hint}") from None
     return _merge(_read(extended, (*seen, path)), settings, f"{path.name}: ")
 
 

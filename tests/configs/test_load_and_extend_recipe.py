@@ -181,6 +181,17 @@ def test_a_path_without_its_suffix_is_suggested(
         load_recipe("mine")
 
 
+def test_a_file_beside_the_recipe_is_suggested_for_extends(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text("extends: digits\n", encoding="utf-8")
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: first.yaml\n", encoding="utf-8")
+    words = r"mine\.yaml: extends: recipe first\.yaml: no such file \(did you mean \./first\.yaml\?\)"
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(str(path))
+    path.write_text("extends: ./first.yaml\n", encoding="utf-8")
+    assert load_recipe(str(path)).name == "digits"
+
+
 def test_a_recipe_without_sections_is_told_to_extend_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")
