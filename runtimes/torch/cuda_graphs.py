@@ -11,7 +11,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,6 +23,8 @@ from runtimes.torch_models.network import Network
 EAGER_PASSES = 3
 #: Owner of gradients that no graph has made; a graph that adds to them would write to freed memory.
 EAGER = "eager"
+#: Tensors of Inputs, besides the conditioning.
+ARRAYS = ("noisy_latents", "timesteps", "target", "weight")
 #: Computes a micro-batch's gradients and its part of the loss, given the loss's denominator.
 Backward = Callable[[Inputs, int], torch.Tensor]
 
@@ -83,9 +84,9 @@ class CudaGraphs:
 
     def _capture(self, inputs: Inputs, denominator: int) -> _Graph:
         static = copy.copy(inputs)
-        static.conditioning = dict(inputs.conditioning)
-        for name, tensor in _tensors(inputs):
-            _set(static, name, tensor.clone())
+        static.conditioning = {name: t.clone() for name, t in inputs.conditioning.items()}
+        for name in ARRAYS:
+            setattr(static, name, getattr(inputs, name).clone())
         before = [p.grad for p in self._parameters]
         graph = torch.cuda.CUDAGraph()
         try:
@@ -125,17 +126,10 @@ class _Graph:
 
 
 def _tensors(inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in ("noisy_latents", "timesteps", "target", "weight"):
+    for name in ARRAYS:
         yield name, getattr(inputs, name)
     yield from sorted(inputs.conditioning.items())
 
 
 def _shapes(inputs: Inputs) -> object:
     return tuple((name, t.shape, t.dtype) for name, t in _tensors(inputs))
-
-
-def _set(inputs: Inputs, name: str, tensor: Any) -> None:
-    if name in inputs.conditioning:
-        inputs.conditioning[name] = tensor
-    else:
-        setattr(inputs, name, tensor)

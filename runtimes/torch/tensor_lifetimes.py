@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -149,11 +149,8 @@ def _in_int8_linear() -> bool:
 def prime_batch_size(sizes: Iterable[int]) -> int:
     """The smallest prime above 10 that divides none of these sizes."""
     found = list(sizes)
-    return next(n for n in _primes() if all(size % n for size in found))
-
-
-def _primes() -> Iterator[int]:
-    yield from (n for n in range(11, 1000) if all(n % d for d in range(2, 32) if d < n))
+    primes = (n for n in range(11, 1000) if all(n % d for d in range(2, 32) if d < n))
+    return next(n for n in primes if all(size % n for size in found))
 
 
 def _aligned(size: Any) -> Any:

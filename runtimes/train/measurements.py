@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from configs.settings.train import Train
 from runtimes.contract import Runtime
@@ -15,6 +16,7 @@ from runtimes.train.recorder import Recorder
 from runtimes.train.samples import Samples
 
 
+@dataclass
 class Measurements:
     """Measures the weights of a step if that is due. All ranks must call it in the same order.
 
@@ -23,86 +25,75 @@ class Measurements:
             last step's measurement, which no later one replaces.
     """
 
-    def __init__(
-        self,
-        settings: Train,
-        runtime: Runtime,
-        holdout: Holdout | None,
-        samples: Samples,
-        ranking: CheckpointRanking,
-        recorder: Recorder,
-        events: Events,
-        stop: Stop,
-    ) -> None:
-        self._settings = settings
-        self._runtime = runtime
-        self._holdout = holdout
-        self._samples = samples
-        self._ranking = ranking
-        self._recorder = recorder
-        self._events = events
-        self._stop = stop
-        self.interrupted = False
+    settings: Train
+    runtime: Runtime
+    holdout: Holdout | None
+    samples: Samples
+    ranking: CheckpointRanking
+    recorder: Recorder
+    events: Events
+    stop: Stop
+    interrupted: bool = field(default=False, init=False)
 
     def holdout_loss_due(self, step: int) -> bool:
         """Whether the held-out loss is due at a step."""
-        interval = self._settings.holdout_loss.every_n_steps
-        return is_due(step, interval) or self._ranking.needs_holdout_loss(step)
+        interval = self.settings.holdout_loss.every_n_steps
+        return is_due(step, interval) or self.ranking.needs_holdout_loss(step)
 
     def samples_due(self, step: int) -> bool:
         """Whether sample pictures are due at a step."""
-        due = is_due(step, self._settings.sample_every_n_steps) or self._ranking.needs_samples(step)
-        return self._samples.requested() and due
+        due = is_due(step, self.settings.sample_every_n_steps) or self.ranking.needs_samples(step)
+        return self.samples.requested() and due
 
     def lacks_holdout_loss(self, step: int) -> bool:
         """Whether the held-out loss of the resumed step is due but not recorded."""
-        return self.holdout_loss_due(step) and VALIDATION_LOSS not in self._recorder.last_record()
+        return self.holdout_loss_due(step) and VALIDATION_LOSS not in self.recorder.last_record()
 
     def lacks_samples(self, step: int) -> bool:
         """Whether sample pictures of the resumed step, or their score, are due but missing."""
         if not self.samples_due(step):
             return False
-        scored = self._ranking.field in self._recorder.last_record()
-        missing = self._ranking.needs_samples(step) and not scored
-        return bool(self._runtime.broadcast(missing or not self._samples.exist(step)))
+        scored = self.ranking.field in self.recorder.last_record()
+        missing = self.ranking.needs_samples(step) and not scored
+        return bool(self.runtime.broadcast(missing or not self.samples.exist(step)))
 
     def measure_holdout_loss(self, step: int) -> None:
         """Measure the held-out loss and record it."""
-        if self._holdout is None:
+        if self.holdout is None:
             return
-        found = measure(self._runtime, self._holdout, lambda: self._stop.requested)
+        found = measure(self.runtime, self.holdout, lambda: self.stop.requested)
         if found is None:
-            self.interrupted |= self._ranking.needs_holdout_loss(step) or self._is_last(step)
+            self.interrupted |= self.ranking.needs_holdout_loss(step) or self._is_last(step)
             return
         if not math.isfinite(found.loss):  # the next training loss will be NaN as well
             message = f"the held-out loss is {found.loss} at step {step}"
-            self._events.emit("warning", message=message)
+            self.events.emit("warning", message=message)
             return
         figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
-        self._recorder.amend_last(**figures)
-        self._events.emit("validation", step=step, loss=found.loss, error=found.error)
+        self.recorder.amend_last(**figures)
+        self.events.emit("validation", step=step, loss=found.loss, error=found.error)
 
     def sample(self, step: int) -> None:
         """Draw the sample pictures; record their score if `ranking` needs it."""
-        needed = self._ranking.needs_samples(step)
-        if self._runtime.any_rank(self._stop.requested):
+        needed = self.ranking.needs_samples(step)
+        if self.runtime.any_rank(self.stop.requested):
             self.interrupted |= needed or self._is_last(step)
             return
-        drawn = self._samples.draw(step)
+        drawn = self.samples.draw(step)
         if needed:
             self._record_score(step, drawn=drawn)
 
     def _is_last(self, step: int) -> bool:
-        return step == self._settings.steps
+        return step == self.settings.steps
 
     def _record_score(self, step: int, *, drawn: bool) -> None:
         """Add the score of the samples to the history of rank 0, which chooses."""
         scores: dict[str, float] | None = {}
         if drawn:
-            scores = self._samples.scores(step, lambda: self._stop.requested)
-        self.interrupted |= self._runtime.any_rank(scores is None)
-        if scores and (score := scores.get(self._ranking.field)) is not None:
-            self._recorder.amend_last(**{self._ranking.field: score})
+            scores = self.samples.scores(step, lambda: self.stop.requested)
+        self.interrupted |= self.runtime.any_rank(scores is None)
+        if scores and (score := scores.get(self.ranking.field)) is not None:
+            self.recorder.amend_last(**{self.ranking.field: score})
 
 
 def is_due(step: int, interval: int) -> bool:
