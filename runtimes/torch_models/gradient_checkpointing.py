@@ -39,14 +39,16 @@ def recompute(part: Any, what: str) -> None:
     if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
         part.enable_gradient_checkpointing(partial(checkpoint, **options))
     else:  # transformers
-        part.gradient_checkpointing_enable(options)
+        part.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
 
 
 def without_recomputation(part: Any) -> None:
     """Disable gradient checkpointing of a component, if it is enabled."""
-    if getattr(part, "is_gradient_checkpointing", False):
-        names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
-        next(getattr(part, name) for name in names if hasattr(part, name))()
+    if hasattr(part, "disable_gradient_checkpointing"):  # diffusers
+        if part.is_gradient_checkpointing:
+            part.disable_gradient_checkpointing()
+    elif getattr(part, "is_activation_checkpointing", False):  # transformers
+        part.activation_checkpointing_disable()
 
 
 def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
