@@ -38,8 +38,10 @@ def recompute(part: Any, what: str) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
         part.enable_gradient_checkpointing(partial(checkpoint, **options))
-    else:  # transformers
+    elif hasattr(part, "activation_checkpointing_enable"):  # transformers
         part.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # before transformers renamed it
+        part.gradient_checkpointing_enable(options)
 
 
 def without_recomputation(part: Any) -> None:
@@ -47,8 +49,11 @@ def without_recomputation(part: Any) -> None:
     if hasattr(part, "disable_gradient_checkpointing"):  # diffusers
         if part.is_gradient_checkpointing:
             part.disable_gradient_checkpointing()
-    elif getattr(part, "is_activation_checkpointing", False):  # transformers
-        part.activation_checkpointing_disable()
+    elif hasattr(part, "activation_checkpointing_disable"):  # transformers
+        if part.is_activation_checkpointing:
+            part.activation_checkpointing_disable()
+    elif getattr(part, "is_gradient_checkpointing", False):
+        part.gradient_checkpointing_disable()
 
 
 def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
