@@ -105,6 +105,7 @@ def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
     Raises:
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
     """
+    recipe = with_defaults_without_effect(recipe)  # `prepare` tells of them
     stages = stages_without_pool(recipe, STAGES[: 1 + STAGES.index(until)])
     check_gate_and_prompts(recipe)
     writable_store(recipe)

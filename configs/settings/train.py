@@ -356,4 +356,5 @@ class Train(Section):
     @property
     def product_dtype(self) -> str:
         """As compute_dtype, or `tf32`: the arithmetic of products and convolutions."""
-        return "tf32" if self.allow_tf32 else self.compute_dtype
+        is_tf32 = self.allow_tf32 and self.mixed_precision == "no"
+        return "tf32" if is_tf32 else self.compute_dtype

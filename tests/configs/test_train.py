@@ -183,6 +183,12 @@ def test_every_setting_is_in_the_key_or_excluded() -> None:
     assert set(Train.model_fields) == IN_KEY.keys() | NOT_IN_KEY
 
 
+@pytest.mark.parametrize(("precision", "products"), [("no", "tf32"), ("bf16", "bfloat16")])
+def test_tf32_multiplies_float32_alone(precision: Any, products: str) -> None:
+    """`kiln plan` reads the settings as written, with those that have no effect."""
+    assert Train(allow_tf32=True, mixed_precision=precision).product_dtype == products
+
+
 def test_epochs_are_as_many_steps_as_written() -> None:
     """As floats, 1.1 times 100 is a little more than 110."""
     assert Train(epochs=1.1, global_batch_size=1).with_steps(100).steps == 110

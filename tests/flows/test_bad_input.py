@@ -244,6 +244,13 @@ def test_a_download_alone_needs_no_training_runtime(
         preflight.check_before_server(recipe, "encode")
 
 
+def test_a_setting_without_effect_is_not_refused_before_the_server(small: dict[str, Any]) -> None:
+    tf32 = {**small, "train.allow_tf32": True, "train.device": "cpu"}
+    with pytest.raises(WrongInput, match=r"allow_tf32 needs a CUDA device, not cpu"):
+        preflight.check_before_server(load_recipe("digits", tf32))
+    preflight.check_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
+
+
 @pytest.mark.parametrize("path", ["s3://bucket/list.parquet", "https://a.org/list.parquet"])
 def test_a_remote_source_is_not_read_before_the_server(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, path: str
