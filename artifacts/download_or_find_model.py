@@ -147,11 +147,16 @@ def asking_for(path: str) -> Iterator[None]:
     except Exception as error:  # each filesystem's client has errors of its own
         if is_full(error):
             raise
-        # Every answer of a web server is the cause of a FileNotFoundError.
-        cause = error.__cause__ if _is_web(path) and error.__cause__ else error
-        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+        cause = web_cause(path, error)
+        if isinstance(cause, FileNotFoundError):
             raise ModelNotFound(f"file {path}: no such file") from None
         raise ModelNotFound(f"file {path}: {type(cause).__name__}: {one_line(cause)}") from None
+
+
+def web_cause(url: str, error: Exception) -> BaseException:
+    """The error of a file: fsspec raises FileNotFoundError of all answers of a web server."""
+    cause = error.__cause__ if _is_web(url) else None
+    return error if cause is None or getattr(cause, "status", None) == 404 else cause
 
 
 def _is_web(url: str) -> bool:

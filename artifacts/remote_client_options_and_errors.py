@@ -95,7 +95,7 @@ def is_forbidden(error: BaseException) -> bool:
     S3's client has no errno for the former, Google's no type of its own.
     """
     is_denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
-    return is_denied or lacks_credentials(error)
+    return is_denied or _answer(error) == 403 or lacks_credentials(error)
 
 
 def lacks_credentials(error: BaseException) -> bool:
@@ -103,8 +103,7 @@ def lacks_credentials(error: BaseException) -> bool:
 
     Without any, gcsfs asks anonymously, and the answer is an error with the code 401.
     """
-    is_unauthorized = getattr(error, "code", None) == 401 and is_of_client(error)
-    return is_unauthorized or type(error).__name__ in _NO_CREDENTIALS
+    return _answer(error) == 401 or type(error).__name__ in _NO_CREDENTIALS
 
 
 def is_full(error: BaseException) -> bool:
@@ -137,6 +136,13 @@ def refusals() -> Iterator[None]:
         if not is_of_client(error):
             raise
         raise StoreRefused(str(error)) from error
+
+
+def _answer(error: BaseException) -> Any:
+    """The HTTP status in a client's error, if any: aiohttp's `code` is deprecated for `status`."""
+    if not is_of_client(error):
+        return None
+    return getattr(error, "status" if hasattr(error, "status") else "code", None)
 
 
 def _is_of_client(module: str) -> bool:

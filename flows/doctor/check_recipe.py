@@ -26,7 +26,7 @@ from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.detect_nvidia import usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import download
-from tasks.build_or_reuse import storage_error
+from tasks.build_or_reuse import TransientError, storage_error
 from tasks.evaluate.inception import fidelity_folder
 from tasks.gpu.recipe_memory import memory_of
 
@@ -72,7 +72,7 @@ def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
 def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
     try:
         check_gate_and_prompts(recipe)
-    except ValueError as error:
+    except (ValueError, TransientError) as error:
         yield problem(str(error))
     else:
         yield fine("gate and prompts")
@@ -81,7 +81,7 @@ def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
 def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
     try:
         plan, gpus = memory_of(recipe), usable_gpus()
-    except WrongInput:  # a prompt file, which _gate_and_prompts reports
+    except (WrongInput, TransientError):  # a prompt file, which _gate_and_prompts reports
         return
     here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
     if not here or not gpus:

@@ -6,7 +6,8 @@ import re
 
 import fsspec
 
-from artifacts.remote_client_options_and_errors import is_outage
+from artifacts.download_or_find_model import web_cause
+from artifacts.remote_client_options_and_errors import is_forbidden, is_outage
 from configs.redact_errors_and_logs import one_line
 from configs.settings.evaluate import PromptSet
 from configs.settings.recipe import Recipe
@@ -51,13 +52,14 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     try:
         with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
             prompts = tuple(line.strip() for line in stream if line.strip())
-    except FileNotFoundError:
-        raise WrongInput(f"{setting}: {url}: no such file") from None
     except Exception as error:  # clients of remote stores define their own exception types
-        why = getattr(error, "strerror", None) or one_line(error)
-        if is_outage(error):
+        cause = web_cause(url, error)
+        if isinstance(cause, FileNotFoundError):
+            raise WrongInput(f"{setting}: {url}: no such file") from None
+        why = getattr(cause, "strerror", None) or one_line(cause)
+        if is_outage(cause):
             raise TransientError(f"{setting}: {url} cannot be read ({why}): run again") from error
-        if not isinstance(error, OSError | ValueError):
+        if not isinstance(cause, OSError | ValueError) and not is_forbidden(cause):
             raise
         raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
     if not prompts:

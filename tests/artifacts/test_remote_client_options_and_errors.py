@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from aiohttp import ClientResponseError, RequestInfo
 from botocore.exceptions import (
     EndpointConnectionError,
     NoCredentialsError,
@@ -14,7 +15,9 @@ from gcsfs.retry import HttpError
 from google.auth.exceptions import DefaultCredentialsError
 from google.protobuf.message import DecodeError
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from multidict import CIMultiDict, CIMultiDictProxy
 from store_servers import UrlOf
+from yarl import URL
 
 from artifacts.artifact_key import KeyParts
 from artifacts.remote_client_options_and_errors import StoreRefused, is_of_client, is_outage
@@ -103,6 +106,15 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
 )
 def test_only_an_outage_may_pass(error: Exception, passes: bool) -> None:
     assert is_outage(error) == passes
+
+
+def test_the_answer_of_a_web_server_is_read_by_its_present_name(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """aiohttp's `code` is deprecated."""
+    asked = RequestInfo(URL("http://a.org"), "GET", CIMultiDictProxy(CIMultiDict()))
+    passes = [is_outage(ClientResponseError(asked, (), status=n)) for n in (401, 403, 503)]
+    assert passes == [False, False, True] and not recwarn.list
 
 
 def test_a_store_without_credentials_is_told_at_once() -> None:

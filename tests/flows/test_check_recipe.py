@@ -8,6 +8,7 @@ from typing import Any
 import picture_sources
 import pytest
 from hub_server import HubServer, Repository
+from loopback_server import refusing
 
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
@@ -208,6 +209,13 @@ def test_a_gate_and_prompts_that_a_run_refuses_are_problems(
 ) -> None:
     [found] = check(load_recipe("digits", wrong))["problem"]
     assert line in found
+
+
+def test_prompts_of_a_store_that_is_away_are_one_problem() -> None:
+    with refusing() as host:
+        prompts = {"evaluate.prompts": {"new": {"prompts": [], "file": f"http://{host}/a.txt"}}}
+        [found] = check(load_recipe("digits", prompts))["problem"]
+    assert found.startswith("evaluate.prompts.new.file: ") and found.endswith(": run again")
 
 
 def test_wrong_input_is_exit_code_2(here: Here) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -17,6 +18,7 @@ from evaluation_world import LOSSES, NEW, World, evaluation_recipe, metrics_in
 from gcs_objects import Refused
 from gcs_server import GcsServer
 from inception_weights import random_weights, require_fidelity
+from loopback_server import LoopbackServer, refusing
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
@@ -414,6 +416,32 @@ def test_a_store_that_refuses_a_prompt_file_may_give_it_later(
     monkeypatch.setattr(gcs.objects, "get", refuse)
     with pytest.raises(TransientError, match=r"^evaluate\.prompts\.a\.file: .*: run again$"):
         read_prompts("evaluate.prompts.a.file", f"{url_of('gs')}/prompts.txt")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (503, TransientError, r"cannot be read \(503.*\): run again$"),
+        (None, TransientError, r"cannot be read \(.*\): run again$"),
+        (404, WrongInput, "prompts.txt: no such file$"),
+        (403, WrongInput, "cannot be read: 403"),
+        (401, WrongInput, "cannot be read: 401"),
+    ],
+)
+def test_a_web_server_that_is_away_may_give_a_prompt_file_later(
+    answer: int | None, error: type[Exception], words: str
+) -> None:
+    """fsspec calls each of its answers, and none, a file that does not exist."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answer or 200)
+            self.end_headers()
+
+    with LoopbackServer(Answers) as server, refusing() as closed:
+        host = closed if answer is None else server.host
+        with pytest.raises(error, match=words):
+            read_prompts("evaluate.prompts.a.file", f"http://{host}/prompts.txt")
 
 
 def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
