@@ -93,7 +93,8 @@ class Run:
             found = download.planned(self.recipe, plan.load(self.store), self.begin)
         if self.champion is not None:
             found = plan_changes(self.recipe, self.store, self.champion, found)[0]
-        elif train.STAGE in self.stages:  # a retraining has steps of its own
+        continues = self.champion is not None and self.recipe.retrain.start == "champion"
+        if train.STAGE in self.stages and not continues:  # that has steps of its own
             train.check_epochs(self.recipe.train, found.rows, "rows")
         keys = {shard.key for shard in found.shards}
         given = (self.recipe, self.store, self.base, self.vae)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from reused_runs import commit, publishing, reused, run_of_digits
@@ -16,6 +16,7 @@ from artifacts.store import Artifact, Store
 from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
 from flows import finetune, generate
+from flows import run as run_module
 from flows.run import Run
 from runtimes.contract import WrongInput
 from tasks import download
@@ -161,6 +162,13 @@ def test_epochs_without_a_step_are_refused_before_a_stage_begins(
     with pytest.raises(WrongInput, match=r"1e-09 of \d+ rows are less than one step .*: raise"):
         short.plan()
     replace(short, stages=("download", "encode")).plan()
+    monkeypatch.setattr(run_module, "plan_changes", lambda *given: given[-1:])
+    again = replace(short, champion=cast(Any, "a champion"))
+    again.plan()  # from the champion's weights, by steps of its own
+    retrain = run.recipe.retrain.model_copy(update={"start": "base"})
+    again = replace(again, recipe=short.recipe.model_copy(update={"retrain": retrain}))
+    with pytest.raises(WrongInput, match="rows are less than one step"):
+        again.plan()
     few = Latents({}, [ShardRef("", 0, "", {"train/8x8": 9, "holdout/8x8": 2})])
     monkeypatch.setattr(finetune, "open_latents", lambda _: few)
     encoded = commit(run.store, "encode", 1, {})
