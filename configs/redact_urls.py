@@ -32,7 +32,10 @@ END = r"(?=[:,.'\")\]]*(?:[\s&;#]|$))"
 REMOVED = rf"\.\.\.{END}"
 PARAMETER = re.compile(rf"(?<=[?&;#])([^\s?&;#=/]+)=(?!{REMOVED})[^\s&;#]*?{END}")
 #: Filesystems of fsspec that read from the next URL of a chain; others would not see it.
-CHAINING = {"blockcache", "cached", "dir", "filecache", "reference", "simplecache", "tar", "zip"}
+CHAINING = {
+    *("blockcache", "cached", "dir", "filecache", "libarchive", "reference", "simplecache"),
+    *("tar", "zip"),
+}
 #: The end of a chain: a URL or an absolute path.
 CHAINED = re.compile(r"[a-z0-9+]+://|[/.~]")
 #: A query that is one value without a name.

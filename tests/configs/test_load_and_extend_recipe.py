@@ -396,6 +396,7 @@ def test_a_chain_of_urls_and_an_address_of_ipv6_are_accepted() -> None:
         "simplecache::https://host/a.csv",
         "zip://a.csv::simplecache::s3://bucket/lists.zip",
         "zip://a.csv::/lists/a.zip",
+        "libarchive://a.csv::s3://bucket/a.7z",
     ):
         source = {"kind": "urls", "format": "csv", "path": path, "base_url": "http://[::1]:8000"}
         load_recipe("digits", {"source": source})
