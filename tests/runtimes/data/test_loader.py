@@ -12,17 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gcs_objects import Refused
-from gcs_server import GcsServer
-from store_servers import UrlOf
 
 from artifacts.clock import Clock
 from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
-from artifacts.remote_client_options_and_errors import StoreRefused
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data import shard_cache
 from runtimes.data.holdout_batches import Holdout
-from runtimes.data.loader import BatchReader, Loader, batch_number, open_job_latents
+from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -401,17 +397,3 @@ def test_batches_after_one_that_is_left_out_move_up() -> None:
     numbers = [batch_number(step, (5, 2, 3)) for step in range(6)]
     assert numbers == [0, 1, 4, 6, 7, 8]
     assert [batch_number(step, ()) for step in range(3)] == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_a_store_that_refuses_is_no_wrong_input(
-    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each attempt of a training opens the latents; wrong input has no further attempt."""
-
-    def refuse(*_: Any) -> None:
-        raise Refused(503, "the request is invalid at this time")
-
-    monkeypatch.setattr(gcs.objects, "get", refuse)
-    with pytest.raises(StoreRefused, match="invalid at this time"):
-        open_job_latents(f"{url_of('gs')}/encode/key")

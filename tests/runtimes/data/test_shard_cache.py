@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from gcs_objects import Refused
+from gcs_server import GcsServer
 from gcsfs.retry import HttpError, validate_response
+from store_servers import UrlOf
 
 from artifacts.checksummed_files import open_checked
 from artifacts.latent_shards import LatentShard, open_latents
+from artifacts.remote_client_options_and_errors import StoreRefused
 from runtimes.contract import WrongInput
 from runtimes.data import shard_cache
+from runtimes.data.loader import open_job_latents
 from runtimes.data.shard_cache import ShardFiles
 
 WriteLatents = Callable[..., str]
@@ -267,3 +272,17 @@ def test_a_copy_gets_its_name_while_no_eviction_counts(
         assert [path.suffix for path in remote.folder.iterdir()] == [".tmp"]
     reader.join(60)
     assert [path.suffix for path in remote.folder.iterdir()] == [".safetensors"]
+
+
+@pytest.mark.slow
+def test_a_store_that_refuses_the_latents_is_no_wrong_input(
+    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt of a training opens the latents; wrong input has no further attempt."""
+
+    def refuse(*_: Any) -> None:
+        raise Refused(503, "the request is invalid at this time")
+
+    monkeypatch.setattr(gcs.objects, "get", refuse)
+    with pytest.raises(StoreRefused, match="invalid at this time"):
+        open_job_latents(f"{url_of('gs')}/encode/key")
