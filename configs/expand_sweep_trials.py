@@ -12,6 +12,7 @@ import yaml
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train_settings_in_cache_key import key_settings
+from configs.settings.without_effect import with_defaults_without_effect
 from configs.strict_yaml import parse_yaml
 
 
@@ -50,7 +51,8 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
     for combination in product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
         trial = Trial(settings, load_recipe(name, {**overrides, **settings}))
-        same = known.setdefault(json.dumps(key_settings(trial.recipe.train)), trial)
+        used = with_defaults_without_effect(trial.recipe)
+        same = known.setdefault(json.dumps(key_settings(used.train)), trial)
         if same is not trial:
             raise RecipeError(f"sweep: {same.label} and {trial.label} train equal weights")
         trials.append(trial)

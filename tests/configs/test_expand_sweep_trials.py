@@ -41,6 +41,7 @@ def test_values_may_be_lists_and_words() -> None:
         (sweep(train__seed=[]), r"train\.seed has no values"),
         (sweep(train__device=["cpu", "auto"]), "train equal weights"),
         (sweep(train__lora__rank=[4, 8]), "train equal weights"),  # train.method is full
+        (sweep(train__timesteps__logit_mean=[0.5, 1.0]), "train equal weights"),  # for logit_normal
         ({"sweep": {"value": {}}}, r"did you mean sweep\.values"),
     ],
 )
