@@ -51,7 +51,8 @@ def test_rows_that_wait_for_a_turn_use_the_connections_of_others(site: Site) -> 
 
     assert run(at_once()) == ["ok"] * 12
     assert len(site.clients) <= 3, "of robots.txt, and two"
-    assert site.closing[-1] and site.closing.count(True) <= 2, "the last request of each"
+    # A busy server may note the requests of two connections in another order than they were sent.
+    assert 1 <= site.closing.count(True) <= 2, "the last request of each"
 
 
 def test_a_hosts_only_row_uses_the_connection_of_its_robots_txt(site: Site) -> None:
