@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from gcs_objects import Refused
 from gcs_server import GcsServer
 from hub_server import HubServer
 
@@ -137,6 +138,17 @@ def url_of(request: pytest.FixtureRequest, tmp_path: Path) -> UrlOf:
         return f"{kind}://{BUCKET}/{uuid4()}"
 
     return url
+
+
+@pytest.fixture
+def refusing_url(gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place in Google Cloud Storage that answers 503, of whose words gcsfs makes a ValueError."""
+
+    def refuse(*_: object) -> None:
+        raise Refused(503, "the request is invalid at this time")
+
+    monkeypatch.setattr(gcs.objects, "get", refuse)
+    return url_of("gs")
 
 
 @pytest.fixture

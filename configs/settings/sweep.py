@@ -29,9 +29,7 @@ class Sweep(Section):
 
     @field_validator("values")
     @classmethod
-    def _check_values(
-        cls, values: Annotated[dict[str, tuple[Any, ...]], NullDrops]
-    ) -> dict[str, tuple[Any, ...]]:
+    def _check_values(cls, values: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
         for name, tried in values.items():
             if not name.startswith("train."):
                 raise ValueError(

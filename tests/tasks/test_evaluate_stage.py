@@ -15,14 +15,11 @@ from weakref import ref
 import numpy as np
 import pytest
 from evaluation_world import LOSSES, NEW, World, evaluation_recipe, metrics_in
-from gcs_objects import Refused
-from gcs_server import GcsServer
 from inception_weights import random_weights, require_fidelity
 from loopback_server import LoopbackServer, refusing
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
-from store_servers import UrlOf
 from transformers import CLIPModel
 
 from artifacts.artifact_key import KeyParts
@@ -405,17 +402,10 @@ def test_without_a_holdout_there_is_still_a_clip_score(
     assert len(told) == 1, told
 
 
-def test_a_store_that_refuses_a_prompt_file_may_give_it_later(
-    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_a_prompt_file_may_give_it_later(refusing_url: str) -> None:
     """Each stage reads it again: days of training must not end in wrong input."""
-
-    def refuse(*_: Any) -> None:
-        raise Refused(503, "the request is invalid at this time")
-
-    monkeypatch.setattr(gcs.objects, "get", refuse)
     with pytest.raises(TransientError, match=r"^evaluate\.prompts\.a\.file: .*: run again$"):
-        read_prompts("evaluate.prompts.a.file", f"{url_of('gs')}/prompts.txt")
+        read_prompts("evaluate.prompts.a.file", f"{refusing_url}/prompts.txt")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluation_world import LOSSES, World, metrics_in
-from gcs_objects import Refused
-from gcs_server import GcsServer
-from store_servers import UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, hash_local, write_record
@@ -161,14 +158,7 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
     assert found.keys() == metrics_in(artifact).keys() - LOSSES
 
 
-def test_a_store_that_refuses_does_not_measure_the_champion_again(
-    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_does_not_measure_the_champion_again(refusing_url: str) -> None:
     """Its metrics may be whole: a retry reads them, and another measurement may take hours."""
-
-    def refuse(*_: Any) -> None:
-        raise Refused(503, "the request is invalid at this time")
-
-    monkeypatch.setattr(gcs.objects, "get", refuse)
     with pytest.raises(StoreRefused, match="invalid at this time"):
-        published_estimates(url_of("gs"), "fingerprint")
+        published_estimates(refusing_url, "fingerprint")

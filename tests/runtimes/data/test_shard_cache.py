@@ -15,10 +15,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from gcs_objects import Refused
-from gcs_server import GcsServer
 from gcsfs.retry import HttpError, validate_response
-from store_servers import UrlOf
 
 from artifacts.checksummed_files import open_checked
 from artifacts.latent_shards import LatentShard, open_latents
@@ -275,14 +272,7 @@ def test_a_copy_gets_its_name_while_no_eviction_counts(
 
 
 @pytest.mark.slow
-def test_a_store_that_refuses_the_latents_is_no_wrong_input(
-    gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_refuses_the_latents_is_no_wrong_input(refusing_url: str) -> None:
     """Each attempt of a training opens the latents; wrong input has no further attempt."""
-
-    def refuse(*_: Any) -> None:
-        raise Refused(503, "the request is invalid at this time")
-
-    monkeypatch.setattr(gcs.objects, "get", refuse)
     with pytest.raises(StoreRefused, match="invalid at this time"):
-        open_job_latents(f"{url_of('gs')}/encode/key")
+        open_job_latents(f"{refusing_url}/encode/key")

@@ -33,3 +33,25 @@ def test_recomputation_is_turned_on_and_off_without_warnings(
 
 def test_a_part_of_no_library_has_no_recomputation_to_turn_off() -> None:
     without_recomputation(nn.Linear(1, 1))
+
+
+class Older:
+    """A model of an older transformers, which has only the former names."""
+
+    is_gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, options: dict[str, object]) -> None:
+        assert options["use_reentrant"] is False
+        self.is_gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.is_gradient_checkpointing = False
+
+
+def test_an_older_transformers_has_the_former_methods() -> None:
+    part = Older()
+    without_recomputation(part)
+    recompute(part, "selective")
+    assert part.is_gradient_checkpointing
+    without_recomputation(part)
+    assert not part.is_gradient_checkpointing
