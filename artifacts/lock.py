@@ -22,6 +22,7 @@ from fsspec import AbstractFileSystem
 
 from artifacts.clock import REAL, Clock
 from artifacts.compare_and_swap import VersionedContent, read, swap
+from artifacts.hashing import parse_json
 from artifacts.remote_client_options_and_errors import make_folder_of
 
 log = logging.getLogger("kiln")
@@ -296,7 +297,7 @@ def _owner_of(state: VersionedContent) -> dict[str, Any] | None:
     if state.data in (None, _FREE):
         return None
     try:
-        owner = json.loads(state.data or b"")
+        owner = parse_json(state.data or b"")
     except ValueError:
         return {}
     return owner if isinstance(owner, dict) else {}

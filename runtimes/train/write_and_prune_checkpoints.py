@@ -28,6 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import UNRELATED_ERRORS, FileEntry, read_record, write_record
 from artifacts.delete_and_fetch_folders import delete_tree
+from artifacts.hashing import parse_json
 from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, writing
@@ -312,7 +313,7 @@ class Checkpoints:
             step=step,
             state=open_arrays(self._fs, path, record["files"]),
             history=self._fs.cat_file(f"{path}/history.jsonl").decode().splitlines(),
-            facts=json.loads(self._fs.cat_file(f"{path}/state.json")),
+            facts=parse_json(self._fs.cat_file(f"{path}/state.json")),
         )
 
     def discard_after(self, step: int) -> None:

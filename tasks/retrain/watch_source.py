@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from artifacts.compare_and_swap import read, swap
-from artifacts.hashing import digest_json
+from artifacts.hashing import digest_json, parse_json
 from artifacts.list_folder import entries, modified, name_of, present_time
 from artifacts.lock import is_alive
 from artifacts.remote_client_options_and_errors import make_folder_of
@@ -60,7 +60,7 @@ def last_stamp(recipe: Recipe) -> str | None:
     registry = registry_of(recipe)
     data = read(registry.fs, f"{registry.root}/{FILE}").data
     try:
-        return None if data is None else str(json.loads(data)["stamp"])
+        return None if data is None else str(parse_json(data)["stamp"])
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -309,6 +309,14 @@ def test_a_broken_one_is_skipped(
     assert (damage, name) == ("gone", "manifest") or "step-00000002 is skipped" in caplog.text
 
 
+def test_facts_nested_too_deeply_for_python_are_damage(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(str(tmp_path), keep=3)
+    save(checkpoints, 1)
+    (tmp_path / "checkpoints/step-00000001/state.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        checkpoints.read(1)
+
+
 @pytest.mark.parametrize("name", ["weights", "history", "manifest"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOTCONN, errno.EACCES])
 def test_an_error_that_tells_nothing_of_a_file_is_no_damage(
