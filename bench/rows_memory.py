@@ -1,8 +1,8 @@
-"""Memory of plan and download by the number of rows: `python -m bench.rows_memory [--rows N ...]`.
+"""Memory of the first stages by the number of rows: `python -m bench.rows_memory [--rows N ...]`.
 
 One row in 200 has a picture, which a loopback server sends. The addresses of all others are refused
-before a connection, so a million rows take minutes. Each size runs in a process of its own, which
-is the flow and the download worker, as in the default runner.
+before a connection, so a million rows take minutes. A process plans and downloads, another encodes
+with the demo's base: each is the flow and its worker, as in the default runner.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.benchmark_inputs import BASE
 from bench.download import photo_server
 from bench.report import Row, log, machine, publish, versions
 from configs.settings.recipe import Recipe
@@ -33,10 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=SIZES)
     parser.add_argument("--quick", action="store_true", help="400 and 1,000 rows")
     parser.add_argument("--json", type=Path, help="file for the JSON line")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.child:
-        print(json.dumps(_measured(Path(options.child))))
+    if options.measure:
+        stage, folder = options.measure
+        print(json.dumps(STAGES[stage](Path(folder))))
         return 0
     rows = []
     with (
@@ -45,9 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     ):
         for count in (400, 1_000) if options.quick else options.rows:
             log(f"{count:,} rows")
-            rows.append(
-                Row(f"{count:,} rows", figures=_child(Path(scratch, str(count)), count, host))
-            )
+            folder = Path(scratch, str(count))
+            _write_list(folder, count, host)
+            figures = {k: v for stage in STAGES for k, v in _child(stage, folder).items()}
+            rows.append(Row(f"{count:,} rows", figures=figures))
     facts = {
         "machine": machine(os.cpu_count() or 1),
         "versions": versions(("kilnworks", "duckdb", "pyarrow", "aiohttp")),
@@ -56,9 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _child(folder: Path, count: int, host: str) -> dict[str, Any]:
-    _write_list(folder, count, host)
-    command = [sys.executable, "-m", "bench.rows_memory", "--child", str(folder)]
+def _child(stage: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.rows_memory", "--measure", stage, str(folder)]
     environment = {**os.environ, "KILN_CACHE": str(folder / "cache"), "TMPDIR": str(folder)}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -77,16 +79,11 @@ def _write_list(folder: Path, count: int, host: str) -> None:
         db.execute(f"copy ({rows} from range({count}) t(i)) to '{folder}/urls.parquet'")
 
 
-def _measured(folder: Path) -> dict[str, Any]:
-    """Peak memory (MiB) after the plan and after the download, and seconds of both."""
-    from artifacts.store import Store
-    from tasks import download
-
-    (folder / "store").mkdir()
-    recipe = Recipe.model_validate(
+def _recipe(folder: Path) -> Recipe:
+    return Recipe.model_validate(
         {
             "name": "rows-memory",
-            "model": {"path": "unused"},
+            "model": {"path": str(BASE)},
             "store": str(folder / "store"),
             "source": {"kind": "urls", "path": str(folder / "urls.parquet")},
             "download": {
@@ -95,16 +92,28 @@ def _measured(folder: Path) -> dict[str, Any]:
                 "max_failed": 1.0,
                 "shard_size": SHARD_SIZE,
             },
+            "encode": {"resolution": 32, "holdout": 0.0},
             "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
             "publish": {"name": "unused"},
         }
     )
+
+
+def _download(folder: Path) -> dict[str, Any]:
+    """Peak memory (MiB) after the plan and after the download, and seconds of both."""
+    from artifacts.store import Store
+    from tasks import download
+
+    (folder / "store").mkdir()
+    recipe = _recipe(folder)
     begun, cpu_begun = time.perf_counter(), time.process_time()
     plan, store = download.plan(recipe), Store(recipe.store)
     planned = _peak_mib()
-    draft = store.draft(download.key_parts(recipe, plan))
+    parts = download.key_parts(recipe, plan)
+    draft = store.draft(parts)
     summary = download.build(recipe, plan, draft, lambda *_: None)
     draft.commit(summary, {})
+    (folder / "images").write_text(parts.key)
     return {
         "plan_peak_mib": planned,
         "download_peak_mib": _peak_mib(),
@@ -112,6 +121,28 @@ def _measured(folder: Path) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - cpu_begun, 1),
         "pictures": summary["images"],
     }
+
+
+def _encode(folder: Path) -> dict[str, Any]:
+    """Peak memory (MiB) of the encoding of the downloaded pictures, and its seconds."""
+    from artifacts.store import Store
+    from tasks.encode import stage as encode
+
+    recipe = _recipe(folder)
+    store = Store(recipe.store)
+    begun, cpu_begun = time.perf_counter(), time.process_time()
+    images = store.find("download", (folder / "images").read_text())
+    assert images is not None
+    draft = store.draft(encode.key_parts(recipe, images, BASE, None))
+    draft.commit(encode.build(recipe, images, BASE, None, draft, lambda *_: None), {})
+    return {
+        "encode_peak_mib": _peak_mib(),
+        "encode_seconds": round(time.perf_counter() - begun, 1),
+        "encode_cpu_seconds": round(time.process_time() - cpu_begun, 1),
+    }
+
+
+STAGES = {"download": _download, "encode": _encode}
 
 
 def _peak_mib() -> int:
