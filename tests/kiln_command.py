@@ -33,6 +33,14 @@ def environment(tmp_path: Path, api: str | None = None) -> dict[str, str]:
     }
 
 
+def python(
+    *words: str, env: dict[str, str] | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in the checkout; its exit code and what it printed."""
+    words = (sys.executable, *words)
+    return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=600)
+
+
 def kiln(
     tmp_path: Path,
     *words: str,
@@ -41,14 +49,8 @@ def kiln(
     api: str | None = None,
 ) -> str:
     """Run `kiln` and check its exit code. Returns stdout, or stderr of an expected error."""
-    done = subprocess.run(
-        command(*words, overrides=overrides),
-        env=environment(tmp_path, api),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    _, *arguments = command(*words, overrides=overrides)
+    done = python(*arguments, env=environment(tmp_path, api))
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr
 

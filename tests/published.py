@@ -37,6 +37,16 @@ def manifest(report: Report, stage: str) -> dict[str, Any]:
     return dict(record)
 
 
+def outcomes(report: Report) -> dict[str, str]:
+    """Stage -> `built` or `reused`."""
+    return {name: stage["outcome"] for name, stage in report["stages"].items()}
+
+
+def expect(*built: str) -> dict[str, str]:
+    """The outcomes of a run that built these stages and reused the others."""
+    return {name: "built" if name in built else "reused" for name in STAGES}
+
+
 def history(trained: Path) -> list[dict[str, Any]]:
     """The records of all steps of a train artifact."""
     lines = (trained / "history.jsonl").read_text(encoding="utf-8").splitlines()
@@ -65,7 +75,7 @@ def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
 def assert_published(report: Report, runtime: str, steps: int) -> None:
     """Check that every stage was built by the runtime, and both models were measured."""
     assert report["status"] == "published"
-    assert {n: s["outcome"] for n, s in report["stages"].items()} == dict.fromkeys(STAGES, "built")
+    assert outcomes(report) == dict.fromkeys(STAGES, "built")
     run = manifest(report, "train")["run"]
     assert (run["runtime"], run["resumed_from"]) == (runtime, 0)
     losses = [line["loss"] for line in history(folder(report, "train"))]

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from kiln_command import ROOT
+from kiln_command import ROOT, python
 
 LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
 
@@ -20,7 +20,7 @@ def test_cli_imports_neither_prefect_nor_torch() -> None:
         "heavy = {'prefect', 'torch', 'apache_beam', 'img2dataset', 'diffusers', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -34,5 +34,5 @@ def test_downloads_import_no_pytorch() -> None:
         "img2dataset_resizer()\n"
         "print(sorted({'torch', 'webdataset', 'wandb'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = python("-c", code)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

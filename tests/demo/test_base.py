@@ -1,8 +1,6 @@
 """The committed base model loads as any SDXL folder does, and draws what it is asked for."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from digit_prompts import all_captions, judge, prompts
 from document_blocks import blocks_of
-from kiln_command import ROOT
+from kiln_command import python
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
@@ -61,10 +59,8 @@ def test_the_card_opens_with_front_matter() -> None:
 @pytest.mark.slow
 def test_the_code_of_the_card_draws_without_a_warning() -> None:
     (code,) = (b.body for b in blocks_of("demo/base/README.md") if b.language == "python")
-    told = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stderr
-    assert "dtype" not in told
+    done = python("-c", code)
+    assert done.returncode == 0 and "dtype" not in done.stderr
 
 
 def test_tokenizers_know_every_caption_word_by_word(pipe: StableDiffusionXLPipeline) -> None:

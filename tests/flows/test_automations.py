@@ -1,15 +1,14 @@
 """The automations of deploy/automations, on a server: applied twice, and the webhook they call."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import yaml
-from kiln_command import ROOT
+from kiln_command import ROOT, python
 from loopback_server import LoopbackServer
 from prefect_server import TIMEOUT, Server
 
@@ -59,23 +58,19 @@ def test_a_team_is_notified_of_published_rejected_and_failed(
 ) -> None:
     server = Server(tmp_path, api)
     url, got = webhook
-
-    def python(*words: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *map(str, words)]
-        return subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True)
-
-    missing = python(APPLY, "custom-webhook/nobody")
+    run = partial(python, env=server.env)
+    missing = run(str(APPLY), "custom-webhook/nobody")
     assert missing.returncode == 2 and "no block custom-webhook/nobody" in missing.stderr
-    assert python("-c", RUN, url).returncode == 0
+    assert run("-c", RUN, url).returncode == 0
     for said in ("created", "updated"):
-        done = python(APPLY, "custom-webhook/team")
+        done = run(str(APPLY), "custom-webhook/team")
         assert done.returncode == 0, done.stderr
         assert [line.split()[0] for line in done.stdout.splitlines()] == [said] * 5
     names = [one["name"] for one in server.ask("/automations/filter", {})]
     for path in APPLY.parent.glob("*.yaml"):  # each once
         assert names.count(yaml.safe_load(path.read_text(encoding="utf-8"))["name"]) == 1
     try:
-        assert python("-c", RUN, "emit").returncode == 0
+        assert run("-c", RUN, "emit").returncode == 0
         subjects = {"automated v3 is published", "automated is rejected"}
 
         def notified() -> bool:

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import kiln_command
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from hub_server import HubServer
-from kiln_command import ROOT, kiln
+from kiln_command import ROOT, environment, kiln, python
 from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
@@ -412,12 +410,6 @@ def test_a_terminated_command_says_how_to_resume(tmp_path: Path) -> None:
     code = (
         "import os, signal; from flows import cli; cli.app = lambda **_: os.kill(os.getpid(), 15)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; cli.main()"],
-        env=kiln_command.environment(tmp_path),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", f"{code}; cli.main()", env=environment(tmp_path))
     assert done.returncode == -signal.SIGTERM
     assert only_line(done.stderr) == "kiln: interrupted; run the same command to resume"

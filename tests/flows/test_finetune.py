@@ -16,34 +16,17 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from prefect import runtime
+from published import STAGES, expect, folder, manifest, outcomes
 
 from tasks.evaluate import measure_published_model
 from tasks.publish.model_registry import Registry
 
 pytestmark = pytest.mark.slow
-STAGES = ["download", "encode", "train", "evaluate", "publish"]
 Overrides = dict[str, Any]
 Here = Callable[..., str]  # of conftest.py, as are these
 RunHere = Callable[..., dict[str, Any]]
 Report = dict[str, Any]
 Picture = NDArray[np.uint8]  # [H, W, 3]
-
-
-def outcomes(report: Report) -> dict[str, str]:
-    return {name: stage["outcome"] for name, stage in report["stages"].items()}
-
-
-def expect(*built: str) -> dict[str, str]:
-    return {name: "built" if name in built else "reused" for name in STAGES}
-
-
-def folder(report: Report, stage: str) -> Path:
-    return Path(report["stages"][stage]["uri"])
-
-
-def manifest(report: Report, stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder(report, stage) / "manifest.json").read_bytes())
-    return found
 
 
 def weights(report: Report) -> bytes:

@@ -1,7 +1,6 @@
 """After a kill at any point, the next run resumes and equals an uninterrupted one."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_training import kill_training
+from kill_training import KILLED, kill_at_record, kill_training
 from kiln_command import ROOT, command, environment, is_running, processes_below
+from published import folder, manifest
 from waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -29,37 +29,14 @@ RECORDS = {
 PATIENCE = 600  # seconds, for a machine that does much else
 
 
-def kill(folder: Path, api: str, overrides: Overrides, stage: str, number: int) -> str:
+def kill(home: Path, api: str, overrides: Overrides, stage: str, number: int) -> str:
     """Run `digits` and kill the process that is about to write a given record of a stage.
 
     Returns what the run had said by then.
     """
-    told, log = folder / "told", folder / "log"
-    told.unlink(missing_ok=True)
-    halt = {"record": RECORDS[stage], "number": number, "told": str(told)}
-    with log.open("wb") as stream:
-        child = subprocess.Popen(
-            command("run", "digits", "--json", overrides=overrides),
-            env={
-                **environment(folder, api),
-                "PYTHONPATH": f"{ROOT / 'tests/halting'}:{ROOT}",
-                "KILN_TEST_HALT": json.dumps(halt),
-            },
-            cwd=ROOT,
-            stdout=stream,
-            stderr=stream,
-        )
-    wait_until(lambda: told.exists() or child.poll() is not None, PATIENCE)
-    assert child.poll() is None, f"it ended before it could be killed in {stage}: {log.read_text()}"
-    victim = int(told.read_text())
-    os.kill(victim, signal.SIGKILL)
-    code = child.wait(PATIENCE)
-    said = log.read_text()
-    if stage == "train":  # by a process of its own
-        assert victim != child.pid and code == 1
-        assert "the runtime's process was killed by SIGKILL" in said
-    else:
-        assert victim == child.pid and code == -signal.SIGKILL
+    words = ["run", "digits", "--json"]
+    said = kill_at_record(home, api, words, overrides, RECORDS[stage], number)
+    assert (KILLED in said) == (stage == "train"), "training has a process of its own"
     assert not list((Path(overrides["store"]) / stage).glob("*/manifest.json"))
     return said
 
@@ -77,14 +54,12 @@ def newest_checkpoint(overrides: Overrides) -> int:
 
 def result(report: dict[str, Any]) -> tuple[bytes, ...]:
     """The files of training."""
-    folder = Path(report["stages"]["train"]["uri"])
     names = ("unet/diffusion_pytorch_model.safetensors", "unet/config.json", "history.jsonl")
-    return tuple((folder / name).read_bytes() for name in names)
+    return tuple((folder(report, "train") / name).read_bytes() for name in names)
 
 
 def resumed_from(report: dict[str, Any]) -> int:
-    manifest = json.loads((Path(report["stages"]["train"]["uri"]) / "manifest.json").read_bytes())
-    return int(manifest["run"]["resumed_from"])
+    return int(manifest(report, "train")["run"]["resumed_from"])
 
 
 def test_killed_in_download_encoding_and_training_a_run_goes_on_from_there(

@@ -1,12 +1,10 @@
 """Interruptions of a flow's process are never lost."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from kiln_command import ROOT, environment
+from kiln_command import environment, python
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +32,7 @@ with capture_sigterm():
 def test_an_interruption_that_python_ignores_is_raised_again(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(int(number))],
-        env=environment(tmp_path),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", PROGRAM, str(int(number)), env=environment(tmp_path))
     assert done.returncode == -number, done.stderr
     assert "went on" not in done.stdout
     assert "Exception ignored" not in done.stderr

@@ -10,6 +10,7 @@ from gcs_server import GcsServer
 from hub_server import HubServer, Repository
 from kill_training import kill_training
 from kiln_command import ROOT
+from published import STAGES, expect, outcomes
 from store_servers import S3Server, UrlOf
 
 from artifacts.store import Store
@@ -19,15 +20,6 @@ Here = Callable[..., str]  # of conftest.py, as is the next
 RunHere = Callable[..., dict[str, Any]]
 Overrides = dict[str, Any]
 Report = dict[str, Any]
-STAGES = ["download", "encode", "train", "evaluate", "publish"]
-
-
-def outcomes(report: Report) -> dict[str, str]:
-    return {name: stage["outcome"] for name, stage in report["stages"].items()}
-
-
-def expect(*built: str) -> dict[str, str]:
-    return {name: "built" if name in built else "reused" for name in STAGES}
 
 
 def on_the_hub(hub: HubServer, folder: Path) -> str:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import httpx
 import pytest
 import yaml
-from kiln_command import ROOT, environment, is_running, processes_below
+from kiln_command import ROOT, environment, is_running, processes_below, python
 from loopback_server import LoopbackServer
 
 from flows import own_prefect_server, runner
@@ -69,13 +69,7 @@ def test_a_slow_machine_has_time_to_start_prefects_own_server(
     """The settings of our commands count, also where a profile names the server."""
     (tmp_path / "profiles.toml").write_text(profile, encoding="utf-8")
     profiles = {"PREFECT_PROFILES_PATH": str(tmp_path / "profiles.toml")} if profile else {}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(command=command)],
-        env=environment(tmp_path, None) | profiles,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", PROGRAM.format(command=command), env=environment(tmp_path) | profiles)
     assert done.stdout.splitlines()[-1] == "120", done.stderr
 
 
@@ -121,10 +115,7 @@ runner.start_server()
 
 def test_a_server_starts_before_its_module_is_imported_here(tmp_path: Path) -> None:
     """The import takes 2 s of CPU time, which the server needs for the same import."""
-    command = [sys.executable, "-c", STARTING]
-    done = subprocess.run(
-        command, env=environment(tmp_path), cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", STARTING, env=environment(tmp_path))
     assert done.stdout == "False\n", done.stderr
 
 
@@ -155,14 +146,8 @@ def test_a_prefect_home_that_cannot_be_written_is_one_line(
 ) -> None:
     (tmp_path / "file").touch()
     home = tmp_path / "file" / "prefect"
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", *command],
-        env=environment(tmp_path) | {"PREFECT_HOME": str(home)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    env = environment(tmp_path) | {"PREFECT_HOME": str(home)}
+    done = python("-m", "flows.cli", *command, env=env)
     assert done.returncode == 1
     said = f"Prefect's own server cannot write {home} (Not a directory): set PREFECT_HOME"
     assert said in done.stdout + done.stderr
@@ -171,14 +156,8 @@ def test_a_prefect_home_that_cannot_be_written_is_one_line(
 
 def test_a_server_that_does_not_answer_in_time_is_one_line(tmp_path: Path) -> None:
     """With no time at all: it starts early, and may answer within a second."""
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "digits"],
-        env=environment(tmp_path) | {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    env = environment(tmp_path) | {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "0"}
+    done = python("-m", "flows.cli", "run", "digits", env=env)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("kiln: Prefect's own server did not start (")
     assert "Traceback" not in done.stdout + done.stderr
@@ -226,12 +205,10 @@ def test_a_lost_database_is_asked_again_by_worker_flow_and_command(
     """The last line is what a worker passes on to its runs: all settings that are set."""
     in_checkout = where == "a worker in the checkout"
     more = given | {"PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", ASK.format(prepare="" if in_checkout else BY_KILN)],
+    done = python(
+        *("-c", ASK.format(prepare="" if in_checkout else BY_KILN)),
         env=environment(tmp_path, away) | more,
         cwd=ROOT if in_checkout else tmp_path,
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert ",".join(sorted(done.stdout.splitlines()[-1].split(","))) == codes

@@ -1,17 +1,13 @@
 """`kiln sweep`: shared download and encode; the best is published, a failed trial is lost alone."""
 
 import json
-import os
-import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kiln_command import ROOT, command, environment
-from waiting import wait_until
+from kill_training import kill_at_record
 
 import flows.sweep as sweep_flow
 from artifacts.run_records import runs
@@ -23,7 +19,6 @@ from tasks.publish.model_registry import Registry
 pytestmark = pytest.mark.slow
 Report = dict[str, Any]
 RATE = "train.learning_rate"
-PATIENCE = 600  # seconds, for a machine that does much else
 
 
 def outcomes(report: Report) -> list[dict[str, str]]:
@@ -113,24 +108,7 @@ def test_a_killed_sweep_reuses_its_finished_trials(
     here: Callable[..., str], api: str, small: dict[str, Any], tmp_path: Path
 ) -> None:
     given = {**small, "sweep.values": {RATE: [1e-3, 5e-4, 2e-4]}}
-    told = tmp_path / "told"
-    halt = {"record": r"/evaluate/\w+/manifest", "number": 2, "told": str(told)}
-    with (tmp_path / "log").open("wb") as log:
-        child = subprocess.Popen(
-            command("sweep", "digits", overrides=given),
-            env={
-                **environment(tmp_path, api),
-                "PYTHONPATH": f"{ROOT / 'tests/halting'}:{ROOT}",
-                "KILN_TEST_HALT": json.dumps(halt),
-            },
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-        )
-    alive, log_text = (lambda: child.poll() is None), (tmp_path / "log").read_text
-    wait_until(told.exists, PATIENCE, alive=alive, says=log_text)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait(PATIENCE)
+    kill_at_record(tmp_path, api, ["sweep", "digits"], given, r"/evaluate/\w+/manifest", 2)
     said = here("sweep", "digits", "--json", overrides=given, api=api)
     report: Report = json.loads(said.splitlines()[-1])
     assert outcomes(report) == [

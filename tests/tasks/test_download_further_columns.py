@@ -3,13 +3,12 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kiln_command import python
 from source_rows import ROWS, make_recipe, rows_of, write_list
 
 from tasks import download
@@ -67,9 +66,7 @@ def test_a_time_has_one_text_in_every_time_zone(tmp_path: Path) -> None:
         (table,) = read_list({path!r}, FORMATS["parquet"], columns, None, ["seen"])
         print(table["captions"][0], table["additional"][0])
     """
-    command = [sys.executable, "-P", "-c", code]
-    zoned = {**os.environ, "TZ": "America/New_York"}
-    done = subprocess.run(command, env=zoned, capture_output=True, text=True, check=True)
+    done = python("-c", code, env={**os.environ, "TZ": "America/New_York"})
     assert done.stdout == """['2026-11-28 00:00:00+00'] {"seen":"2026-11-28 00:00:00+00"}\n"""
 
 

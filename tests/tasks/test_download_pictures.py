@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from download_stage import PICTURES, build, make_recipe, rows, rows_of, samples_of
 from encoder_inputs import SQUARE
+from kiln_command import python
 from picture_bytes import encode_picture
 from picture_server import Web, picture, rotated_picture
 from PIL import Image
@@ -135,8 +134,7 @@ def test_the_decoder_writes_nothing_about_a_broken_picture() -> None:
         from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
         assert PictureResizer(Download()).resize({gif[:-300]!r}) == "not an image"
     """
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from download_stage import PICTURES, build, make_recipe, rows, samples_of, shard_bytes
+from kiln_command import python
 from picture_server import Web, picture
 from PIL import Image
 from waiting import wait_until
@@ -223,14 +224,8 @@ def test_invalid_beam_options_are_named(
     check_options({"direct_num_workers": 2})
 
 
-@pytest.mark.slow
 def test_importing_beam_prints_nothing() -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import tasks.beam_pipeline, logging; assert not logging.root.handlers",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-c", "import tasks.beam_pipeline, logging; assert not logging.root.handlers")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from encode_stage import images_of, picture_of
+from kiln_command import python
 
 from artifacts.store import Store
 
@@ -37,8 +36,7 @@ def test_memory_does_not_grow_with_the_dataset(tiny_sdxl: Path, tmp_path: Path) 
         ]
         images = images_of(Store(str(store)), shards, tmp_path)
         arguments = [json.dumps([str(HELPERS)]), str(store), str(tiny_sdxl), images.key]
-        command = [sys.executable, "-c", PEAK, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = python("-c", PEAK, *arguments)
         peaks.append(int(done.stdout.split()[-1]))
         shutil.rmtree(store)
     assert peaks[1] < 1.15 * peaks[0], peaks

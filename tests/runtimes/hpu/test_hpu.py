@@ -2,7 +2,6 @@
 that does not wait, fused kernels, casts."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ from typing import Any
 import chips
 import pytest
 from driver_process import DriverProcess
+from kiln_command import python
 from tolerances import GOLDEN
 from training import losses
 
@@ -240,12 +240,7 @@ def test_habana_frameworks_is_imported_when_asked_and_its_recipes_lie_in_the_sto
 ) -> None:
     """In the four fields of Intel's page: the folder, kept, its size in MB, not on NFS."""
     with chips.standing_in("hpu-lazy"):
-        done = subprocess.run(
-            [sys.executable, "-c", UNASKED, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        done = python("-c", UNASKED, str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     unasked, *found = json.loads(done.stdout.splitlines()[-1])
     assert unasked is False

@@ -1,7 +1,6 @@
 """What only device npu has, on an emulated Ascend host (tests/npu_host/README.md); torch_npu itself
 does not load without CANN. What it has in common with others is in the conformance suite."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -11,6 +10,7 @@ from pathlib import Path
 import chips
 import pytest
 from driver_process import DriverProcess
+from kiln_command import python
 
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
@@ -90,7 +90,7 @@ def test_torch_npu_is_not_imported_unasked() -> None:
         "print('torch_npu' in sys.modules)"
     )
     with chips.standing_in("npu"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = python("-c", code)
     assert done.stdout == "False\n", done.stderr
 
 
