@@ -11,6 +11,7 @@ from runtimes.process.events import Events
 from runtimes.process.job import TrainJob
 from runtimes.process.signals import Stop
 from runtimes.train import training_loop
+from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 
 class RecordedEvents(Events):
@@ -43,6 +44,12 @@ def train(job: TrainJob, events: RecordedEvents | None = None) -> int:
     assert training_loop.train(job, events, events.stop)
     (start,) = events.of("start")
     return int(start["step"])
+
+
+def newest(checkpoints: Checkpoints) -> int | None:
+    """The step of the newest checkpoint that is whole."""
+    saved = checkpoints.latest()
+    return None if saved is None else saved.step
 
 
 def history(job: TrainJob) -> list[dict[str, Any]]:

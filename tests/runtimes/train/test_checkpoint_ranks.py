@@ -17,6 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from kiln_command import ROOT
 from store_servers import REMOTE, RequestsTo, UrlOf
+from training import newest
 
 from runtimes.contract import Owners, State
 from runtimes.optimizer_step import training_state_copies as state_module
@@ -124,8 +125,7 @@ def test_a_rank_with_a_full_disk_costs_the_checkpoint_on_all_ranks(
             assert error.errno == errno.ENOSPC
             assert "step-00000002 could not be written: No space left" in str(error)
     assert not (tmp_path / "checkpoints/step-00000002").exists()
-    latest = Checkpoints(url, 2).latest()
-    assert latest is not None and latest.step == 1
+    assert newest(Checkpoints(url, 2)) == 1
 
 
 def test_machines_without_a_shared_folder_commit_no_checkpoint(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from gcsfs.retry import HttpError, validate_response
 from kiln_command import ROOT
 from safetensors.numpy import load_file
 from store_servers import REMOTE, UrlOf
+from training import newest
 
 from artifacts.compare_and_swap import read
 from artifacts.list_folder import subfolders
@@ -86,8 +87,7 @@ def test_the_newest_is_not_skipped_because_the_store_does_not_give_it(
             patch.setattr(gcs, "forbidden", rf"^GET .*/step-00000002/{what}$")
             with pytest.raises(OSError, match="Forbidden"):
                 checkpoints.latest()
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 2
+    assert newest(checkpoints) == 2
 
 
 def bad_request(*_: object, **__: object) -> None:
@@ -131,8 +131,7 @@ def test_checkpoints_of_a_store_that_is_away_are_not_skipped(
         patch.setattr(MemoryFileSystem, call, answer)
         with pytest.raises(CheckpointsUnreachable, match=f"cannot be read: {reason}"):
             checkpoints.latest()
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 2
+    assert newest(checkpoints) == 2
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -152,8 +151,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
             checkpoints.latest()
         with pytest.raises(OSError, match="Slow down"):
             checkpoints.discard_after(1)
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 2
+    assert newest(checkpoints) == 2
 
 
 @pytest.mark.parametrize(
@@ -185,14 +183,12 @@ def test_a_store_that_is_away_costs_the_checkpoint(
         with pytest.raises(CheckpointNotWritten, match=said) as caught:
             save(checkpoints, 2)
         assert caught.value.away
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 1
+    assert newest(checkpoints) == 1
     save(checkpoints, 3)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "rm", away)
         save(checkpoints, 4)  # old ones are kept
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 4
+    assert newest(checkpoints) == 4
 
 
 SAVE = """
@@ -303,8 +299,7 @@ def test_a_broken_one_is_skipped(
     else:
         path.write_bytes(data if damage == "flip" else data[: len(data) // 2])
     with caplog.at_level(logging.WARNING, "kiln"):
-        latest = checkpoints.latest()
-    assert latest is not None and latest.step == 1
+        assert newest(checkpoints) == 1
     # without its manifest it was never committed: there is nothing to warn of
     assert (damage, name) == ("gone", "manifest") or "step-00000002 is skipped" in caplog.text
 
@@ -336,8 +331,7 @@ def test_an_error_that_tells_nothing_of_a_file_is_no_damage(
         patched.setattr(LocalFileSystem, "_open", refused)
         with pytest.raises(CheckpointsUnreachable, match=os.strerror(number)):
             checkpoints.latest()
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 2
+    assert newest(checkpoints) == 2
 
 
 @pytest.mark.parametrize("kind", ["local", *REMOTE])
@@ -347,11 +341,9 @@ def test_a_half_written_one_is_written_anew(kind: str, url_of: UrlOf) -> None:
     save(checkpoints, 1)
     fs.makedirs(f"{root}/checkpoints/step-00000002", exist_ok=True)
     fs.pipe_file(f"{root}/checkpoints/step-00000002/weights.safetensors", b"killed while writing")
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 1
+    assert newest(checkpoints) == 1
     save(checkpoints, 2)
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 2
+    assert newest(checkpoints) == 2
 
 
 def test_what_was_left_half_written_long_ago_is_deleted(tmp_path: Path) -> None:
@@ -435,8 +427,7 @@ def test_a_full_disk_keeps_the_last_good_one_and_says_so(tmp_path: Path) -> None
         checkpoints.save(2, state(2, size=100_000), [], FACTS)
     assert caught.value.errno == errno.EFBIG and "Errno" not in str(caught.value)
     assert not caught.value.away
-    latest = checkpoints.latest()
-    assert latest is not None and latest.step == 1
+    assert newest(checkpoints) == 1
     assert not (tmp_path / "checkpoints/step-00000002").exists(), "it should make room again"
 
 
