@@ -18,7 +18,7 @@ TIMEOUT = 600  # seconds, for a busy machine
 KILLED = "the runtime's process was killed by SIGKILL"
 
 
-def _halt_at(record: str, number: int, told: Path) -> dict[str, str]:
+def halt_at(record: str, number: int, told: Path) -> dict[str, str]:
     """Variables of tests/halting; the file `told` is deleted."""
     told.unlink(missing_ok=True)
     halt = {"record": record, "number": number, "told": str(told)}
@@ -36,7 +36,7 @@ def kill_at_record(
     with log.open("wb") as stream:
         child = subprocess.Popen(
             command(*words, overrides=overrides),
-            env=environment(folder, api) | _halt_at(record, number, told),
+            env=environment(folder, api) | halt_at(record, number, told),
             cwd=ROOT,
             stdout=stream,
             stderr=stream,
@@ -59,7 +59,7 @@ def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None
     """Kill the training process of `run()` before it commits its nth checkpoint."""
     pid_file = folder / "told"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _halt_at(r"/train/\w+/checkpoints/", checkpoint, pid_file).items():
+        for name, value in halt_at(r"/train/\w+/checkpoints/", checkpoint, pid_file).items():
             patch.setenv(name, value)
         killing = kill_when_told(pid_file, TIMEOUT)
         output = run()

@@ -8,43 +8,26 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from itertools import count
 from pathlib import Path
-from uuid import UUID
 
 import fsspec
 import pytest
 from gcs_server import GcsServer
-from hub_server import HubServer, Repository
-from huggingface_hub.utils import filter_repo_objects
 from loopback_server import LoopbackServer
 from store_servers import REMOTE, S3Server, UrlOf
 
 from artifacts import download_or_find_model
 from artifacts.cache_errors import CacheFull, CacheUnusable
-from artifacts.check_model_available import check_file_available, check_on_hub
+from artifacts.check_model_available import check_file_available
 from artifacts.download_or_find_model import (
-    HUB_FILES,
-    HUB_SKIPPED,
-    HUB_VARIANTS,
-    HubAway,
     ModelNotFound,
     cache_folder,
     digest_model,
     files_below,
-    resolve_configs,
     resolve_file,
     resolve_model,
 )
 from artifacts.model_in_store import fetch_model
 from artifacts.store import Store
-
-SDXL = {
-    "model_index.json",
-    "README.md",
-    "unet/config.json",
-    "unet/diffusion_pytorch_model.safetensors",
-    "text_encoder/model.safetensors",
-    "tokenizer/merges.txt",
-}
 
 
 @pytest.fixture(params=["memory", *REMOTE])
@@ -133,7 +116,8 @@ def test_a_model_in_a_closed_bucket_is_a_one_line_error(
     gcs: GcsServer, url_of: UrlOf, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gcs, "forbidden", ".*")
-    assert "Forbidden: " in refused(url_of("gs"))
+    with pytest.raises(ModelNotFound, match="Forbidden: "):
+        resolve_model(url_of("gs"))
 
 
 def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:
@@ -187,40 +171,6 @@ def test_a_model_has_the_files_of_a_linked_folder(tmp_path: Path) -> None:
     assert names == ["model_index.json", "vae/weights"]
     (shared / "weights").write_bytes(b"other")
     assert digest_model(model) != digest
-
-
-def test_files_that_others_fetch_into_the_cache_of_the_hub_do_not_count(tmp_path: Path) -> None:
-    folder = tmp_path / "models--ours--tiny/snapshots/1234"
-    (folder / "vae").mkdir(parents=True)
-    (tmp_path / "models--ours--tiny/blobs").mkdir()
-    for name in ("model_index.json", "vae/diffusion_pytorch_model.safetensors"):
-        (folder / name).write_bytes(b"one")
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    digests = [digest_model(folder), digest_model(folder, ("vae",)), digest_model(folder / "vae")]
-    assert digests[0] == digest_model(copy)
-    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin"):
-        (folder / "vae" / name).write_bytes(b"two")
-        (copy / "vae" / name).write_bytes(b"two")
-    (folder / "all.safetensors").write_bytes(b"two")  # a single-file checkpoint
-    again = [digest_model(folder), digest_model(folder, ("vae",)), digest_model(folder / "vae")]
-    assert again == digests
-    assert digests[0] != digest_model(copy)  # a user's own folder counts as it is
-    (folder / "vae/diffusion_pytorch_model.safetensors").write_bytes(b"two")
-    assert digest_model(folder) != digests[0]
-
-
-def test_a_variant_in_the_cache_of_the_hub_counts_where_it_is_read(tmp_path: Path) -> None:
-    """Without plain weights a part is read from its fp16 variant."""
-    folder = tmp_path / "models--ours--tiny/snapshots/1234"
-    (folder / "vae").mkdir(parents=True)
-    (tmp_path / "models--ours--tiny/blobs").mkdir()
-    (folder / "chat_template.jinja").write_bytes(b"one")
-    (folder / "vae/diffusion_pytorch_model.fp16.safetensors").write_bytes(b"one")
-    digests = {digest_model(folder)}
-    for name in ("vae/diffusion_pytorch_model.fp16.safetensors", "chat_template.jinja"):
-        (folder / name).write_bytes(b"two")
-        digests.add(digest_model(folder))
-    assert len(digests) == 3
 
 
 MISSING = ["memory://none.pth", "none.pth", "memory://", "foo://none.pth", "~nobody-here/none.pth"]
@@ -320,164 +270,6 @@ def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_pat
             resolve(remote)
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("memory://nothing-here", "no files there"),
-        ("foo://bar", "Protocol not known: foo"),
-        ("no/such/folder", "no such folder"),
-        ("no--such/repository", "'no--such/repository'"),
-        ("no/repository", "the hub has no such model visible to you: if it is private, log in"),
-        ("hf://no/repository", "no files there"),
-    ],
-)
-def test_a_missing_model_is_a_one_line_error(url: str, words: str, hub: HubServer) -> None:
-    assert words in refused(url)
-
-
-def test_a_model_that_the_cache_of_the_hub_lacks_offline_is_a_one_line_error(
-    hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "unset HF_HUB_OFFLINE to fetch it" in refused("some/model")
-    with pytest.raises(ModelNotFound, match="unset HF_HUB_OFFLINE"):
-        check_on_hub("some/model", revision=None)
-    assert hub.requests == []
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    check_on_hub("some/model", revision=None)
-    resolve_model("some/model")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    check_on_hub("some/model", revision=None)
-
-
-def test_a_model_in_the_cache_of_the_hub_is_not_asked_for(
-    hub: HubServer, repository: Repository
-) -> None:
-    resolve_model("some/model")
-    hub.requests.clear()
-    check_on_hub("some/model", revision=None)
-    assert hub.requests == []
-
-
-def refused(url: str, revision: str | None = None, *, away: bool = False) -> str:
-    """The one line that says why there is no such model.
-
-    Args:
-        away: whether the hub may have it later.
-    """
-    with pytest.raises(ModelNotFound) as raised:
-        resolve_model(url, revision=revision)
-    assert isinstance(raised.value, HubAway) == away
-    line = str(raised.value)
-    assert line.startswith(f"model {url}: ") and "\n" not in line
-    return line
-
-
-@pytest.fixture
-def repository(hub: HubServer) -> Repository:
-    hub.repositories["some/model"] = Repository(
-        {path: f"{path} of the hub".encode() for path in sorted(SDXL)}
-    )
-    return hub.repositories["some/model"]
-
-
-def test_a_model_of_the_hub_is_fetched_once(hub: HubServer, repository: Repository) -> None:
-    repository.files["some-checkpoint.safetensors"] = b"not what would be loaded"
-    folder = resolve_model("some/model")
-    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
-    assert found == {path: repository.files[path] for path in SDXL}
-    assert folder.name == repository.commit
-    fetched = len(hub.requests)
-    assert resolve_model("some/model") == folder
-    assert not [path for _, path in hub.requests[fetched:] if not path.startswith("/api/")]
-
-
-def test_damaged_weights_in_the_cache_of_the_hub_are_refused(repository: Repository) -> None:
-    before = digest_model(folder := resolve_model("some/model"))
-    weights = (folder / "unet/diffusion_pytorch_model.safetensors").resolve()
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert f"{weights} is damaged: delete it to have it fetched again" in refused("some/model")
-    resolve_configs("some/model")
-    weights.unlink()
-    assert digest_model(resolve_model("some/model")) == before
-
-
-def test_of_a_model_of_the_hub_the_configs_alone_may_be_had(repository: Repository) -> None:
-    folder = resolve_configs("some/model")
-    assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
-    assert not list(folder.rglob("*.safetensors"))
-
-
-def test_a_revision_is_what_it_was(hub: HubServer, repository: Repository) -> None:
-    old = repository.commit
-    before = resolve_model("some/model", revision=old)
-    repository.files = {**repository.files, "unet/config.json": b"{}"}
-    assert (resolve_model("some/model") / "unet/config.json").read_bytes() == b"{}"
-    assert resolve_model("some/model", revision=old) == before
-    assert "no revision nonesuch" in refused("some/model", revision="nonesuch")
-
-
-def test_a_model_of_the_hub_by_its_url(repository: Repository, own_cache: Path) -> None:
-    folder = resolve_model("hf://some/model")
-    assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
-
-
-def test_a_gated_model_requires_accepted_terms(
-    hub: HubServer, repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repository.accepted_by = {"hf_mine"}
-    terms = f"accept its terms at {hub.url}/some/model, then log in"
-    assert terms in refused("some/model")
-    monkeypatch.setenv("HF_TOKEN", "hf_stranger")
-    assert terms in refused("some/model")
-    assert "hub has no such model visible to you" in refused("no/repository")
-    monkeypatch.setenv("HF_TOKEN", "hf_mine")
-    assert resolve_model("some/model").name == repository.commit
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        (500, "could not serve it (Server error '500 Internal Server Error'"),
-        (403, "could not serve it (403 Forbidden"),
-        (429, "could not serve it (429 Too Many Requests"),
-        ("page", "could not serve it (Expecting value"),
-        ("cut", "could not serve it (peer closed connection"),
-    ],
-)
-def test_hub_errors_are_one_line_errors(
-    fault: int | str,
-    words: str,
-    hub: HubServer,
-    repository: Repository,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own tries
-    hub.fault = fault
-    assert words in refused("some/model", away=fault in (500, 429, "cut"))
-
-
-def test_without_a_network_only_what_was_fetched_before_is_there(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = resolve_model("some/model")
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert resolve_model("some/model") == folder
-    assert "the hub cannot be reached at http://127.0.0.1:9" in refused("other/model", away=True)
-
-
-def test_a_full_disk_is_no_missing_model(
-    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    digest = hashlib.sha256(repository.files["unet/diffusion_pytorch_model.safetensors"])
-    monkeypatch.setattr("uuid.uuid4", lambda: UUID(int=0))  # part of the name that is written to
-    blobs = tmp_path / "hub/models--some--model/blobs"
-    blobs.mkdir(parents=True)
-    (blobs / f"{digest.hexdigest()}.{UUID(int=0).hex[:8]}.incomplete").symlink_to("/dev/full")
-    with pytest.raises(CacheFull, match=f"no space left for the cache {tmp_path}/hub: .* HF_HOME"):
-        resolve_model("some/model")
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("resolve", [resolve_model, lambda url: resolve_file(f"{url}/a.json")])
 def test_a_full_cache_says_where_to_free_space(
@@ -493,56 +285,3 @@ def test_a_full_cache_says_where_to_free_space(
     monkeypatch.setattr(fs, "get", full)
     with pytest.raises(CacheFull, match=f"no space left for the cache {cache_folder()}: free"):
         resolve(remote)
-
-
-@pytest.mark.parametrize(
-    ("there", "wanted"),
-    [
-        (
-            {
-                *SDXL,
-                "sd_xl_base_1.0.safetensors",
-                "sd_xl_base_1.0_0.9vae.safetensors",
-                "sd_xl_offset_example-lora_1.0.safetensors",
-                "unet/diffusion_pytorch_model.fp16.safetensors",
-                "text_encoder/flax_model.msgpack",
-                "unet/diffusion_pytorch_model.bin",
-            },
-            SDXL,
-        ),
-        (
-            {
-                "text_encoder_3/model-00001-of-00002.safetensors",
-                "text_encoder_3/model.fp16-00001-of-00002.safetensors",
-                "tokenizer_3/spiece.model",
-                "text_encoders/t5xxl_fp16.safetensors",
-                "transformer/diffusion_pytorch_model.safetensors",
-            },
-            {
-                "text_encoder_3/model-00001-of-00002.safetensors",
-                "tokenizer_3/spiece.model",
-                "transformer/diffusion_pytorch_model.safetensors",
-            },
-        ),
-        (
-            {"LICENSE", "LICENCE", "NOTICE", "Dockerfile", "tokenizer/chat_template.jinja"},
-            {"LICENSE", "LICENCE", "NOTICE", "tokenizer/chat_template.jinja"},
-        ),
-        (
-            {"config.json", "model.safetensors", "pytorch_model.bin"},
-            {"config.json", "model.safetensors"},
-        ),
-        (
-            {"config.json", "diffusion_pytorch_model.safetensors", "sdxl_vae.safetensors"},
-            {"config.json", "diffusion_pytorch_model.safetensors"},
-        ),
-        (
-            {"pytorch_lora_weights.safetensors", "mine_kohya.safetensors", "recipe.yaml"},
-            {"pytorch_lora_weights.safetensors", "recipe.yaml"},
-        ),
-    ],
-)
-def test_only_what_would_be_loaded_is_taken_from_the_hub(there: set[str], wanted: set[str]) -> None:
-    skipped = [*HUB_SKIPPED, *HUB_VARIANTS]
-    found = filter_repo_objects(there, allow_patterns=HUB_FILES, ignore_patterns=skipped)
-    assert set(found) == wanted

@@ -156,51 +156,33 @@ def test_the_second_builder_helps_a_builder_of_another_host(
     assert ("encode: cannot help, waits: no device" in caplog.text) == (error is not None)
 
 
-@pytest.mark.parametrize("theirs", [{"versions": {"Kilnworks": "aaaa"}}, {}])
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ({"versions": {"Kilnworks": "aaaa"}}, "Kilnworks aaaa and this host bbbb"),
+        ({}, "an older Kilnworks, which names no"),
+        ({"versions": {"Kilnworks": "bbbb"}}, None),
+    ],
+    ids=["other", "older", "same"],
+)
 def test_a_host_with_other_code_than_the_builder_waits(
     store: Store,
     theirs: dict[str, Any],
+    words: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its shards could have other bytes under the keys of the builder's."""
+    """Its shards could have other bytes under the keys of the builder's; with its code it helps."""
     caplog.set_level(logging.INFO, "kiln")
     helped = list[bool]()
+    given = {"help_builder": lambda: helped.append(True), "versions": lambda: {"Kilnworks": "bbbb"}}
     monkeypatch.setattr("socket.gethostname", lambda: "another")
     with ThreadPoolExecutor(1) as threads, store.lock("encode", parts().key, facts=theirs):
         monkeypatch.undo()
-        second = threads.submit(
-            build_or_reuse,
-            store,
-            parts(),
-            write,
-            parents={},
-            help_builder=lambda: helped.append(True),
-            versions=lambda: {"Kilnworks": "bbbb"},
-        )
-        wait_until(lambda: "is building it" in caplog.text)
-    assert second.result().outcome == "built" and not helped
-    words = "Kilnworks aaaa and this host bbbb" if theirs else "an older Kilnworks, which names no"
-    assert f"waiting, since it has {words}" in caplog.text
-
-
-def test_a_host_with_the_builders_code_helps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    helped = threading.Event()
-    facts = {"versions": {"Kilnworks": "bbbb"}}
-    monkeypatch.setattr("socket.gethostname", lambda: "another")
-    with ThreadPoolExecutor(1) as threads, store.lock("encode", parts().key, facts=facts):
-        monkeypatch.undo()
-        second = threads.submit(
-            build_or_reuse,
-            store,
-            parts(),
-            write,
-            parents={},
-            help_builder=helped.set,
-            versions=lambda: facts["versions"],
-        )
-        assert helped.wait(60)
-    assert second.result().outcome == "built"
+        second = threads.submit(build_or_reuse, store, parts(), write, parents={}, **given)
+        wait_until(lambda: helped if words is None else "is building it" in caplog.text)
+    assert second.result().outcome == "built" and bool(helped) == (words is None)
+    assert words is None or f"waiting, since it has {words}" in caplog.text
 
 
 def test_the_lock_of_a_builder_has_its_code(store: Store) -> None:

@@ -42,6 +42,13 @@ def finished_run(
     draft.commit({}, {})
 
 
+def continued(store: Store, parts: KeyParts, train: Train = Train(steps=12)) -> list[int]:  # noqa: B008
+    """The steps of the checkpoints that a new run has before it begins."""
+    draft = store.draft(parts)
+    copy_checkpoint(draft, train)
+    return Checkpoints(draft.uri, 9)._steps()
+
+
 @pytest.mark.parametrize("kind", ["local", "memory", *REMOTE])
 def test_more_steps_continue_a_finished_run(kind: str, url_of: UrlOf) -> None:
     store = Store(url_of(kind))
@@ -86,12 +93,11 @@ def test_the_best_checkpoint_is_copied_before_the_newest(
 def test_a_checkpoint_whose_best_one_is_deleted_is_not_continued(tmp_path: Path) -> None:
     store, losses = Store(str(tmp_path)), {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.05}
     finished_run(store, parts_of(8, **RULE), 6, 8, losses=losses)
-    draft = store.draft(parts_of(7, **RULE))
-    copy_checkpoint(draft, Train(steps=7, **RULE))
-    assert Checkpoints(draft.uri, 9)._steps() == [], "step 2 was the best until step 6"
-    draft = store.draft(parts_of(12, **RULE))
-    copy_checkpoint(draft, Train(steps=12, **RULE))
-    assert Checkpoints(draft.uri, 9)._steps() == [8]
+    shorter, longer = (
+        continued(store, parts_of(n, **RULE), Train(steps=n, **RULE)) for n in (7, 12)
+    )
+    assert shorter == [], "step 2 was the best until step 6"
+    assert longer == [8]
 
 
 @pytest.mark.parametrize("damage", [b'{"step":\n', None])
@@ -105,18 +111,14 @@ def test_a_checkpoint_with_a_damaged_history_is_skipped(
         history.unlink()
     else:
         history.write_bytes(damage * 4)  # a line per step
-    draft = store.draft(parts_of(12, **RULE))
-    copy_checkpoint(draft, Train(steps=12, **RULE))
-    assert Checkpoints(draft.uri, 9)._steps() == [2]
+    assert continued(store, parts_of(12, **RULE), Train(steps=12, **RULE)) == [2]
     assert "step-00000004 is skipped" in caplog.text
 
 
 def test_epochs_continue_a_run_of_fewer_epochs(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     finished_run(store, parts_of(1000, epochs=1), 5)
-    draft = store.draft(parts_of(1000, epochs=2))
-    copy_checkpoint(draft, Train(steps=12))
-    assert Checkpoints(draft.uri, 9)._steps() == [5]
+    assert continued(store, parts_of(1000, epochs=2)) == [5]
 
 
 def test_other_runs_are_not_continued(tmp_path: Path) -> None:
@@ -124,9 +126,7 @@ def test_other_runs_are_not_continued(tmp_path: Path) -> None:
     finished_run(store, parts_of(6), 5)
     other = KeyParts("train", 1, parts_of(12).settings, {"latents": "1" * 64})
     for parts in (other, parts_of(12, learning_rate=0.5), parts_of(12, lr_scheduler="cosine")):
-        draft = store.draft(parts)
-        copy_checkpoint(draft, Train(steps=12))
-        assert Checkpoints(draft.uri, 9)._steps() == []
+        assert continued(store, parts) == []
 
 
 @pytest.mark.parametrize(

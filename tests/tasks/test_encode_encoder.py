@@ -141,9 +141,9 @@ def test_t5_counts_tokens_where_it_reads_farthest(tiny_sd3: Path) -> None:
     assert describe_encoders(tiny_sd3)["caption_tokens"] == 20
 
 
-def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path) -> None:
-    info = describe_encoders(tiny_sdxl)
-    assert info == {
+def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path, tiny_sd3: Path) -> None:
+    sdxl, sd, sd3 = map(describe_encoders, (tiny_sdxl, tiny_sd, tiny_sd3))
+    assert sdxl == {
         "family": "sdxl",
         "latent_channels": 4,
         "vae_scale_factor": 4,
@@ -158,25 +158,11 @@ def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path) -> None:
         "prompt_dim": 64,
         "pooled_dim": 24,
     }
-    sd = describe_encoders(tiny_sd)
     assert (sd["family"], sd["empty_prompt"], sd["pooled_dim"]) == ("sd", "encoded", None)
-
-
-def test_sd3_has_its_own_facts_for_the_trainer(tiny_sd3: Path) -> None:
-    assert describe_encoders(tiny_sd3) == {
-        "family": "sd3",
-        "latent_channels": 8,
-        "vae_scale_factor": 4,
-        "size_step": 8,
-        "scaling_factor": 0.5,
-        "shift_factor": 0.06,
-        "latents_mean": None,
-        "latents_std": None,
-        "empty_prompt": "encoded",
-        "tokens": 97,
-        "caption_tokens": 20,
-        "prompt_dim": 80,
-        "pooled_dim": 48,
+    assert sd3 == sdxl | {
+        **{"family": "sd3", "empty_prompt": "encoded"},
+        **{"latent_channels": 8, "size_step": 8, "shift_factor": 0.06},
+        **{"tokens": 97, "caption_tokens": 20, "prompt_dim": 80, "pooled_dim": 48},
     }
 
 

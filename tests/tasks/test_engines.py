@@ -1,6 +1,5 @@
 """Both Beam stages on a Dask cluster, and on Beam's job service with an external worker pool."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import pytest
 from download_stage import build
 from engines import LateHeartbeats, dask_cluster, job_service
-from kill_training import kill_when_told
-from kiln_command import ROOT
+from kill_training import halt_at, kill_when_told
 from picture_sources import make_pictures, write_folder
 from shortest_recipe import shortest_recipe
 
@@ -111,9 +109,7 @@ def test_a_dask_cluster_of_the_run_prints_nothing(
 
 def halting(told: Path, stage: str) -> dict[str, str]:
     """Environment in which the first worker to commit a second shard of a stage halts."""
-    halt = {"record": rf"/{stage}/shards/.*\.json$", "number": 2, "told": str(told)}
-    path = f"{ROOT / 'tests/halting'}:{ROOT}"
-    return {"PYTHONPATH": path, "KILN_TEST_HALT": json.dumps(halt)}
+    return halt_at(rf"/{stage}/shards/.*\.json$", 2, told)
 
 
 @pytest.mark.soak

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 from evaluation_world import LOSSES, NEW, World, evaluation_recipe, metrics_in
 from inception_weights import random_weights, require_fidelity
-from loopback_server import LoopbackServer, refusing
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.numpy import load_file
@@ -24,14 +22,12 @@ from transformers import CLIPModel
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged
-from artifacts.hashing import digest_json
 from artifacts.store import Artifact, Shard
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
-from tasks.build_or_reuse import TransientError
 from tasks.child_process import run_job
 from tasks.encode import stage as encode
 from tasks.evaluate import draw_pictures, holdout_loss
@@ -41,7 +37,6 @@ from tasks.evaluate.bootstrap import Resampling, difference
 from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
 from tasks.evaluate.metric_names import metric_names
-from tasks.evaluate.prompts import read_prompts, sample_prompts
 from tasks.panels import Table
 from tasks.progress import Progress
 
@@ -114,11 +109,8 @@ def test_only_compared_sets_enter_the_distances(world: World) -> None:
 
     trained = world.trained(0.5)
     every, new = metrics(), metrics(compare=False)
-    assert (every["cmmd"]["base"]["n"], new["cmmd"]["base"]["n"], new["fd"]["tuned"]["n"]) == (
-        4,
-        2,
-        2,
-    )
+    counts = [(every, "cmmd", "base"), (new, "cmmd", "base"), (new, "fd", "tuned")]
+    assert [found[name][model]["n"] for found, name, model in counts] == [4, 2, 2]
     assert every["cmmd"]["base"]["value"] != new["cmmd"]["base"]["value"]
     assert every["clip_score"] == new["clip_score"]
     assert len(world.jobs) == 1  # the same pictures, measured otherwise
@@ -275,11 +267,15 @@ def test_inceptions_features_of_held_out_pictures_are_stored_by_its_weights(worl
     assert metrics[0]["fd"] == metrics[1]["fd"]
 
 
-def test_the_same_evaluation_has_the_same_digest(world: World) -> None:
+@pytest.mark.parametrize(
+    "run", [None, pytest.param(run_job, marks=pytest.mark.extended)], ids=["here", "process"]
+)
+def test_the_same_evaluation_has_the_same_digest(world: World, run: Any) -> None:
+    """Also by the runtime's process."""
     trained = world.trained(0.5)
     first = world.evaluate(trained)
     shutil.rmtree(Path(world.store.root) / "evaluate")
-    assert world.evaluate(trained).digest == first.digest
+    assert world.evaluate(trained, run=run).digest == first.digest
 
 
 def test_a_damaged_picture_is_sampled_again(world: World) -> None:
@@ -400,84 +396,6 @@ def test_without_a_holdout_there_is_still_a_clip_score(
     assert not set(found) & {"cmmd", *DISTANCES, *LOSSES} and "clip_score/new" in found
     told = [record.message for record in caplog.records if "no held-out" in record.message]
     assert len(told) == 1, told
-
-
-def test_a_store_that_refuses_a_prompt_file_may_give_it_later(refusing_url: str) -> None:
-    """Each stage reads it again: days of training must not end in wrong input."""
-    with pytest.raises(TransientError, match=r"^evaluate\.prompts\.a\.file: .*: run again$"):
-        read_prompts("evaluate.prompts.a.file", f"{refusing_url}/prompts.txt")
-
-
-@pytest.mark.parametrize(
-    ("answer", "error", "words"),
-    [
-        (503, TransientError, r"cannot be read \(503.*\): run again$"),
-        (None, TransientError, r"cannot be read \(.*\): run again$"),
-        (404, WrongInput, "prompts.txt: no such file$"),
-        (403, WrongInput, "cannot be read: 403"),
-        (401, WrongInput, "cannot be read: 401"),
-    ],
-)
-def test_a_web_server_that_is_away_may_give_a_prompt_file_later(
-    answer: int | None, error: type[Exception], words: str
-) -> None:
-    """fsspec calls each of its answers, and none, a file that does not exist."""
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(answer or 200)
-            self.end_headers()
-
-    with LoopbackServer(Answers) as server, refusing() as closed:
-        host = closed if answer is None else server.host
-        with pytest.raises(error, match=words):
-            read_prompts("evaluate.prompts.a.file", f"http://{host}/prompts.txt")
-
-
-def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfone\n\ntwo\n")
-    sets = {"a": {"file": str(tmp_path / "prompts.txt"), "images_per_prompt": 2}}
-    recipe = evaluation_recipe(
-        tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}}
-    )
-    assert evaluate.settings_for_key(recipe)["prompts"]["a"] == ["one", "one", "two", "two"]
-    assert sample_prompts(recipe) == ("one", "x", "two")
-    evaluate.check(recipe)
-    (tmp_path / "prompts.txt").unlink()
-    with pytest.raises(WrongInput, match=r"evaluate\.prompts\.a\.file"):
-        evaluate.check(recipe)
-    with pytest.raises(WrongInput, match=r"evaluate\.judges: digits"):
-        evaluate.check(evaluation_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
-
-
-def test_the_order_of_prompt_sets_is_in_the_key(tmp_path: Path) -> None:
-    """It selects the noise of every picture."""
-    one, other = {"prompts": ["a"], "compare": False}, {"prompts": ["b"]}
-    keys = [
-        digest_json(
-            evaluate.settings_for_key(evaluation_recipe(tmp_path, tmp_path, tmp_path, prompts=sets))
-        )
-        for sets in ({"one": one, "other": other}, {"other": other, "one": one})
-    ]
-    assert keys[0] != keys[1]
-
-
-@pytest.mark.parametrize("name", ["clip_score", "cmmd", "digit", "holdout_loss"])
-def test_a_judge_with_the_name_of_another_metric_is_refused(name: str, tmp_path: Path) -> None:
-    judge = {"name": name, "path": "a-model"}
-    prompts = {"new": {"prompts": ["a blue seven on black"]}}
-    given = {"judges": ["digits", judge], "prompts": prompts}
-    recipe = evaluation_recipe(tmp_path, tmp_path, tmp_path, **given)
-    with pytest.raises(WrongInput, match=f"evaluate.judges: {name} is the name of another metric"):
-        evaluate.check(recipe)
-
-
-@pytest.mark.extended
-def test_the_runtimes_process_samples_equal_pictures(world: World) -> None:
-    trained = world.trained(0.5)
-    here = world.evaluate(trained)
-    shutil.rmtree(Path(world.store.root) / "evaluate")
-    assert world.evaluate(trained, run=run_job).digest == here.digest
 
 
 @pytest.mark.parametrize("stage", ["download", "evaluate"])

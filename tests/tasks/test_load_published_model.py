@@ -1,6 +1,7 @@
 """A published model is loaded only if its files are those that its manifest names."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,16 @@ def test_a_flipped_bit_of_a_published_model_is_an_error_with_a_remedy(
     assert generate.find_model(settings).folder == Path(version.uri)
 
 
-def test_a_missing_file_of_a_published_model_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [("unet/diffusion_pytorch_model.safetensors", Path.unlink), ("manifest.json", flip)],
+)
+def test_a_missing_file_or_a_damaged_manifest_of_a_published_model_is_an_error(
+    name: str, harm: Callable[[Path], object], tmp_path: Path
+) -> None:
     folder = Path(model(str(tmp_path)).path)
-    (folder / "unet/diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(Damaged, match="is missing or damaged"):
+    harm(folder / name)
+    with pytest.raises(Damaged, match=f"{Path(name).name} is missing or damaged"):
         load_published_model(folder)
 
 
@@ -66,13 +73,6 @@ def test_a_damaged_copy_of_a_remote_model_names_the_folder_to_delete(
     folder = resolve_model(model(url_of("memory")).uri)
     flip(folder / "unet/diffusion_pytorch_model.safetensors")
     with pytest.raises(Damaged, match=f"delete this copy of the model .{cache}"):
-        load_published_model(folder)
-
-
-def test_a_damaged_manifest_of_a_published_model_is_an_error(tmp_path: Path) -> None:
-    folder = Path(model(str(tmp_path)).path)
-    flip(folder / "manifest.json")
-    with pytest.raises(Damaged, match="json is missing or damaged"):
         load_published_model(folder)
 
 

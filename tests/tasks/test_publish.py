@@ -3,16 +3,14 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from store_drafts import commit
 from toy_recipes import digits
@@ -47,6 +45,7 @@ from tasks.publish.stage import (
 from tasks.train import STAGE as TRAIN
 
 pytestmark = pytest.mark.slow
+Publish = Callable[..., Artifact]
 MODELS = {
     "base": {"cmmd": Estimate(5.0, 10, np.linspace(4.0, 6.0, 401))},
     "tuned": {"cmmd": Estimate(1.0, 10, np.linspace(0.5, 1.5, 401))},
@@ -64,7 +63,7 @@ def tuned(tiny_sdxl: Path, tmp_path: Path) -> Path:
     return tmp_path / "tuned"
 
 
-def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
+def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
     store = Store(recipe.store)
     trained = commit(store, TRAIN, {f"unet/{p.name}": p.read_bytes() for p in unet.iterdir()})
     facts = {"metrics": metrics_by_name(MODELS), "fingerprint": "f"}
@@ -89,15 +88,21 @@ def publish(tmp_path: Path, base: Path, unet: Path, recipe: Recipe, **more: Any)
     return draft.commit(summary, {"parents": {}})
 
 
+@pytest.fixture
+def publish(tiny_sdxl: Path, tuned: Path) -> Publish:
+    """`publish(recipe, **more)` publishes the tuned UNet, of another `base` if one is given."""
+    return lambda recipe, base=tiny_sdxl, **more: published(base, tuned, recipe, **more)
+
+
 def promote(recipe: Recipe, artifact: Artifact) -> None:
     registry = registry_of(recipe)
     registry.promote(registry.publish(artifact).name)
 
 
 def test_the_published_folder_loads_with_the_tuned_unet(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path, tuned: Path
 ) -> None:
-    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, "cmmd < base"))
+    artifact = publish(digits(tmp_path, "cmmd < base"))
     version = registry_of(digits(tmp_path)).publish(artifact)
     pipe = StableDiffusionXLPipeline.from_pretrained(version.uri, torch_dtype=torch.float32)
     want = load_file(tuned / "diffusion_pytorch_model.safetensors")
@@ -108,26 +113,24 @@ def test_the_published_folder_loads_with_the_tuned_unet(
     assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
 
 
-def test_the_code_of_the_card_runs(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
-    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path))
+def test_the_code_of_the_card_runs(publish: Publish, tmp_path: Path) -> None:
+    artifact = publish(digits(tmp_path))
     code = re.search(r"```python\n(.*?)```", artifact.read("README.md").decode(), re.DOTALL)
     assert code
     text = code[1].replace("path/to/this/folder", artifact.path)
     exec(text.replace("num_inference_steps=20", "num_inference_steps=1"))
 
 
-def test_a_rule_that_fails_publishes_nothing(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
+def test_a_rule_that_fails_publishes_nothing(publish: Publish, tmp_path: Path) -> None:
     recipe = digits(tmp_path, "cmmd < base", "cmmd < base * 0.1")
     with pytest.raises(Rejected, match=r"cmmd < base \* 0\.1 \(measured 1, bound 0\.5\)"):
-        publish(tmp_path, tiny_sdxl, tuned, recipe)
+        publish(recipe)
     assert not list(Path(recipe.store).glob("publish/*/manifest.json"))
 
 
-def test_the_champion_is_measured_only_if_a_rule_names_it(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
-) -> None:
+def test_the_champion_is_measured_only_if_a_rule_names_it(publish: Publish, tmp_path: Path) -> None:
     recipe = digits(tmp_path, "cmmd <= champion")
-    other = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's")
+    other = publish(recipe, picture=b"another model's")
     promote(recipe, other)
     asked: list[str] = []
 
@@ -136,8 +139,8 @@ def test_the_champion_is_measured_only_if_a_rule_names_it(
         return {"cmmd": Estimate(0.5, 10, np.linspace(0.4, 0.6, 401))}
 
     with pytest.raises(Rejected):
-        publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=better)
-    publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, "cmmd < 2"), champion_metrics=better)
+        publish(recipe, champion_metrics=better)
+    publish(digits(tmp_path, "cmmd < 2"), champion_metrics=better)
     assert asked == ["v1"]
 
 
@@ -152,7 +155,7 @@ def test_the_order_of_compared_models_does_not_depend_on_the_process(
 
 
 def test_a_champion_with_other_settings_is_compared_with_the_one_before_it(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path
 ) -> None:
     """A model that must be better than itself could not be published as bfloat16."""
     asked: list[str] = []
@@ -162,11 +165,11 @@ def test_a_champion_with_other_settings_is_compared_with_the_one_before_it(
         return {"cmmd": Estimate(2.0, 10, np.linspace(1.5, 2.5, 401))}
 
     recipe = digits(tmp_path, "cmmd < champion at 95%")
-    promote(recipe, publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's"))
+    promote(recipe, publish(recipe, picture=b"another model's"))
     given = {"champion_metrics": worse}
-    promote(recipe, publish(tmp_path, tiny_sdxl, tuned, recipe, **given))
+    promote(recipe, publish(recipe, **given))
     halved = digits(tmp_path, "cmmd < champion at 95%", dtype="bfloat16")
-    artifact = publish(tmp_path, tiny_sdxl, tuned, halved, **given)
+    artifact = publish(halved, **given)
     assert artifact.summary["compared_with"] == "v1" and asked == ["v1", "v1"]
     first = registry_of(recipe).version("v1")
     assert artifact.manifest["inputs"]["champion"] == first.manifest["digest"]
@@ -174,14 +177,14 @@ def test_a_champion_with_other_settings_is_compared_with_the_one_before_it(
 
 @pytest.mark.parametrize("compared", [False, True], ids=["as the first", "with a champion"])
 def test_an_earlier_champion_is_not_published_again(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path, compared: bool
+    publish: Publish, tmp_path: Path, compared: bool
 ) -> None:
     """Its key names the champion that it was compared with, as when it was published."""
     recipe = digits(tmp_path, "cmmd <= champion")
     worse = {"champion_metrics": lambda url: {"cmmd": Estimate(2.0, 10, np.linspace(1, 3, 401))}}
 
     def crown(picture: bytes) -> Artifact:
-        artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=picture, **worse)
+        artifact = publish(recipe, picture=picture, **worse)
         promote(recipe, artifact)
         return artifact
 
@@ -189,31 +192,31 @@ def test_an_earlier_champion_is_not_published_again(
         crown(b"before")
     earlier = crown(b"earlier")
     crown(b"later")
-    again = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"earlier", **worse)
+    again = publish(recipe, picture=b"earlier", **worse)
     assert again.key == earlier.key
     assert again.summary["compared_with"] == "v1", "the one before; the first: itself"
     other = digits(tmp_path, "cmmd < champion + 1")
-    stricter = publish(tmp_path, tiny_sdxl, tuned, other, picture=b"earlier", **worse)
+    stricter = publish(other, picture=b"earlier", **worse)
     assert stricter.summary["compared_with"] == ("v3" if compared else "v2")
 
 
 def test_a_champion_that_comes_after_the_key_is_not_judged_under_it(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path
 ) -> None:
     recipe = digits(tmp_path, "cmmd <= champion")
-    other = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's")
+    other = publish(recipe, picture=b"another model's")
     with pytest.raises(TransientError, match="another model became the champion meanwhile"):
-        publish(*(tmp_path, tiny_sdxl, tuned, recipe), before_build=lambda: promote(recipe, other))
+        publish(recipe, before_build=lambda: promote(recipe, other))
 
 
 def test_what_is_published_has_the_champions_metrics_and_the_paired_difference(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path
 ) -> None:
     recipe = digits(tmp_path, "cmmd < champion + 1 at 95%")
-    other = publish(tmp_path, tiny_sdxl, tuned, recipe, picture=b"another model's")
+    other = publish(recipe, picture=b"another model's")
     promote(recipe, other)
     champion = {"cmmd": Estimate(0.8, 10, np.linspace(0.3, 1.3, 401))}
-    artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, champion_metrics=lambda url: champion)
+    artifact = publish(recipe, champion_metrics=lambda url: champion)
     measured = json.loads(artifact.read("metrics.json"))
     assert measured["metrics"]["cmmd"]["champion"]["value"] == 0.8
     assert measured["differences"]["cmmd"]["champion"]["ci"] == pytest.approx([0.2, 0.2])
@@ -224,28 +227,28 @@ def test_what_is_published_has_the_champions_metrics_and_the_paired_difference(
 
 
 def test_a_model_that_fails_at_a_level_is_told_the_interval(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path
 ) -> None:
     """Its value may be below the bound."""
     recipe = digits(tmp_path, "cmmd < 1.2 at 95%")
     said = r"cmmd < 1\.2 at 95% \(measured 1, bound 1\.2, value - bound in \[-0\.\d+, 0\.\d+\]\)"
     with pytest.raises(Rejected, match=said):
-        publish(tmp_path, tiny_sdxl, tuned, recipe)
+        publish(recipe)
 
 
 def test_the_published_intervals_stay_in_the_range_of_their_metric(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+    publish: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are computed again from the evaluation's resampled values."""
     near_0 = Estimate(0.1, 10, np.linspace(-0.4, 0.6, 401), low=0.0)
     monkeypatch.setitem(MODELS["tuned"], "cmmd", near_0)
-    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path))
+    artifact = publish(digits(tmp_path))
     published = json.loads(artifact.read("metrics.json"))["metrics"]["cmmd"]["tuned"]
     assert published["ci"] == pytest.approx(near_0.metric()["ci"]) and published["ci"][0] == 0.0
 
 
 def test_a_forced_model_names_the_reason_in_card_and_history(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path
 ) -> None:
     recipe, reason = digits(tmp_path, "cmmd < 0.5"), "the old one leaks"
     told: list[str] = []
@@ -253,13 +256,13 @@ def test_a_forced_model_names_the_reason_in_card_and_history(
     def progress(done: int, total: int, text: str = "") -> None:
         told.append(text)
 
-    artifact = publish(tmp_path, tiny_sdxl, tuned, recipe, force=reason, progress=progress)
+    artifact = publish(recipe, force=reason, progress=progress)
     assert f"gate failed (cmmd < 0.5), forced: {reason}" in told
     assert artifact.summary["forced"] == reason
     card = artifact.read("README.md").decode()
     assert f"**Published in spite of a failed gate:** {reason}" in card and "failed" in card
     assert settings_for_key(recipe, reason) != settings_for_key(recipe)
-    passes = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, "cmmd < base"), force=reason)
+    passes = publish(digits(tmp_path, "cmmd < base"), force=reason)
     assert passes.summary["forced"] is None and reason not in passes.read("README.md").decode()
 
 
@@ -274,42 +277,40 @@ def test_adapters_of_a_base_that_was_moved_are_published_again(tmp_path: Path) -
 
 
 def test_the_smoke_test_draws_by_plain_diffusers(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path, caplog: pytest.LogCaptureFixture
+    publish: Publish, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "kiln")
-    artifact = publish(tmp_path, tiny_sdxl, tuned, digits(tmp_path, smoke_test=True))
+    artifact = publish(digits(tmp_path, smoke_test=True))
     assert artifact.summary["forced"] is None
     assert "publish: smoke test: diffusers loads the folder" in caplog.text
 
 
 def test_the_smoke_test_uses_the_recipes_vae(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+    publish: Publish, tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(smoke_test, "check", lambda *given: asked.append(given))
     recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
-    publish(tmp_path, tiny_sdxl, tuned, recipe, vae=vae)
+    publish(recipe, vae=vae)
     assert [given[1:] for given in asked] == [(tiny_sdxl, vae, recipe)]
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+    publish: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "fails.py"))
     (tmp_path / "fails.py").write_text("raise ValueError('no picture')")
     recipe = digits(tmp_path, "cmmd < base", smoke_test=True)
     with pytest.raises(Rejected, match=r"smoke test \(ValueError: no picture\)") as caught:
-        publish(tmp_path, tiny_sdxl, tuned, recipe)
+        publish(recipe)
     assert [verdict.passed for verdict in caught.value.verdicts] == [True, False]
     assert not list((tmp_path / "store").glob("publish/*/manifest.json"))
 
 
-def test_files_are_checked_without_the_smoke_test(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
-) -> None:
+def test_files_are_checked_without_the_smoke_test(publish: Publish, tmp_path: Path) -> None:
     recipe = digits(tmp_path, smoke_test=False, max_bytes=99)
     with pytest.raises(Rejected, match=r"exceed publish\.max_bytes"):
-        publish(tmp_path, tiny_sdxl, tuned, recipe)
+        publish(recipe)
 
 
 def test_a_part_that_is_copied_without_being_read_is_in_the_key(
@@ -348,9 +349,9 @@ def base_with_card(tiny_sdxl: Path, tmp_path: Path, front_matter: str) -> Path:
 NAMED = "license: other\nlicense_name: some-non-commercial\nlicense_link: LICENSE.md\n"
 
 
-def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: Path) -> None:
+def test_the_card_has_the_bases_licence(publish: Publish, tmp_path: Path, tiny_sdxl: Path) -> None:
     base = base_with_card(tiny_sdxl, tmp_path, "license: openrail++\n")
-    artifact = publish(tmp_path, base, tuned, digits(tmp_path))
+    artifact = publish(digits(tmp_path), base)
     card = artifact.read("README.md").decode()
     assert base_card(Path(artifact.path))["license"] == "openrail++"
     assert (
@@ -362,14 +363,14 @@ def test_the_card_has_the_bases_licence(tmp_path: Path, tiny_sdxl: Path, tuned: 
 
 
 def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path, tiny_sdxl: Path
 ) -> None:
     base = base_with_card(tiny_sdxl, tmp_path, NAMED)
     (base / "LICENSE.md").write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path)
     assert shown_license(recipe, base) == "some-non-commercial"
     assert shown_license(recipe, tiny_sdxl) == "other"
-    artifact = publish(tmp_path, base, tuned, recipe)
+    artifact = publish(recipe, base)
     assert NAMED in artifact.read("README.md").decode()
     assert artifact.read("LICENSE.md") == b"terms\n"
     card = artifact.read("README.md").decode().replace("\\", "")
@@ -378,7 +379,7 @@ def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
 
 
 def test_an_own_licence_has_neither_name_nor_link_of_the_bases(
-    tmp_path: Path, tiny_sdxl: Path, tuned: Path
+    publish: Publish, tmp_path: Path, tiny_sdxl: Path
 ) -> None:
     base = base_with_card(tiny_sdxl, tmp_path, NAMED)
     for name in ("LICENCE", "License.txt", "NOTICE", "notes.txt"):
@@ -388,7 +389,7 @@ def test_an_own_licence_has_neither_name_nor_link_of_the_bases(
     assert conflict is not None and "apache-2.0 differs from the base's licence, some" in conflict
     assert license_conflict(recipe, tiny_sdxl) is None
     assert license_conflict(digits(tmp_path, license="other"), base) is None
-    artifact = publish(tmp_path, base, tuned, recipe)
+    artifact = publish(recipe, base)
     assert base_card(Path(artifact.path)) == {"license": "apache-2.0"}
     copied = {path.name for path in license_files(Path(artifact.path))}
     assert copied == {"LICENCE", "License.txt", "NOTICE"}

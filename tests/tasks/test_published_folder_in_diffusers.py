@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from kiln_command import python
 from safetensors import safe_open
 from tiny_adapters import make_lora
 
@@ -55,14 +55,8 @@ def draw_in_a_clean_process(model: Path, adapters: Path, packages: Path | None =
     environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "HF_ENDPOINT")}
     environment |= {} if packages is None else {"PYTHONPATH": str(packages)}
     out = model.parent / "pictures.npz"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", DRAW, *map(str, (model, adapters, out))],
-        env=environment | {"HF_HUB_OFFLINE": "1"},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    words = ["-P", "-c", DRAW, *map(str, (model, adapters, out))]
+    done = python(*words, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=Path("/"))
     assert done.returncode == 0, done.stderr
     return dict(np.load(out))
 

@@ -1,7 +1,6 @@
 """A published model is signed, pushed to the hub by its real client, pulled and verified."""
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from httpx2 import ConnectError
 from hub_server import HubServer, Repository
 from huggingface_hub import HfApi, constants, snapshot_download
+from kiln_command import python
 from store_drafts import flip
 from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
@@ -127,13 +127,7 @@ def test_a_pushed_model_is_pulled_and_drawn_by_diffusers_and_a_flipped_byte_is_r
     adapters = Registry(registry.store.url, "adapters")
     push(adapters, publish(adapters, contents(tmp_path / "lora"), 2), ADAPTERS)
     pulled = tmp_path / "pulled"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PULL_AND_DRAW, REPO, str(pulled), ADAPTERS],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-P", "-c", PULL_AND_DRAW, REPO, str(pulled), ADAPTERS, cwd=Path("/"))
     assert done.returncode == 0, done.stderr
     assert not (pulled / "manifest.json").exists() and not (pulled / "report.html").exists()
     verify_folder(pulled, public)
@@ -348,10 +342,8 @@ def test_the_commands_sign_push_and_verify(
     code, said = kiln("verify", "digits@v1", "--key", str(public), "--store", store)
     assert code == 0 and "digits v1  whole" in said and "signed by the owner of" in said
     code, said = kiln("push", "digits", REPO, "--store", store)
-    assert (
-        code == 0
-        and said.splitlines()[0] == f"{hub.url}/{REPO}/commit/{hub.repositories[REPO].commit}"
-    )
+    commit = hub.repositories[REPO].commit
+    assert code == 0 and said.splitlines()[0] == f"{hub.url}/{REPO}/commit/{commit}"
     assert SIGNATURE in hub.repositories[REPO].files
     (tmp_path / "digits").mkdir()  # a folder of a model's name is ./digits
     monkeypatch.chdir(tmp_path)

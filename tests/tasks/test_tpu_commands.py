@@ -1,0 +1,186 @@
+"""The gcloud commands of a slice, the code it gets, and what is refused before it is paid."""
+
+import io
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artifacts.store import Store
+from configs.load_and_extend_recipe import RecipeError, load_recipe
+from configs.settings.holdout_divergence_profile_wandb import Wandb
+from configs.settings.tpu import Tpu
+from configs.settings.train import Train
+from runtimes.contract import WrongInput
+from runtimes.spmd.tpu_slices import parse_accelerator_type
+from tasks.tpu import launch
+from tasks.tpu.commands import Slice
+from tasks.tpu.pack_code import pack_code
+
+SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
+
+
+def test_the_commands_have_the_recipes_settings() -> None:
+    tpu = Tpu(**SLICE, project="mine", capacity="spot", queued=True, service_account="a@b")
+    there = Slice(tpu, "a-run")
+    assert " ".join(there.create()) == (
+        "gcloud compute tpus queued-resources create kiln --zone=us-east5-a --project=mine "
+        "--accelerator-type=v5p-16 --runtime-version=v2-alpha-tpuv5 --node-id=kiln --spot "
+        "--labels=kiln_run=a-run --service-account=a@b"
+    )
+    assert " ".join(there.delete()) == (
+        "gcloud compute tpus queued-resources delete kiln --zone=us-east5-a --project=mine "
+        "--force --quiet"
+    )
+    reserved = Slice(Tpu(**SLICE, capacity="reserved"), "a-run")
+    assert " ".join(reserved.create()) == (
+        "gcloud compute tpus tpu-vm create kiln --zone=us-east5-a --accelerator-type=v5p-16 "
+        "--version=v2-alpha-tpuv5 --reserved --labels=kiln_run=a-run"
+    )
+    assert reserved.describe()[-1] == "--format=value(state,labels.kiln_run)"
+    assert not [one for one in Slice(Tpu(**SLICE, keep=True), "a-run").create() if "label" in one]
+    assert reserved.ssh("ls")[-1] == "--command=ls" and "--worker=all" in reserved.ssh("ls")
+    for command, flag in ((reserved.ssh("ls"), "ssh"), (reserved.copy(Path("a"), "b"), "scp")):
+        assert f"--{flag}-flag=-oServerAliveInterval=30" in command
+    assert reserved.copy(Path("job.json"), "home/job.json")[-2:] == [
+        "kiln:home/job.json",
+        "--worker=all",
+    ]
+
+
+def test_the_packed_code_is_complete_and_deterministic() -> None:
+    packed = pack_code()
+    assert packed == pack_code()
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        names = tar.getnames()
+    assert {"deploy/tpu/worker.sh", "runtimes/__main__.py", "requirements/xla.txt"} <= set(names)
+    assert not [name for name in names if name.startswith(("tests", "flows", "tasks"))]
+
+
+def test_a_slice_gets_no_file_of_variables_from_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("deploy/tpu/setup.sh", "deploy/server/.env", "deploy/worker.env"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("S3_SECRET=secret")
+    monkeypatch.setattr("tasks.tpu.pack_code.CHECKOUT", tmp_path)
+    with tarfile.open(fileobj=io.BytesIO(pack_code())) as tar:
+        assert tar.getnames() == ["deploy/tpu/setup.sh"]
+
+
+def test_a_slice_gets_the_files_of_a_linked_folder(tmp_path: Path) -> None:
+    shared, model = tmp_path / "shared", tmp_path / "model"
+    for folder in (shared, model):
+        folder.mkdir()
+    (shared / "config.json").write_text("{}")
+    (model / "vae").symlink_to(shared)
+    copy = launch._in_store(Store(str(tmp_path / "store")), str(model))
+    assert Path(copy, "vae/config.json").read_text() == "{}"
+
+
+def verbs(**settings: Any) -> list[str]:
+    """The verbs of the gcloud commands, in order; for a shell command, its script."""
+    commands = [command for _, command in launch.list_commands(Tpu(**SLICE, **settings))]
+    scripts = [re.findall(r"deploy/tpu/(\w+)\.sh", command[-1]) for command in commands]
+    return [
+        " ".join([command[4], *script]) for command, script in zip(commands, scripts, strict=True)
+    ]
+
+
+def test_the_commands_are_in_the_order_of_a_run() -> None:
+    made = ["describe", "create", "describe", "scp", "ssh setup", "scp", "ssh worker"]
+    assert verbs() == [*made, "delete"]
+    assert verbs(keep=True) == made
+
+
+@pytest.mark.parametrize(
+    ("kind", "software"),
+    [
+        ("v4-32", "tpu-ubuntu2204-base"),
+        ("v5litepod-8", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "v2-alpha-tpuv5"),
+        ("v6e-16", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_a_slice_has_the_software_of_its_kind(kind: str, software: str) -> None:
+    """As Cloud TPU's page "TPU software versions" lists them."""
+    for queued, option in ((False, "--version"), (True, "--runtime-version")):
+        tpu = Tpu(**{**SLICE, "accelerator_type": kind}, queued=queued)
+        assert f"{option}={software}" in Slice(tpu, "a-run").create()
+
+
+def test_software_of_its_own_is_kept() -> None:
+    for kind in ("v6e-16", "v9-8"):
+        tpu = Tpu(**{**SLICE, "accelerator_type": kind}, version="nightly")
+        assert "--version=nightly" in Slice(tpu, "a-run").create()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"accelerator_type": "v6e-16", "version": "v2-alpha-tpuv5"}, "null (v2-alpha-tpuv6e)"),
+        ({"accelerator_type": "v5p-8", "version": "v2-alpha-tpuv5-lite"}, "null (v2-alpha-tpuv5)"),
+        ({"accelerator_type": "v5e-8"}, "gcloud calls it v5litepod-8"),
+        ({"accelerator_type": "v9-8"}, "set version too"),
+    ],
+)
+def test_unsupported_software_is_refused_before_gcloud(
+    settings: dict[str, str], words: str
+) -> None:
+    overrides = {f"tpu.{name}": value for name, value in {**SLICE, **settings}.items()}
+    with pytest.raises(RecipeError) as refused:
+        load_recipe("sd2-v5p", overrides)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("accelerator_type", "settings", "words"),
+    [
+        ("v5p-64", {"global_batch_size": 10}, "10 is not divisible by the 8 hosts of v5p-64"),
+        ("v5p-64", {"global_batch_size": 48}, "6 samples of a host .* its 4 devices"),
+        ("v5p-64", {"micro_batch_size": 6}, "6 samples of a host cannot be shared"),
+        ("v5p-64", {"global_batch_size": 80, "micro_batch_size": 8}, "2 samples of a host"),
+        ("v5p-64", {"fsdp": 5}, "train.fsdp 5 does not divide 32 devices"),
+        ("v5p-9", {}, "topology v5p-9: no such slice .known: v5p-8, "),
+        ("v5litepod-12", {}, "topology v5litepod-12: no such slice"),
+        ("v5litepod-16", {"fsdp": 3}, "train.fsdp 3 does not divide 16 devices"),
+        ("v5p-384", {"global_batch_size": 64}, "the 48 hosts of v5p-384"),
+    ],
+)
+def test_a_batch_or_shards_that_the_slice_cannot_share_are_refused_before_it_is_paid(
+    accelerator_type: str, settings: dict[str, Any], words: str
+) -> None:
+    tpu = Tpu(**{**SLICE, "accelerator_type": accelerator_type})
+    with pytest.raises(WrongInput, match=words):
+        launch.check(tpu, "gs://bucket/store", Train(**{"global_batch_size": 96, **settings}))
+
+
+@pytest.mark.parametrize(("name", "chips"), [("v5p-384", 192), ("v5p-2048", 1024), ("v2-8", None)])
+def test_accelerator_types_without_a_plan_are_known_by_their_size(
+    name: str, chips: int | None
+) -> None:
+    found = parse_accelerator_type(name)
+    assert (found and (found.chips, found.hosts)) == (chips and (chips, chips // 4))
+
+
+def test_a_store_that_a_slice_cannot_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gcloud").write_text("")
+    (tmp_path / "gcloud").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    settings, wandb = Train(global_batch_size=8), Wandb(project="p")
+    with pytest.raises(WrongInput, match="make it a gs:// URL"):
+        launch.check(Tpu(**SLICE), "store", settings)
+    with pytest.raises(WrongInput, match="mode offline"):
+        launch.check(
+            Tpu(**SLICE), "gs://bucket/store", settings.model_copy(update={"wandb": wandb})
+        )
+    launch.check(Tpu(**SLICE), "gs://bucket/store", settings)
+    (tmp_path / "gcloud").unlink()
+    with pytest.raises(WrongInput, match="gcloud is not installed"):
+        launch.check(Tpu(**SLICE), "gs://bucket/store", settings)
+    with pytest.raises(RecipeError, match="tpu requires runtime xla"):
+        load_recipe("digits", {f"tpu.{name}": value for name, value in SLICE.items()})
