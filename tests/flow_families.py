@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.events import Events
-from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
+from runtimes.process.job import Drawing, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.network import Network
@@ -37,14 +37,28 @@ WriteLatents = Callable[..., str]
 
 
 @dataclass(frozen=True)
+class Trained:
+    """How a family is trained by diffusers' script."""
+
+    script_of: Callable[[TrainJob], Script]
+    targets: list[str]  # the layers that adapters are for
+    adapted: int  # how many of the tiny transformer they are
+    in_soak: tuple[str, ...]  # the names of `cases` that another family proves
+    info: dict[str, Any] = field(default_factory=dict)  # of the latents
+
+
+@dataclass(frozen=True)
 class FlowFamily:
-    """A family, and how its test file calls diffusers."""
+    """A family, and how its tests call diffusers."""
 
     name: str
     pipeline: Any  # diffusers' class
     prompts: tuple[str, ...]
     #: (pipeline, prompts, **changes) -> levels [N, H, W, 3] of the pictures that SAMPLER gives.
     of_diffusers: Callable[..., Any]
+    trained: Trained | None = None  # None: its test file says so
+    plain: dict[str, Any] = field(default_factory=dict)  # arguments for no guidance
+    grey: Callable[[Path], dict[str, Any]] = lambda model: {}  # for the negative prompt `grey`
 
     def pictures(self, runtime: str, out: Path, model: Path, **changes: Any) -> Any:
         """Levels [N, H, W, 3] of Kilnworks' pictures."""
@@ -111,17 +125,6 @@ def assert_latents_of_vae(encoder: Encoder, vae: Any, *, frames: bool = False) -
         assert torch.equal(torch.from_numpy(ours), theirs.squeeze(2) if frames else theirs)
 
 
-def assert_jax_encodes_as_torch(model: Path, prompts: tuple[str, ...]) -> None:
-    chips.require("jax")
-    from runtimes.jax import encoder as of_jax
-
-    job = EncodeJob("jax", str(model), None, 4, "cpu", "float32")
-    found, _ = of_jax.open_encoder(job).texts(prompts)
-    expected, _ = Encoder(model).texts(prompts)
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
-
-
 def assert_pictures(
     family: FlowFamily, model: Path, out: Path, most: tuple[int, int] = (0, 1), **changes: Any
 ) -> None:
@@ -135,31 +138,6 @@ def assert_pictures(
     for runtime, levels in zip(("torch", "jax"), most, strict=True):
         drawn = family.pictures(runtime, out / runtime, model, **changes.get("ours", {}))
         assert np.abs(drawn - expected).max() <= levels, runtime
-
-
-def assert_pictures_with_and_without_negative_prompt(
-    family: FlowFamily, model: Path, out: Path, plain: dict[str, Any], negative: dict[str, Any]
-) -> None:
-    """PyTorch's to the bit, jax's within a level; prompts and guidance have an effect.
-
-    Args:
-        plain: arguments of the pipeline for no guidance.
-        negative: its arguments for the negative prompt `grey`.
-    """
-    assert_pictures(family, model, out)
-    pipe = family.pipeline.from_pretrained(model)
-    expected = family.of_diffusers(pipe, family.prompts)
-    others = family.of_diffusers(pipe, family.prompts[::-1])
-    assert np.abs(others - expected).max() > 5, "by other prompts"
-    assert np.abs(family.of_diffusers(pipe, family.prompts, **plain) - expected).max() > 2
-    # Copies, because ZImagePipeline writes its chat template into the given list.
-    copied = {
-        name: list(given) if isinstance(given, list) else given for name, given in negative.items()
-    }
-    other = family.of_diffusers(pipe, family.prompts, **copied)
-    assert np.abs(other - expected).max() > 1, "by the negative prompt"
-    given = {"ours": {"negative_prompt": "grey"}, "theirs": negative}
-    assert_pictures(family, model, out / "negative", **given)
 
 
 def assert_a_run_moves_to_jax_and_back(make: MakeJob, model: Path, **given: Any) -> None:

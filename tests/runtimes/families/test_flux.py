@@ -24,6 +24,7 @@ from flow_families import (
     assert_a_run_moves_to_jax_and_back,
     assert_adapters_load,
     assert_drawn_measured_and_published,
+    assert_figures_of_case,
     assert_latents_of_vae,
     assert_pictures,
     cases,
@@ -111,20 +112,15 @@ IN_SOAK = ("weighted", "accumulated")
 def test_twenty_steps_have_the_figures_of_diffusers_script(
     flux_job: MakeJob, tiny_flux: Path, case: str
 ) -> None:
-    assert_as_script(flux_job(tiny_flux, **CASES[case]))
+    job = flux_job(tiny_flux, **CASES[case])
+    assert_figures_of_case(job, script_of(job), case, SCRIPT_TARGETS)
 
 
 def test_schnell_has_the_figures_of_diffusers_script(
     flux_job: MakeJob, tiny_flux_schnell: Path
 ) -> None:
-    assert_as_script(flux_job(tiny_flux_schnell))
-
-
-def assert_as_script(job: TrainJob) -> None:
-    script = script_of(job)
-    if job.train["method"] == "lora":
-        script.add_adapters(4, 8.0, SCRIPT_TARGETS)
-    assert_figures(job, script)
+    job = flux_job(tiny_flux_schnell)
+    assert_figures(job, script_of(job))
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Path) -> None:

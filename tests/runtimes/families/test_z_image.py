@@ -1,9 +1,4 @@
-"""Z-Image: encoded, trained, drawn and stored as diffusers does it.
-
-The reference of training is the arithmetic of diffusers' train_dreambooth_lora_z_image.py.
-"""
-
-from __future__ import annotations
+"""Z-Image: encoded and padded as diffusers does it, and trained by several processes."""
 
 from pathlib import Path
 from typing import Any
@@ -12,24 +7,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
-from diffusers_script import Script, levels, start_noise
-from flow_families import (
-    GUIDANCE,
-    SIZE,
-    FlowFamily,
-    WriteLatents,
-    assert_a_run_moves_to_jax_and_back,
-    assert_adapters_load,
-    assert_drawn_measured_and_published,
-    assert_figures_of_case,
-    assert_jax_encodes_as_torch,
-    assert_latents_of_vae,
-    assert_pictures,
-    assert_pictures_with_and_without_negative_prompt,
-    cases,
-    job_maker,
-    tiered,
-)
+from flow_families import WriteLatents, assert_latents_of_vae, assert_pictures, job_maker
+from flow_families_of_diffusers import PROMPTS, Z_IMAGE
 from jobs import MakeJob
 from training import history, train
 
@@ -37,49 +16,16 @@ from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import LatentShard, Texts, to_bfloat16
 from runtimes.families import FAMILIES
 from runtimes.families.family import token_mask
-from runtimes.process.job import TrainJob
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from tasks import child_process
 
 pytestmark = pytest.mark.slow
-PROMPTS = ("a red cat", "two dogs in a wide forest")
-LENGTH = 64
-#: The layers that the script adapts without --lora_layers.
-TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
 
 
 @pytest.fixture
 def z_image_job(make_job: MakeJob, write_latents: WriteLatents, tmp_path: Path) -> MakeJob:
     """`z_image_job(model, **settings)`: a job on pictures of two shapes."""
     return job_maker(make_job, write_latents, tmp_path)
-
-
-def script_of(job: TrainJob) -> Script:
-    vae = ZImagePipeline.from_pretrained(job.model).vae.config
-
-    def predict(
-        model: Any, noisy: torch.Tensor, timesteps: torch.Tensor, prompts: list[torch.Tensor]
-    ) -> torch.Tensor:
-        samples = list(noisy.unsqueeze(2).unbind(0))
-        output = model(samples, (1000 - timesteps) / 1000, prompts, return_dict=False)[0]
-        return -torch.stack(output).squeeze(2)
-
-    model = ZImageTransformer2DModel.from_pretrained(Path(job.model) / "transformer")
-    return Script(
-        job, model, predict, lambda z: (z - vae.shift_factor) * vae.scaling_factor, draws=False
-    )
-
-
-CASES = cases(TARGETS)
-IN_SOAK = ("weighted",)  # FLUX.2 proves it
-
-
-@pytest.mark.parametrize("case", tiered(CASES, IN_SOAK))
-def test_twenty_steps_have_the_figures_of_diffusers_script(
-    z_image_job: MakeJob, tiny_z_image: Path, case: str
-) -> None:
-    job = z_image_job(tiny_z_image, **CASES[case])
-    assert_figures_of_case(job, script_of(job), case, TARGETS)
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
@@ -90,7 +36,7 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
     captions = [*PROMPTS, "", "x" * 80]  # the last one is truncated
     ours, pooled = encoder.texts(captions)
     with torch.no_grad():
-        theirs, _ = pipe.encode_prompt(list(captions), max_sequence_length=LENGTH)
+        theirs, _ = pipe.encode_prompt(list(captions), max_sequence_length=64)
     assert pooled is None
     assert len({len(one) for one in ours}) == 4
     for one, other in zip(ours, theirs, strict=True):
@@ -101,10 +47,6 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
     for row, one in enumerate(ours):
         assert np.array_equal(shard.prompt_embeds(row), to_bfloat16(one))
     assert_latents_of_vae(encoder, pipe.vae)
-
-
-def test_jax_encodes_as_torch_does(tiny_z_image: Path) -> None:
-    assert_jax_encodes_as_torch(tiny_z_image, PROMPTS)
 
 
 @pytest.mark.parametrize("length", [64, 96])
@@ -124,51 +66,9 @@ def test_the_padding_of_a_batch_changes_no_prediction(tiny_z_image: Path, length
     torch.testing.assert_close(ours, -torch.stack(theirs).squeeze(2), atol=1e-5, rtol=1e-5)
 
 
-def of_diffusers(pipe: ZImagePipeline, prompts: tuple[str, ...], **changes: Any) -> Any:
-    noise = start_noise(len(prompts), (4, 8, 12), 7)
-    pipe.set_progress_bar_config(disable=True)
-    given = {"num_inference_steps": 3, "guidance_scale": GUIDANCE, **SIZE, **changes}
-    found = pipe(prompt=list(prompts), latents=noise, max_sequence_length=LENGTH, **given)
-    return levels(found.images)
-
-
-FAMILY = FlowFamily("z_image", ZImagePipeline, PROMPTS, of_diffusers)
-
-
-def test_pictures_are_those_of_diffusers(tiny_z_image: Path, tmp_path: Path) -> None:
-    """PyTorch's to the bit, jax's within a level, with and without a negative prompt."""
-    negative = {"negative_prompt": ["grey"] * 2}
-    assert_pictures_with_and_without_negative_prompt(
-        FAMILY, tiny_z_image, tmp_path, {"guidance_scale": 0.0}, negative
-    )
-
-
 def test_no_guidance_is_the_scale_zero(tiny_z_image: Path, tmp_path: Path) -> None:
     asked = {"guidance_scale": 0.0}
-    assert_pictures(FAMILY, tiny_z_image, tmp_path, ours=asked, theirs=asked)
-
-
-@pytest.mark.extended
-def test_jax_trains_as_torch_does_and_a_run_moves_there_and_back(
-    z_image_job: MakeJob, tiny_z_image: Path
-) -> None:
-    assert_a_run_moves_to_jax_and_back(z_image_job, tiny_z_image, ema_decay=0.9)
-
-
-def test_a_trained_transformer_is_drawn_measured_and_published(
-    z_image_job: MakeJob, tiny_z_image: Path, tmp_path: Path
-) -> None:
-    assert_drawn_measured_and_published(FAMILY, z_image_job(tiny_z_image), tmp_path)
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_adapters_load_in_diffusers_in_both_layouts(
-    z_image_job: MakeJob, tiny_z_image: Path, tmp_path: Path, dora: bool
-) -> None:
-    adapters = {"rank": 3, "alpha": 5.0, "dora": dora}
-    job = z_image_job(tiny_z_image, method="lora", lora=adapters, learning_rate=1e-2)
-    count = (2 + 2) * 4  # layers and refiners
-    assert_adapters_load(FAMILY, job, tmp_path, kohya=not dora, count=count)
+    assert_pictures(Z_IMAGE, tiny_z_image, tmp_path, ours=asked, theirs=asked)
 
 
 @pytest.mark.extended
