@@ -22,6 +22,8 @@ PREFECT = [str(Path(sys.executable).parent / "prefect"), "--no-prompt"]
 TIMEOUT = 600  # timeout in seconds, for a busy machine
 #: Work pools of deploy/prefect.yaml, by kind of machine.
 POOLS = ("cpu", "gpu", "tpu", "ascend", "gaudi")
+#: Names of the last states of our runs.
+ENDS = ("Completed", "Rejected", "Unchanged", "Waiting", "Cancelled", "Failed", "Crashed")
 #: Files in the folder of a shared server: its URL, and the lock files of users and of the start.
 API, USERS, STARTING = "api", "users", "starting"
 
@@ -141,6 +143,16 @@ class Server:
 
     def state(self, run: str) -> str:
         return str(self.ask(f"/flow_runs/{run}")["state"]["name"])
+
+    def ended(self, run: str, seconds: float = TIMEOUT) -> str:
+        """Wait for the end of a run; the name of its state."""
+        self.wait("the end of a run", lambda: self.state(run) in ENDS, seconds)
+        return self.state(run)
+
+    def shown(self, run: str) -> dict[str, Any]:
+        """Data of a run's artifacts, by key."""
+        asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
+        return {one["key"]: one["data"] for one in self.ask("/artifacts/filter", asked)}
 
     def task_runs(self, run: str) -> list[Any]:
         """A run's tasks that have a state: the server adds a task before its first one."""

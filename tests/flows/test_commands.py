@@ -57,19 +57,11 @@ TELLING = {
     "push": ["push", "tiny@v9", "me/tiny", "--store", "{place}/store"],
     "sign": ["sign", "tiny@v9", "--key", "{place}/key", "--store", "{place}/store"],
 }
+#: Here they are wrong input: nothing is done.
 WRONG = {
-    "plan",
-    "run",
-    "retrain",
-    "sweep",
-    "place",
-    "watch",
-    "generate",
-    "promote",
-    "rollback",
-    "push",
-    "sign",
-}  # here: nothing is done
+    *("plan", "run", "retrain", "sweep", "place", "watch", "generate"),
+    *("promote", "rollback", "push", "sign"),
+}
 
 
 def made(store: Store, stage: str) -> Artifact:
@@ -141,10 +133,6 @@ def test_a_printed_recipe_can_be_run(here: Here, tmp_path: Path) -> None:
     path = tmp_path / "printed.yaml"
     path.write_text(here("recipes", "digits", "-o", "train.steps=7"), encoding="utf-8")
     assert load_recipe(str(path)) == load_recipe("digits", {"train.steps": 7})
-
-
-def test_options_of_no_recipe_are_refused(here: Here) -> None:
-    assert "kiln recipes NAME -o" in here("recipes", "-o", "train.stpes=5", code=2)
 
 
 def test_the_printed_schema_is_that_of_the_docs(here: Here) -> None:

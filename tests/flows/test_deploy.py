@@ -21,7 +21,6 @@ from flows.retrain import one_at_a_time
 #: Two workers of one pool would start each other's runs.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployed")]
 PATIENCE = 600  # seconds, for a machine that does much else
-ENDS = ("Completed", "Rejected", "Failed", "Crashed")
 #: Whose results each stage is given.
 PARENTS = {
     "encode": ["download"],
@@ -41,24 +40,21 @@ def test_the_demos_deployment_completes_and_is_shown(server: Server, small: dict
     given = f"overrides={json.dumps(small)}"
     said = server.cli("deployment", "run", "finetune/digits", "-p", given)
     run = next(word for word in said.split() if word.count("-") == 4 and len(word) == 36)
-    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
-    assert server.state(run) == "Completed"
-    found = server.ask(
-        "/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}, "limit": 100}
-    )
-    shown = {a["key"]: a["data"] for a in found if a["type"] == "markdown"}
-    assert {f"digits-{name}" for name in (*STAGES, "model")} <= set(shown)
+    assert server.ended(run) == "Completed"
+    shown = server.shown(run)
+    assert {"digits-train-progress", "digits-download-progress"} <= shown.keys()
+    texts = {key: str(text) for key, text in shown.items()}
+    assert {f"digits-{name}" for name in (*STAGES, "model")} <= texts.keys()
     for stage in ("download", "train", "evaluate", "publish"):
-        assert "](data:image/" in shown[f"digits-{stage}"], stage
-    assert all(len(text) < 300_000 for text in shown.values())
-    assert {"digits-train-progress", "digits-download-progress"} <= {a["key"] for a in found}
+        assert "](data:image/" in texts[f"digits-{stage}"], stage
+    assert all(len(text) < 300_000 for text in texts.values())
     completed = dict.fromkeys(STAGES, "Completed")
     server.wait("its tasks", lambda: server.tasks(run) == completed, PATIENCE)
     assert server.edges(run) == {
         (parent, stage) for stage, parents in PARENTS.items() for parent in parents
     }
     again = server.run("finetune/digits", small)
-    server.wait("run", lambda: server.state(again) in ENDS, PATIENCE)
+    server.ended(again)
     reused = dict.fromkeys(STAGES, "Reused")  # Prefect records tasks' states later than the run's
     server.wait("its tasks", lambda: server.tasks(again) == reused, PATIENCE)
 
@@ -68,25 +64,12 @@ def test_a_rejected_model_leaves_no_failed_task(
 ) -> None:
     strict = {**small, "publish.gate": ["digit/new >= 1.1"], "publish.name": "strict"}
     run = server.run("finetune/digits", strict)
-    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
-    assert server.state(run) == "Rejected"
+    assert server.ended(run) == "Rejected"
     ended = {**dict.fromkeys(STAGES, "Reused"), "publish": "Rejected"}
     server.wait("its tasks", lambda: server.tasks(run) == ended, PATIENCE)
-    asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
-    shown = {a["key"]: a["data"] for a in server.ask("/artifacts/filter", asked)}
+    shown = server.shown(run)
     assert re.search(r"\| 1\.1 \|[^\n]*\| failed \|", shown["strict-publish"])
     assert "strict-model" not in shown and "digits-publish" not in shown
-
-
-@pytest.mark.soak
-def test_a_run_up_to_a_stage_ends_there(
-    server: Server, first: dict[str, Any], small: dict[str, Any]
-) -> None:
-    run = server.run("finetune/digits", small, until="encode")
-    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
-    assert server.state(run) == "Completed"
-    ended = {"download": "Reused", "encode": "Reused"}
-    server.wait("its tasks", lambda: server.tasks(run) == ended, PATIENCE)
 
 
 def test_a_scheduled_run_appears(server: Server) -> None:
@@ -115,26 +98,20 @@ def test_a_changed_source_starts_a_retraining_after_the_one_that_runs(
         return [run for run in found if (run["created_by"] or {}).get("type") == "AUTOMATION"]
 
     def ended(name: str) -> str:
-        run = server.run(name, small)
-        ends = (*ENDS, "Unchanged", "Cancelled", "Waiting")
-        server.wait(name, lambda: server.state(run) in ends, PATIENCE)
-        return server.state(run)
+        return server.ended(server.run(name, small))
 
     with one_at_a_time(load_recipe("digits", small)):  # a retraining waits, so it is running
         running = server.run("retrain/digits", small)
         server.wait("first", lambda: server.state(running) == "Running", PATIENCE)
         assert ended("retrain/digits") == "Cancelled", "one at a time"
         assert ended("watch-source/digits") == "Waiting", "a run of its event would be cancelled"
-    server.wait("first", lambda: server.state(running) in (*ENDS, "Unchanged"), PATIENCE)
-    assert server.state(running) == "Unchanged" and triggered() == []
+    assert server.ended(running) == "Unchanged" and triggered() == []
     for lock in Path(str(small["store"])).glob("registry/digits/retrain-lock.json*"):
         os.utime(lock, (1, 1))  # as if a minute had passed
     assert ended("watch-source/digits") == "Completed"
     (run,) = server.wait("the triggered run", triggered, PATIENCE)
-    server.wait("its end", lambda: server.state(run["id"]) in (*ENDS, "Unchanged"), PATIENCE)
-    assert server.state(run["id"]) == "Unchanged"
-    shown = server.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
-    assert "no new rows since v1" in {a["key"]: a["data"] for a in shown}["digits-retrain"]
+    assert server.ended(run["id"]) == "Unchanged"
+    assert "no new rows since v1" in server.shown(run["id"])["digits-retrain"]
     assert ended("watch-source/digits") == "Unchanged"
 
 
@@ -146,11 +123,7 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(
     run = server.run("finetune/digits", endless)
     store = Path(str(small["store"]))
 
-    def training() -> bool:
-        shown = server.ask("/artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
-        return any(a["key"] == "digits-train-progress" for a in shown)
-
-    server.wait("training", training, PATIENCE)
+    server.wait("training", lambda: "digits-train-progress" in server.shown(run), PATIENCE)
     _, _, pid = server.ask(f"/flow_runs/{run}")["infrastructure_pid"].rpartition(":")
     below = processes_below(int(pid))
     assert [args for args in below.values() if "-m runtimes" in args]

@@ -16,7 +16,6 @@ from tasks.publish.model_registry import Registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("deployed")]
 PATIENCE = 3600  # seconds, for a machine that does much else
-ENDS = ("Completed", "Unchanged", "Rejected", "Failed", "Crashed")
 
 
 @pytest.fixture
@@ -52,15 +51,13 @@ def test_scheduled_retrainings_publish_what_is_new_and_better(
     def retrain(overrides: dict[str, Any], *states: str) -> str:
         """The summary in the UI, after a run that ended in one of `states`."""
         run = server.run("retrain/digits", {"store": str(store), **overrides})
-        server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
+        server.ended(run, PATIENCE)
         found = server.ask(f"/flow_runs/{run}")
         print(found["state"]["name"], found["total_run_time"], "s", found["state"]["message"])
         assert found["state"]["name"] in states
         seconds.append(found["total_run_time"])
         ran.append(server.tasks(run))
-        asked = {"artifacts": {"flow_run_id": {"any_": [run]}}}
-        shown = {a["key"]: a["data"] for a in server.ask("/artifacts/filter", asked)}
-        summary = str(shown["digits-retrain"])
+        summary = str(server.shown(run)["digits-retrain"])
         print("\n".join(line for line in summary.splitlines() if "data:image" not in line))
         return summary
 

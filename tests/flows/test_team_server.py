@@ -29,7 +29,6 @@ PATIENCE = 600  # seconds, for a machine that does much else
 STEPS = 200
 AWAY = 20.0  # seconds without the database
 POOLS = ("cpu", "gpu", "small")
-ENDS = ("Completed", "Rejected", "Failed", "Crashed", "Cancelled")
 Overrides = dict[str, Any]
 
 
@@ -122,7 +121,7 @@ def test_runs_survive_kill_restart_lost_database_and_cancel(
     lose_the_database(server, ending, watch)
     cancelled = cancel_one(server, held, watch)
     expected = {run: "Cancelled" if run == cancelled else "Completed" for run in runs}
-    assert {run: ended(server, run) for run in runs} == expected
+    assert {run: server.ended(run) for run in runs} == expected
     print(f"all ended after {time.monotonic() - watch.begun:.0f} s", flush=True)
     builds = built(server)
     assert Counter(stage for stage, _ in builds) == {
@@ -211,13 +210,6 @@ def cancel_one(server: TeamServer, training: Training, watch: Stopwatch) -> str:
     server.wait("training", training.job, PATIENCE)
     watch.until("cancelled: the other run trains", lambda: None, since)
     return run
-
-
-def ended(server: TeamServer, run: str) -> str:
-    def end() -> str | None:
-        return state if (state := server.state(run)) in ENDS else None
-
-    return str(server.wait("its end", end, PATIENCE))
 
 
 def sent_runs(server: TeamServer) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from configs.settings.recipe import STAGES
 
 pytestmark = pytest.mark.soak
 PATIENCE = 900  # seconds, for a machine that does much else
-ENDS = ("Completed", "Rejected", "Failed", "Crashed", "Unchanged", "Cancelled")
 RATE = "train.learning_rate"
 #: Stage -> pictures in its artifact.
 PICTURES = {
@@ -70,7 +69,7 @@ def published(server: Server, ui: str, toy: dict[str, object]) -> str:
     with chromium() as browser:
         run = submit_form(browser, server, ui, toy)
         assert browser.errors == []
-    assert ended(server, run) == "Completed"
+    assert server.ended(run, PATIENCE) == "Completed"
     return run
 
 
@@ -89,12 +88,6 @@ def submit_form(
         if answer.value.status != 503:  # SQLite was locked, by other runs
             break
     return str(answer.value.json()["id"])
-
-
-def ended(server: Server, run: str) -> str:
-    """Wait for the end of a run; the name of its state."""
-    server.wait("run", lambda: server.state(run) in ENDS, PATIENCE)
-    return server.state(run)
 
 
 def open_artifact(browser: Browser, server: Server, ui: str, run: str, key: str) -> None:
@@ -133,7 +126,7 @@ def test_an_unknown_setting_of_the_form_is_explained_on_the_runs_page(
     server: Server, ui: str, toy: dict[str, object], browser: Browser
 ) -> None:
     run = submit_form(browser, server, ui, {**toy, "train.stps": 4}, "prefect-form")
-    assert ended(server, run) == "Failed"
+    assert server.ended(run, PATIENCE) == "Failed"
     browser.open(f"{ui}/runs/flow-run/{run}", "did you mean train.steps")
     assert server.tasks(run) == {}
 
@@ -177,7 +170,7 @@ def test_a_rejected_run_is_no_failed_one(
 ) -> None:
     strict = {**toy, "publish.gate": ["digit/new >= 1.1"], "publish.name": "chalk"}
     run = submit_form(browser, server, ui, strict)
-    assert ended(server, run) == "Rejected"
+    assert server.ended(run, PATIENCE) == "Rejected"
     browser.open(f"{ui}/runs/flow-run/{run}?tab=Task+Runs", "Rejected")
     assert server.tasks(run) == {**dict.fromkeys(STAGES, "Reused"), "publish": "Rejected"}
     browser.screenshot("prefect-ui")
@@ -189,7 +182,7 @@ def test_the_sweeps_artifact_has_its_trials_and_curves(
     server: Server, ui: str, toy: dict[str, object], published: str, browser: Browser
 ) -> None:
     run = server.run("sweep/digits", {**toy, "sweep.values": {RATE: [1e-3, 5e-4]}})
-    assert ended(server, run) == "Completed"
+    assert server.ended(run, PATIENCE) == "Completed"
     open_artifact(browser, server, ui, run, "digits-sweep")
     browser.screenshot("sweep", full_page=True)
     check_pictures(browser, ["Loss of each trial"])
@@ -202,7 +195,7 @@ def test_the_summary_of_a_retraining_has_both_models(
 ) -> None:
     more = {**toy, "source.rehearsal": 40, "retrain.epochs": 1}
     run = server.run("retrain/digits", more)
-    assert ended(server, run) == "Completed"
+    assert server.ended(run, PATIENCE) == "Completed"
     open_artifact(browser, server, ui, run, "digits-retrain")
     browser.screenshot("retraining", full_page=True)
     titles = [one["alt"] for one in browser.pictures()]
