@@ -32,7 +32,11 @@ def shuffled(value: Any, random: Random) -> Any:
     return [shuffled(item, random) for item in value] if isinstance(value, list) else value
 
 
-@pytest.mark.slow
+def test_a_value_json_cannot_say_exactly_has_no_key() -> None:
+    with pytest.raises(ValueError, match="Out of range"):
+        canonical_json({"a": float("nan")})
+
+
 @holds_for(value=JSON, number=st.integers(0, 9))
 def test_the_order_of_names_does_not_change_a_key(value: Any, number: int) -> None:
     assert digest_json(shuffled(value, Random(number))) == digest_json(value)

@@ -1,6 +1,4 @@
-"""Which samples a step trains on: every sample once an epoch, by arithmetic alone."""
-
-from collections import Counter
+"""Which samples a step trains on. For any shards: test_sample_order_properties.py."""
 
 import pytest
 
@@ -13,43 +11,10 @@ SHARDS = [
     {"train/4x12": 4, "holdout/4x12": 2},
     {"train/8x8": 6},
 ]
-ALL = Counter(
-    SampleIndex(number, group, row)
-    for number, shard in enumerate(SHARDS)
-    for group, count in shard.items()
-    if group.startswith("train/")
-    for row in range(count)
-)
 
 
 def order(batch_size: int = 4, seed: int = 1, window: int = 2) -> Order:
     return Order(SHARDS, batch_size=batch_size, seed=seed, window=window)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 4, 16, 40])
-def test_after_every_whole_number_of_epochs_each_sample_was_seen_that_often(
-    batch_size: int,
-) -> None:
-    """After B epochs every bucket's stream ends with a batch, so that nothing is left over."""
-    ours = order(batch_size)
-    assert ours.steps_before(batch_size) * batch_size == 25 * batch_size
-    seen = Counter(
-        place for step in range(ours.steps_before(batch_size)) for place in ours.batch(step)
-    )
-    assert seen == Counter(dict.fromkeys(ALL, batch_size))
-
-
-def test_a_bucket_shows_each_sample_once_before_any_twice() -> None:
-    ours = order()
-    streams: dict[str, list[SampleIndex]] = {}
-    for step in range(200):
-        places = ours.batch(step)
-        assert len({place.group for place in places}) == 1, "a batch mixes buckets"
-        streams.setdefault(places[0].group, []).extend(places)
-    for group, stream in streams.items():
-        own = {place for place in ALL if place.group == group}
-        for start in range(0, len(stream) - len(own) + 1, len(own)):
-            assert set(stream[start : start + len(own)]) == own
 
 
 def test_what_does_not_fill_a_batch_is_carried_over() -> None:
@@ -57,22 +22,6 @@ def test_what_does_not_fill_a_batch_is_carried_over() -> None:
     assert [ours.steps_before(epoch) for epoch in range(5)] == [0, 1, 2, 3, 5]
     first_two = ours.batch(0) + ours.batch(1)
     assert len(set(first_two[:5])) == 5
-
-
-def test_a_step_does_not_depend_on_the_steps_before() -> None:
-    replayed = order()
-    expected = [replayed.batch(step) for step in range(60)]
-    for step in (59, 3, 41, 0, 17):
-        assert order().batch(step) == expected[step]
-    far = order()
-    assert far.batch(10**12) == order().batch(10**12)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_share_the_global_batch_in_order(world: int) -> None:
-    for step in range(20):
-        slices = [order().batch(step, rank, world) for rank in range(world)]
-        assert [place for part in slices for place in part] == order().batch(step)
 
 
 def test_steps_find_their_epoch() -> None:

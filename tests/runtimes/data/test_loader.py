@@ -18,7 +18,7 @@ from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_la
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data import shard_cache
 from runtimes.data.holdout_batches import Holdout
-from runtimes.data.loader import BatchReader, Loader, batch_number
+from runtimes.data.loader import BatchReader, Loader
 from runtimes.data.prefetch import Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -190,20 +190,6 @@ def test_pictures_are_mirrored_half_of_the_time_anew_at_each_sight(
     for _, batch in holdout.batches():
         held = {shard.sample("holdout/8x8", row).original_size for row in range(2)}
         assert {tuple(ids[:2]) for ids in batch.conditioning["add_time_ids"]} == held
-
-
-def test_ranks_concatenate_to_the_global_batch(latents_url: str) -> None:
-    whole = make_loader(latents_url)
-    ranks = [make_loader(latents_url, rank=rank, world=2) for rank in range(2)]
-    for step in range(6):
-        parts = [rank.batch(step) for rank in ranks]
-        expected = whole.batch(step)
-        for name in ("noisy_latents", "timesteps", "target", "weight"):
-            joined = np.concatenate([getattr(part, name) for part in parts])
-            np.testing.assert_array_equal(joined, getattr(expected, name))
-        assert {part.denominator for part in parts} == {4}
-    with pytest.raises(WrongInput, match="cannot be shared by 3 processes"):
-        make_loader(latents_url, world=3)
 
 
 def test_prefetched_batches_are_the_same(latents_url: str) -> None:
@@ -391,9 +377,3 @@ def test_memory_does_not_grow_with_the_dataset(tmp_path: Path, write_latents: Wr
         peaks.append(int(done.stdout))
         shutil.rmtree(tmp_path / str(count))
     assert peaks[1] < 1.15 * peaks[0], f"peak KiB: {peaks}"
-
-
-def test_batches_after_one_that_is_left_out_move_up() -> None:
-    numbers = [batch_number(step, (5, 2, 3)) for step in range(6)]
-    assert numbers == [0, 1, 4, 6, 7, 8]
-    assert [batch_number(step, ()) for step in range(3)] == [0, 1, 2]

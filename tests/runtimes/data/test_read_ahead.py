@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from artifacts.latent_shards import open_latents
 from runtimes.data import shard_cache
@@ -48,11 +49,7 @@ def test_shards_are_fetched_before_they_are_read(
     fetched, ours = watch(monkeypatch), files()
     ours.read_ahead([4, 2])
     cache = tmp_path / "cache/kilnworks/shards"
-    done = threading.Event()
-    for _ in range(3000):
-        if cache.exists() and len(list(cache.glob("*.safetensors"))) == 2:
-            break
-        done.wait(0.02)
+    wait_until(lambda: len(list(cache.glob("*.safetensors"))) == 2)
     assert sum(fetched.values()) == 2
     assert ours[4].groups == ours[2].groups == {"train/8x8": 6}
     assert sum(fetched.values()) == 2
@@ -66,10 +63,7 @@ def test_only_as_much_is_read_ahead_as_half_of_the_cache_holds(
     ours._fetch_ahead = asked.append  # type: ignore[method-assign]
     ours.read_ahead([0, 1, 2, 3, 4, 5])
     assert ours._ahead is not None
-    for _ in range(3000):
-        if len(asked) == 2:
-            break
-        threading.Event().wait(0.02)
+    wait_until(lambda: len(asked) == 2)
     ours.close()
     assert sorted(asked) == [0, 1]
 

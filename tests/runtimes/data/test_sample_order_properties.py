@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import fields
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from property_tests import holds_for
 
@@ -38,7 +37,6 @@ def order(shards: list[Groups], size: int, window: int, seed: int) -> Order:
     return Order(shards, batch_size=size, window=window, seed=seed)
 
 
-@pytest.mark.slow
 @holds_for(**ORDER, steps=st.lists(STEPS, min_size=1, max_size=6))
 def test_a_step_is_the_same_whatever_was_read_before(
     shards: list[Groups], size: int, window: int, seed: int, steps: list[int]
@@ -48,7 +46,6 @@ def test_a_step_is_the_same_whatever_was_read_before(
         assert used.batch(step) == order(shards, size, window, seed).batch(step)
 
 
-@pytest.mark.slow
 @holds_for(**ORDER)
 def test_every_sample_comes_once_per_epoch_and_batches_have_one_bucket(
     shards: list[Groups], size: int, window: int, seed: int
