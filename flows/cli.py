@@ -26,7 +26,11 @@ from configs.load_and_extend_recipe import (
 from configs.recipe_json_schema import json_schema
 from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
 from configs.settings.generate import read_settings
-from configs.settings.recipe import StageName
+from configs.settings.recipe import Recipe, StageName
+from configs.settings.without_effect import (
+    warnings_without_effect,
+    with_defaults_without_effect,
+)
 from flows.cli_models_and_stores import AsJson, commands
 from flows.error_as_json import error_as_json
 from flows.exit_codes import FAILED, INTERRUPTED, REJECTED, WRONG_INPUT
@@ -90,6 +94,14 @@ def _checked(recipe: str, override: list[str] | None, *, as_json: bool) -> dict[
         overrides = _parsed(override)
         load_recipe(recipe, overrides)
     return overrides
+
+
+def _loaded(recipe: str, override: list[str] | None) -> Recipe:
+    """A valid recipe, of a command that runs no flow; stderr names its settings without effect."""
+    loaded = load_recipe(recipe, _parsed(override))
+    for line in warnings_without_effect(loaded):
+        print(f"warning: {line}", file=sys.stderr)
+    return loaded
 
 
 def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> None:
@@ -250,7 +262,7 @@ def plan(
 
     Exit code 2 if the recipe does not fit; the message has the largest batch, or settings, that do.
     """
-    loaded = load_recipe(recipe, _parsed(override))
+    loaded = with_defaults_without_effect(_loaded(recipe, override))
     places = _once("--topology", topology), _once("--gpu", gpu)
     from flows.show_plan import show_plan
 
@@ -297,7 +309,7 @@ def recipes(
     if schema:
         print(json.dumps(json_schema(), indent=1))
     elif name is not None:
-        print(dump(load_recipe(name, _parsed(override))), end="")
+        print(dump(_loaded(name, override)), end="")
     else:
         for known in recipe_names():
             print(f"{known:16} {load_recipe(known).description}")
@@ -333,7 +345,7 @@ def tpu(
     """Print the gcloud commands of a recipe's run on a slice; none is executed."""
     from flows.store_commands import show_tpu
 
-    show_tpu(load_recipe(recipe, _parsed(override)))
+    show_tpu(_loaded(recipe, override))
 
 
 def _close_stderr() -> None:

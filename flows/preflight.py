@@ -15,7 +15,7 @@ from configs.settings.place import PlacedStage
 from configs.settings.recipe import STAGES, Recipe, StageName
 from configs.settings.source import Source
 from configs.settings.without_effect import (
-    settings_without_effect,
+    warnings_without_effect,
     with_defaults_without_effect,
 )
 from flows.check_models import check_local_models, check_measuring_models, check_models
@@ -119,8 +119,8 @@ def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
 
 def _used(recipe: Recipe) -> Recipe:
     """The recipe without the values that have no effect, of which the log tells."""
-    for setting, choice in settings_without_effect(recipe):
-        log.warning("%s has no effect with %s", setting, choice)
+    for line in warnings_without_effect(recipe):
+        log.warning("%s", line)
     return with_defaults_without_effect(recipe)
 
 

@@ -100,6 +100,11 @@ def settings_without_effect(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 yield name, choice
 
 
+def warnings_without_effect(recipe: Recipe) -> list[str]:
+    """A line for each setting without effect."""
+    return [f"{name} has no effect with {why}" for name, why in settings_without_effect(recipe)]
+
+
 def with_defaults_without_effect(recipe: Recipe) -> Recipe:
     """The recipe with the default of each setting without effect: equal runs have equal keys."""
     for name, _ in settings_without_effect(recipe):

@@ -15,6 +15,10 @@ from artifacts.download_or_find_model import ModelNotFound
 from artifacts.store import Store, StoreError
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
+from configs.settings.without_effect import (
+    warnings_without_effect,
+    with_defaults_without_effect,
+)
 from flows.doctor.findings import Check, Finding, fine, limited, named, note, problem
 from flows.preflight import (
     check_gate_and_prompts,
@@ -40,15 +44,22 @@ def recipe_checks(
         probes: runtime -> its probe.
         arguments: those that gave the recipe, for the commands of remedies.
     """
+    unused = named("settings", _without_effect, recipe)
+    recipe = with_defaults_without_effect(recipe)
     late = problem if recipe.publish.hub is not None else note
     source = named("source", _source, recipe)
     return [
+        unused,
         named("runtime", _runtime, recipe, probes[recipe.runtime]),
         limited(named("gate and prompts", _gate_and_prompts, recipe)),
         limited(named("memory", _memory, recipe, arguments)),  # also reads the prompts
         *(limited(check) for check in (*_models(recipe), source, *_stores(recipe))),
         limited(named("hub login", _hub_login, recipe), late),
     ]
+
+
+def _without_effect(recipe: Recipe) -> Iterator[Finding]:
+    yield from map(note, warnings_without_effect(recipe))
 
 
 def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:

@@ -73,6 +73,14 @@ def test_weights_of_inception_need_their_file_and_torch_fidelity(
     assert "run `make setup-fidelity`" in said
 
 
+def test_a_setting_without_effect_is_a_note_and_leaves_the_plan(sd2: Recipe) -> None:
+    lora = sd2.train.lora.model_copy(update={"rank": 7})
+    changed = {"train": sd2.train.model_copy(update={"lora": lora})}
+    found = check(sd2.model_copy(update=changed))
+    said = "train.lora has no effect with train.method: full"
+    assert found == {**check(sd2), "note": [said, *check(sd2)["note"]]}
+
+
 def test_a_model_that_left_the_hub_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
     del hub.repositories[sd2.model.path]
     (said,) = check(sd2)["problem"]

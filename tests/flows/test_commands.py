@@ -135,6 +135,25 @@ def test_a_printed_recipe_can_be_run(here: Here, tmp_path: Path) -> None:
     assert load_recipe(str(path)) == load_recipe("digits", {"train.steps": 7})
 
 
+@pytest.mark.parametrize("command", ["recipes", "plan", "tpu"])
+def test_a_setting_without_effect_is_named(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    planned = []
+    monkeypatch.setattr("flows.show_plan.show_plan", lambda given, *_, **__: planned.append(given))
+    words, said = [command, str(place / "on-slice.yaml")], []
+    for more in ([], ["-o", "train.lora.rank=7"]):
+        monkeypatch.setattr("sys.argv", ["kiln", *words, *more])
+        with pytest.raises(SystemExit):
+            main()
+        said.append(capsys.readouterr().err)
+    assert said == ["", "warning: train.lora has no effect with train.method: full\n"]
+    assert all(given == load_recipe(words[1]) for given in planned)  # as a run trains it
+
+
 def test_the_printed_schema_is_that_of_the_docs(here: Here) -> None:
     assert json.loads(here("recipes", "--schema")) == json.loads(SCHEMA.read_bytes())
 
