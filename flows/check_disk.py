@@ -34,6 +34,7 @@ def check_disk(
     rows: int,
     stages: Sequence[StageName],
     shards: Collection[str],
+    trials: Sequence[Recipe] = (),
 ) -> None:
     """Log what a run needs, and raise DiskTooSmall if a local store's disk cannot hold it.
 
@@ -45,18 +46,19 @@ def check_disk(
         rows: of the source.
         stages: those that the run builds.
         shards: keys of the planned shards.
+        trials: recipes of a sweep.
 
     Raises:
         WrongInput: the base's configs are invalid.
     """
-    whole = left = estimate_disk(recipe, model, vae, rows, stages)
+    whole = left = estimate_disk(recipe, model, vae, rows, stages, trials)
     needed, words = _needed(recipe.plan.disk_gb, whole, left)
     free = free_bytes(store)
     if free is not None and needed > free:
         left = whole.without_stored(_missing(store, stages, shards))
         needed, words = _needed(recipe.plan.disk_gb, whole, left)
     there = "" if free is None else f", {in_words(free)} are free"
-    time = training_time(recipe) if left.stages.get("train") else None
+    time = training_time(trials or (recipe,)) if left.stages.get("train") else None
     log.info(
         "estimate: %s rows, at most %s of disk%s (%s)%s",
         f"{rows:,}",
@@ -69,16 +71,18 @@ def check_disk(
         raise DiskTooSmall(_refusal(store, needed, words, free))
 
 
-def training_time(recipe: Recipe) -> str | None:
-    """Training's duration on this machine's GPU, in words; None if no rate is known."""
-    plan = memory_of(recipe)
-    on_gpu = recipe.train.device.partition(":")[0] in ("auto", "cuda")
-    gpus = find_gpus() if plan is not None and on_gpu else []
+def training_time(recipes: Sequence[Recipe]) -> str | None:
+    """Duration of the trainings on this machine's GPU, in words; None if a rate is not known."""
+    plans = [plan for plan in map(memory_of, recipes) if plan is not None]
+    on_gpu = recipes[0].train.device.partition(":")[0] in ("auto", "cuda")
+    gpus = find_gpus() if len(plans) == len(recipes) and on_gpu else []
     spec = known_gpu(gpus[0].name) if gpus else None
-    hours = None if spec is None or plan is None else plan.hours(spec)
-    if spec is None or hours is None:
+    if spec is None:
         return None
-    return f"training about {hours:,.1f} h on {spec.name} (at {TYPICAL_MFU:.0%} of its peak)"
+    hours = [found for plan in plans if (found := plan.hours(spec)) is not None]
+    if len(hours) < len(plans):
+        return None
+    return f"training about {sum(hours):,.1f} h on {spec.name} (at {TYPICAL_MFU:.0%} of its peak)"
 
 
 def _needed(by_hand: float | None, whole: DiskEstimate, left: DiskEstimate) -> tuple[int, str]:

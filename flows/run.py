@@ -54,6 +54,7 @@ class Run:
     force: str | None = None  # the reason to publish a model that fails the gate
     stages: Sequence[StageName] = STAGES  # those that it builds
     sent: Sent | None = None  # what another run waits for; None: the run builds `stages`
+    trials: Sequence[Recipe] = ()  # of a sweep, which differ in `train` alone
 
     @property
     def model_name(self) -> str:
@@ -95,10 +96,11 @@ class Run:
             found = plan_changes(self.recipe, self.store, self.champion, found)[0]
         continues = self.champion is not None and self.recipe.retrain.start == "champion"
         if train.STAGE in self.stages and not continues:  # that has steps of its own
-            train.check_epochs(self.recipe.train, found.rows, "rows")
+            for one in self.trials or (self.recipe,):
+                train.check_epochs(one.train, found.rows, "rows")
         keys = {shard.key for shard in found.shards}
         given = (self.recipe, self.store, self.base, self.vae)
-        check_disk(*given, rows=found.rows, stages=self.stages, shards=keys)
+        check_disk(*given, found.rows, self.stages, keys, self.trials)
         return found
 
     def champion_to_measure(self, trained: Artifact, evaluated: Artifact) -> Version | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from prefect import flow, runtime
@@ -65,7 +66,8 @@ def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
 
 
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
-    first, settings = runs[0], runs[0].recipe.sweep
+    first = replace(runs[0], trials=[run.recipe for run in runs])
+    settings = first.recipe.sweep
     recipe = first.recipe
     given = without_edges(first)
     images: Any = waiting_task(download, recipe)(given)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.settings.publish import Publish
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora_target_layers import choose_layers, layers_of
@@ -62,6 +61,7 @@ def estimate_disk(
     vae: Path | None,
     rows: int,
     stages: Sequence[StageName],
+    trials: Sequence[Recipe] = (),
 ) -> DiskEstimate:
     """The disk that a run needs in its store.
 
@@ -70,19 +70,20 @@ def estimate_disk(
         vae: folder of the VAE that replaces the pipeline's own.
         rows: of the source.
         stages: those that the run builds.
+        trials: of a sweep, the recipes that are trained and measured; one of them is published.
 
     Raises:
         WrongInput: the base's configs are invalid, or a prompt file cannot be read.
     """
     info = describe_encoders(model, vae)
-    trained = _trained_parameters(recipe.train, model)
+    trained = [(one, _trained_parameters(one.train, model)) for one in trials or (recipe,)]
     encoded = rows * (latent_bytes(recipe, info) + caption_bytes(recipe, info))
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe),
         "encode": encoded,
-        "train": _training_bytes(recipe, trained, rows),
-        "evaluate": _evaluation_bytes(recipe, rows),
-        "publish": _published_bytes(recipe.publish, recipe.train, model, trained),
+        "train": sum(_training_bytes(one, numbers, rows) for one, numbers in trained),
+        "evaluate": len(trained) * _evaluation_bytes(recipe, rows),
+        "publish": max(_published_bytes(one, model, numbers) for one, numbers in trained),
     }
     return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
 
@@ -122,8 +123,9 @@ def _drawn_bytes(recipe: Recipe) -> int:
     return int(PIXEL_BYTES["png"] * recipe.encode.resolution**2)
 
 
-def _published_bytes(publish: Publish, train: Train, model: Path, trained: int) -> int:
+def _published_bytes(recipe: Recipe, model: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
+    publish, train = recipe.publish, recipe.train
     width = 4 if publish.dtype == "float32" else 2
     parts = sorted(folder for folder in model.iterdir() if folder.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())

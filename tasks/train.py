@@ -162,21 +162,18 @@ def settings_for(given: Train, samples: int) -> Train:
     if given.epochs is None:
         return given
     check_epochs(given, samples)
-    settings, profile = given.with_steps(samples), given.profile
-    if profile.steps and profile.start + profile.steps > settings.steps:
-        last = profile.start + profile.steps
-        raise WrongInput(
-            f"train.epochs: {given.epochs:g} of {samples:,} training samples are "
-            f"{settings.steps:,} steps: train.profile traces steps "
-            f"{profile.start:,} to {last:,}: lower train.profile.start or train.profile.steps"
-        )
+    settings = given.with_steps(samples)
     warn_of_warmup(settings)
     return settings
 
 
 def check_epochs(settings: Train, samples: int, noun: str = "training samples") -> None:
-    """Raise WrongInput if `samples`, or more than will be trained on, are not enough for a step."""
-    epochs, batch = settings.epochs, settings.global_batch_size
+    """Raise WrongInput if `samples` are not enough for one step, or for the profiler's trace.
+
+    Args:
+        samples: those that will be trained on, or more.
+    """
+    epochs, batch, profile = settings.epochs, settings.global_batch_size, settings.profile
     if epochs is None:
         return
     if samples == 0:
@@ -185,6 +182,13 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
         raise WrongInput(
             f"train.epochs: {epochs:g} of {samples:,} {noun} are less than one step of "
             f"global_batch_size {batch}: raise train.epochs"
+        )
+    steps, last = settings.with_steps(samples).steps, profile.start + profile.steps
+    if profile.steps and last > steps:
+        raise WrongInput(
+            f"train.epochs: {epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
+            f"traces steps {profile.start:,} to {last:,}: lower train.profile.start or "
+            "train.profile.steps"
         )
 
 

@@ -202,6 +202,23 @@ def test_adapters_are_counted_as_they_are_trained() -> None:
     assert found["train"] - samples == pytest.approx((kept * copies + 1) * 4 * 298_560)
 
 
+def test_each_trial_of_a_sweep_is_counted_and_one_is_published(
+    free: Callable[[int], None], tmp_path: Path
+) -> None:
+    ranks = [load_recipe("digits-lora", {"train.lora.rank": rank}) for rank in (2, 8)]
+    small, large = (estimate_disk(one, base(one), None, 100, STAGES).stages for one in ranks)
+    both = estimate_disk(ranks[0], base(ranks[0]), None, 100, STAGES, ranks).stages
+    for stage in ("train", "evaluate"):
+        assert both[stage] == small[stage] + large[stage]
+    assert both["publish"] == large["publish"] > small["publish"]
+    assert (both["download"], both["encode"]) == (small["download"], small["encode"])
+    store = Store(str(tmp_path))
+    free(sum(small.values()) + 10**6)
+    check_disk(ranks[0], store, base(ranks[0]), None, 100, STAGES, [])
+    with pytest.raises(DiskTooSmall):
+        check_disk(ranks[0], store, base(ranks[0]), None, 100, STAGES, [], ranks)
+
+
 def test_the_best_checkpoint_counts_on_disk() -> None:
     held_out = {"train.holdout_loss.every_n_steps": 50}
     found = []
@@ -215,11 +232,13 @@ def test_the_time_of_training_is_told_for_a_known_gpu(monkeypatch: pytest.Monkey
     gpus = [NvidiaGpu("NVIDIA H100 80GB HBM3", 80 * GIB)]
     monkeypatch.setattr(module, "find_gpus", lambda: gpus)
     recipe = load_recipe("sd2")
-    assert module.training_time(recipe) == "training about 0.3 h on H100 (at 20% of its peak)"
+    assert module.training_time([recipe]) == "training about 0.3 h on H100 (at 20% of its peak)"
+    assert str(module.training_time([recipe] * 3)).startswith("training about 0.8 h")
     changed = load_recipe("sd2", {"train.micro_batch_size": 3})
-    assert module.training_time(changed) is None
+    assert module.training_time([changed]) is None
+    assert module.training_time([recipe, changed]) is None
     gpus[0] = NvidiaGpu("NVIDIA Unheard-of", 80 * GIB)
-    assert module.training_time(recipe) is None
+    assert module.training_time([recipe]) is None
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from artifacts.latent_shards import INFO, Latents, ShardRef
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.settings.generate import read_settings
+from configs.settings.holdout_divergence_profile_wandb import Profile
 from configs.settings.publish import Hub
 from flows import finetune, generate
 from flows import run as run_module
@@ -152,6 +153,19 @@ def test_a_run_records_its_plan_before_it_looks_for_one(
 
     monkeypatch.setattr(Store, "find", recorded)
     assert run.plan() == before
+
+
+def test_the_epochs_of_each_trial_are_checked_before_a_stage_begins(run: Run) -> None:
+    def trial(**settings: Any) -> Any:
+        return run.recipe.model_copy(update={"train": run.recipe.train.model_copy(update=settings)})
+
+    fine = trial(epochs=100)
+    replace(run, recipe=fine, trials=[fine, trial(epochs=200)]).plan()
+    with pytest.raises(WrongInput, match=r"1e-09 of \d+ rows are less than one step"):
+        replace(run, recipe=fine, trials=[fine, trial(epochs=1e-9)]).plan()
+    traced = trial(epochs=100, profile=Profile(start=10**6, steps=2))
+    with pytest.raises(WrongInput, match=r"rows are \d+ steps: train\.profile traces steps"):
+        replace(run, recipe=traced).plan()
 
 
 def test_epochs_without_a_step_are_refused_before_a_stage_begins(

@@ -103,6 +103,15 @@ def test_wrong_sweeps_are_refused_before_work(
     assert not list(Path(small["store"]).glob("*/*/manifest.json"))
 
 
+def test_a_trial_without_a_step_is_refused_before_the_download(
+    here: Callable[..., str], api: str, small: dict[str, Any]
+) -> None:
+    given = {name: value for name, value in small.items() if name != "train.steps"}
+    said = here("sweep", "digits", "--set", "train.epochs=1,1e-9", overrides=given, code=2, api=api)
+    assert "train.epochs: 1e-09 of 60 rows are less than one step" in said.splitlines()[-1]
+    assert not (Path(small["store"]) / "download").exists()
+
+
 @pytest.mark.soak
 def test_a_killed_sweep_reuses_its_finished_trials(
     here: Callable[..., str], api: str, small: dict[str, Any], tmp_path: Path
