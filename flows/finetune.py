@@ -19,7 +19,7 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.recipe import STAGES, StageName
 from flows.model_events import emit_published
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
 from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
@@ -237,7 +237,7 @@ def finetune(
     prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, overrides)
+        checked = load_recipe(recipe, revealed(overrides))
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(stages_of(run), 1 + STAGES.index(until)))
     return final_state(report_of([state.result() for state in states]), states[-1])

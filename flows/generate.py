@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from artifacts.store import Store
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.generate import Generate, read_settings
-from flows.parameters import Settings
+from flows.parameters import revealed
 from flows.prepare_process import prepare_process
 from flows.task_settings import stage_task
 from flows.task_states import begin, ended
@@ -65,7 +65,7 @@ def copy(settings: Generate, drawn: StageResult, out: Path, grid: bool, samples:
 def generate(
     model: str,
     prompts: list[str] | None = None,
-    settings: Settings | None = None,
+    settings: dict[str, Any] | None = None,
     out: str = "outputs",
     skip_grid: bool = False,
     skip_save: bool = False,
@@ -84,7 +84,7 @@ def generate(
     """
     prepare_process()
     with redacted_errors():
-        given = stage.with_prompts(read_settings(model, prompts, settings))
+        given = stage.with_prompts(read_settings(model, prompts, revealed(settings or {})))
         folder = output_folder(out)
     return copy(given, draw(given, runtime.flow_run.id), folder, not skip_grid, not skip_save)
 

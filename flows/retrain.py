@@ -21,7 +21,7 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
 from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
@@ -139,7 +139,7 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, overrides)
+        checked = load_recipe(recipe, revealed(overrides))
         with _announced_again(checked):
             run = prepare(checked, run_id=run_id)
             with one_at_a_time(run.recipe):

@@ -16,7 +16,7 @@ from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, report_of
-from flows.parameters import Settings
+from flows.parameters import revealed
 from flows.preflight import prepare
 from flows.prepare_process import prepare_process
 from flows.retrain import training_task
@@ -37,7 +37,7 @@ T = TypeVar("T")
 @flow(name=FLOW)
 def run_stage(
     stage: PlacedStage,
-    settings: Settings,
+    settings: dict[str, Any],
     key: str,
     before: dict[str, str],
     retry_run: str | None = None,
@@ -58,7 +58,7 @@ def run_stage(
     """
     prepare_process()
     with redacted_errors():
-        recipe, sent = received_recipe(settings), Sent(stage, key, before)
+        recipe, sent = received_recipe(revealed(settings)), Sent(stage, key, before)
 
         def check() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)

@@ -15,7 +15,7 @@ from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import each_line_once
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
 from flows.preflight import prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
@@ -52,7 +52,7 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
     prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        trials = load_trials(recipe, overrides)
+        trials = load_trials(recipe, revealed(overrides))
         runs = prepared(trials, run_id)
         check_metric(runs[0].recipe)
         check_comparable([run.recipe for run in runs], runs[0].base)

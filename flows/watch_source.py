@@ -15,7 +15,7 @@ from prefect.states import Completed
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
 from flows.preflight import writable_store
 from flows.prepare_process import prepare_process
 from tasks.build_or_reuse import TransientError, storing
@@ -48,7 +48,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
     """
     prepare_process()
     with redacted_errors():
-        checked = load_recipe(recipe, overrides)
+        checked = load_recipe(recipe, revealed(overrides))
         resource = source_resource(checked.publish.name)
         with storing(Store(checked.store)):
             found = stamp(checked)

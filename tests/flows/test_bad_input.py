@@ -340,7 +340,8 @@ def test_a_wrong_deployment_fails_before_any_stage(
     run, server = state.state_details.flow_run_id, Server(tmp_path, api)
     known = server.ask(f"/flow_runs/{run}")["state"]
     assert known["name"] == "Failed"
-    assert "did you mean train.steps?" in known["message"]
+    why = "override train.stepz: unknown setting (did you mean train.steps?)"
+    assert known["message"] == f"Flow run encountered an exception: RecipeError: {why}"
     assert server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [str(run)]}}}) == []
 
 
