@@ -157,7 +157,7 @@ REMEDIES = {
     "CheckpointsUnreachable": "Wait until the store answers, and run again.",
     "LostRank": "Look at the log of the named rank. Run again: the run resumes.",
     "WeightsLost": "Run again: the run resumes from its newest checkpoint.",
-    "JobFailed": "Read the last lines of the log in the message. Run again: the run resumes.",
+    "JobFailed": "Read the reason in the message. Run again: the run resumes.",
     "StageFailed": "Change what the message names. The stages before it are kept.",
     "TransientError": "Prefect retries. Run again later if it gave up.",
     "StorageError": "Correct the store's URL, permissions or credentials.",

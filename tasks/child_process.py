@@ -6,6 +6,7 @@ import contextvars
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -30,8 +31,15 @@ log = logging.getLogger("kiln")
 Event = dict[str, Any]
 
 
+#: A line of a log that names an error; what follows it may be the frames of a stack.
+TELLING = re.compile(r"(error|exception): |what\(\):", re.IGNORECASE)
+#: Lines of a log that an error quotes, and that are looked through for them.
+QUOTED, KEPT = 3, 200
+LONGEST = 1000  # characters of an error
+
+
 class JobFailed(RuntimeError):
-    """The process failed; the message has the last lines of its log."""
+    """The process failed; the message has its reason, or the lines of its log that tell it."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -87,7 +95,7 @@ class ChildOutput:
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self.last_events: dict[str, Event] = {}  # by kind
-        self.last_lines: deque[str] = deque(maxlen=20)
+        self.last_lines: deque[str] = deque(maxlen=KEPT)
         self._on_event = on_event
 
     def events(self, lines: Iterable[str]) -> None:
@@ -160,7 +168,7 @@ def wait_for_result(
     if code == 0 and "result" in output.last_events:
         return output.last_events["result"]
     check_held(ask=True)  # the process may have found it first
-    raise _failure(code, output.last_events.get("error", {}), "\n".join(output.last_lines))
+    raise _failure(code, output.last_events.get("error", {}), list(output.last_lines))
 
 
 def _wait(child: subprocess.Popen[str]) -> int:
@@ -171,7 +179,7 @@ def _wait(child: subprocess.Popen[str]) -> int:
         check_held()
 
 
-def _failure(code: int, error: Event, last_lines: str) -> Exception:
+def _failure(code: int, error: Event, lines: list[str]) -> Exception:
     message = error.get("message")
     if error.get("wrong_input"):
         return WrongInput(message)
@@ -185,8 +193,18 @@ def _failure(code: int, error: Event, last_lines: str) -> Exception:
     if code == STOPPED:
         return TransientError("the runtime's process was stopped; run again to resume")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-    reason = message or last_lines
-    return JobFailed(f"the runtime's process {ended}" + (f": {reason}" if reason else ""), code)
+    reason = message or _telling(lines)
+    if code == -signal.SIGKILL and not message:  # what its log ends with is of something else
+        reason = "probably this machine ran out of memory: free some, and run again"
+    told = f"the runtime's process {ended}" + (f": {reason}" if reason else "")
+    return JobFailed(one_line(RuntimeError(told), LONGEST), code)
+
+
+def _telling(lines: list[str]) -> str:
+    """The lines of a log that end with its last error, or the last lines if it names none."""
+    named = (number for number, line in enumerate(lines, 1) if TELLING.search(line))
+    end = max(named, default=len(lines))
+    return " | ".join(line.strip() for line in lines[max(0, end - QUOTED) : end])
 
 
 def _pump(read: Callable[[], None]) -> threading.Thread:

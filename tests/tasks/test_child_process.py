@@ -83,6 +83,47 @@ def test_a_file_that_a_job_cannot_write_is_named() -> None:
         wait_for_result(child, output, pumps, child.kill, child.kill)
 
 
+WARNED = "a warning\nof two lines\n"
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    import b\n'
+ABORTED = """terminate called after throwing an instance of 'c10::Error'
+  what():  CUDA error: an illegal memory access was encountered
+Exception raised from c10_cuda_check (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98
+frame #1: main + 0x7
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "end", "said"),
+    [
+        (WARNED, "kill -KILL $$", "was killed by SIGKILL: probably this machine ran out of memory"),
+        ("", "kill -SEGV $$", "was killed by SIGSEGV$"),
+        (WARNED, "kill -SEGV $$", r"was killed by SIGSEGV: a warning \| of two lines$"),
+        (ABORTED, "kill -ABRT $$", r"SIGABRT: terminate called .* \| what\(\): CUDA error: [^|]*$"),
+        (
+            WARNED + TRACEBACK + "ModuleNotFoundError: No module named 'b'\n",
+            "exit 1",
+            r'exited with 1: File "a.py", line 1, .* \| ModuleNotFoundError: No module named .b.$',
+        ),
+    ],
+)
+def test_the_error_of_a_process_that_died_is_one_line_of_what_matters(
+    log: str, end: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text(log)
+    child = subprocess.Popen(
+        ["sh", "-c", f"cat {tmp_path}/log; {end}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    output = ChildOutput(lambda event: None)
+    pumps = [lambda: output.mixed(child.stdout)]
+    with pytest.raises(JobFailed, match=said) as raised:
+        wait_for_result(child, output, pumps, child.kill, child.kill)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.slow
 def test_the_error_of_a_killed_process_names_the_signal(endless: TrainJob) -> None:
     def kill(event: dict[str, Any]) -> None:
