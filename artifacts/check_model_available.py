@@ -12,12 +12,13 @@ from artifacts.download_or_find_model import (
     HUB_VARIANTS,
     ModelNotFound,
     asking_for,
-    hub_refusal,
+    hub_error,
     local_model,
     remote_file,
     resolve_file,
     resolve_model,
 )
+from configs.redact_errors_and_logs import one_line
 
 #: Time limit in seconds of a request to the hub.
 SECONDS = 20.0
@@ -31,7 +32,7 @@ def check_model_available(path: str, *, revision: str | None) -> str:
         revision: branch, tag or commit on the hub.
 
     Raises:
-        ModelNotFound: it cannot be fetched; the message has the reason.
+        ModelNotFound, ModelAway: it cannot be fetched; the message has the reason.
     """
     if local_model(path) is not None:
         return "local folder"
@@ -42,7 +43,10 @@ def check_model_available(path: str, *, revision: str | None) -> str:
 
 
 def check_on_hub(repo: str, *, revision: str | None) -> None:
-    """Raise ModelNotFound for a model that neither the hub's cache nor the hub has."""
+    """Raise ModelNotFound for a model that neither the hub's cache nor the hub has.
+
+    Raises ModelAway if the hub does not answer.
+    """
     from huggingface_hub import snapshot_download
 
     try:  # of a part of the files, `resolve_model` fetches the others
@@ -55,7 +59,7 @@ def check_file_available(path: str) -> str:
     """`local file` or `remote file`; a remote one is not fetched.
 
     Raises:
-        ModelNotFound: there is no such file; the message has the reason.
+        ModelNotFound, ModelAway: it cannot be fetched; the message has the reason.
     """
     if "://" not in path:
         resolve_file(path)
@@ -73,7 +77,7 @@ def _check_folder(url: str) -> None:
     except FileNotFoundError:
         found = False
     except Exception as error:  # each filesystem's client has errors of its own
-        raise ModelNotFound(f"model {url}: {type(error).__name__}: {error}") from None
+        raise ModelNotFound(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
     if not found:
         raise ModelNotFound(f"model {url}: no files there")
 
@@ -102,6 +106,5 @@ def _ask_hub(repo: str, revision: str | None) -> str:
     except ModelNotFound:
         raise
     except (OSError, HTTPError, HFValidationError, JSONDecodeError) as error:
-        why = hub_refusal(error, repo, revision)
-        raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
+        raise hub_error(error, repo, revision) from None
     return f"on the hub, {len(names)} files"

@@ -21,7 +21,15 @@ from fsspec import AbstractFileSystem
 from artifacts.cache_errors import caching
 from artifacts.delete_and_fetch_folders import fetch_files
 from artifacts.hashing import canonical_json, digest_bytes, digest_json
-from artifacts.remote_client_options_and_errors import is_forbidden, is_full
+from artifacts.remote_client_options_and_errors import (
+    find_files,
+    is_forbidden,
+    is_full,
+    is_of_client,
+    is_outage,
+    remedy,
+    web_cause,
+)
 from configs.redact_errors_and_logs import one_line
 
 log = logging.getLogger("kiln")
@@ -51,8 +59,8 @@ class ModelNotFound(ValueError):
     """The model's files cannot be found; the message states the searched location."""
 
 
-class HubAway(ModelNotFound):
-    """The hub cannot be reached, or is overloaded, and the model was not fetched before."""
+class ModelAway(RuntimeError):
+    """The hub, or a model's own store or server, does not answer now: retry."""
 
 
 def cache_folder() -> Path:
@@ -76,6 +84,7 @@ def resolve_model(
 
     Raises:
         ModelNotFound: the location does not exist or cannot be fetched.
+        ModelAway: it does not answer now.
         CacheUnusable: the cache of remote models cannot be written.
     """
     if (folder := local_model(path)) is not None:
@@ -108,6 +117,7 @@ def resolve_file(path: str) -> Path:
 
     Raises:
         ModelNotFound: there is no such file, or it cannot be fetched.
+        ModelAway: its store or server does not answer now.
         CacheUnusable: the cache of remote models cannot be written.
     """
     if "://" not in path:
@@ -141,7 +151,10 @@ def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
 
 @contextmanager
 def asking_for(path: str) -> Iterator[None]:
-    """Convert the errors of a file's location to ModelNotFound, but that of a full local disk."""
+    """Convert the errors of a file's location to ModelNotFound or ModelAway.
+
+    The error of a full local disk is of neither.
+    """
     try:
         yield
     except Exception as error:  # each filesystem's client has errors of its own
@@ -150,13 +163,14 @@ def asking_for(path: str) -> Iterator[None]:
         cause = web_cause(path, error)
         if isinstance(cause, FileNotFoundError):
             raise ModelNotFound(f"file {path}: no such file") from None
+        _check_away(f"file {path}", cause)
         raise ModelNotFound(f"file {path}: {type(cause).__name__}: {one_line(cause)}") from None
 
 
-def web_cause(url: str, error: Exception) -> BaseException:
-    """The error of a file: fsspec raises FileNotFoundError of all answers of a web server."""
-    cause = error.__cause__ if _is_web(url) else None
-    return error if cause is None or getattr(cause, "status", None) == 404 else cause
+def _check_away(what: str, error: Exception) -> None:
+    """Raise ModelAway for an outage."""
+    if is_outage(error):
+        raise ModelAway(f"{what}: cannot be fetched now ({one_line(error)}): {remedy(error)}")
 
 
 def _is_web(url: str) -> bool:
@@ -164,7 +178,7 @@ def _is_web(url: str) -> bool:
 
 
 def resolve_configs(path: str, *, revision: str | None = None) -> Path:
-    """As `resolve_model`, but a hub id is fetched without weights. Raises ModelNotFound."""
+    """As `resolve_model`, but a hub id is fetched without weights."""
     return resolve_model(path, revision=revision, files=HUB_CONFIGS)
 
 
@@ -234,13 +248,15 @@ def _fetch_url(url: str) -> Path:
     try:
         fs, root = fsspec.core.url_to_fs(url)
         fs.invalidate_cache()  # `find` asks the store, but `checksum` an earlier listing
-        files = {p: fs.checksum(p) for p in sorted(fs.find(root))}
-    except FileNotFoundError:
-        files = {}
+        files = {p: fs.checksum(p) for p in sorted(find_files(fs, root))}
     except Exception as error:  # each filesystem's client has errors of its own
-        if not isinstance(error, ImportError | ValueError) and not is_forbidden(error):
-            raise  # an outage may pass
-        raise ModelNotFound(f"model {url}: {one_line(error)}") from None
+        cause = web_cause(url, error)
+        _check_away(f"model {url}", cause)
+        known = isinstance(cause, ImportError | ValueError | FileNotFoundError)
+        if not (known or is_forbidden(cause) or is_of_client(cause)):
+            raise
+        why = "no files there" if isinstance(cause, FileNotFoundError) else one_line(cause)
+        raise ModelNotFound(f"model {url}: {why}") from None
     if not files:
         raise ModelNotFound(f"model {url}: no files there")
     version = _cached(url, sorted(files.items()))
@@ -250,8 +266,12 @@ def _fetch_url(url: str) -> Path:
         complete = Path(temporary, "model")
         try:
             fetch_files(fs, root, files, str(complete))
-        except ValueError as error:
-            raise ModelNotFound(f"model {url}: {error}") from None
+        except Exception as error:
+            cause = web_cause(url, error)
+            _check_away(f"model {url}", cause)
+            if not isinstance(cause, ValueError):
+                raise
+            raise ModelNotFound(f"model {url}: {cause}") from None
         target = version.with_name(f"{version.name}-{digest_model(complete)}")
         try:
             complete.rename(target)
@@ -306,10 +326,7 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
             )
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
-        why = hub_refusal(error, repo, revision)
-        if _is_away(error):
-            raise HubAway(f"model {repo}: no such folder, and {why}") from None
-        raise ModelNotFound(f"model {repo}: no such folder, and {why}") from None
+        raise hub_error(error, repo, revision) from None
     for path in files_below(Path(folder)):
         name = path.relative_to(folder).as_posix()
         if _matches(name, files) and not _matches(name, skipped):
@@ -325,6 +342,12 @@ def _check_blob(repo: str, path: Path) -> None:
     blob = path.resolve()
     if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest_model_file(path):
         raise ModelNotFound(f"model {repo}: {blob} is damaged: delete it to have it fetched again")
+
+
+def hub_error(error: Exception, repo: str, revision: str | None) -> ModelNotFound | ModelAway:
+    """The error of a model that the hub's client did not get."""
+    kind = ModelAway if _is_away(error) else ModelNotFound
+    return kind(f"model {repo}: no such folder, and {hub_refusal(error, repo, revision)}")
 
 
 def _is_away(error: Exception) -> bool:

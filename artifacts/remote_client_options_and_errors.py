@@ -19,12 +19,17 @@ _CLIENTS = (
     *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
     *("google.api_core", "google.auth", "google.cloud", "google.resumable_media", "requests"),
 )
-#: Errors of botocore and google.auth: there are no credentials, or a log-in has expired.
-_NO_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"),
+#: Clients of web servers and of the hub, whose answers 4xx are final, but for those of _PASSING.
+_WEB_CLIENTS = ("aiohttp", "httpx", "httpx2", "huggingface_hub", "requests")
+_PASSING = {408, 425, 429}
+#: Errors of botocore and google.auth: there are no credentials. Machines of a cloud ask a service
+#: of it for them, which may not answer for a moment.
+_NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError"}
+#: Their errors of a log-in that has expired, or of a wrong profile: a person has to act.
+_NO_LOG_IN = {
+    *("PartialCredentialsError", "ProfileNotFound", "ReauthFailError"),
     *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
     *("LoginRefreshRequired", "LoginTokenLoadError"),
-    *("DefaultCredentialsError", "ReauthFailError"),
 }
 
 
@@ -39,6 +44,20 @@ def client_options(url: str) -> dict[str, Any]:
 def protocols(fs: AbstractFileSystem) -> set[str]:
     """The URL schemes of a filesystem."""
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def find_files(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """Every file below a folder, by path, as `find` with its details. Raises as the filesystem.
+
+    On a web server `find` would leave out the folders that cannot be listed now.
+    """
+
+    def unless_missing(error: Exception) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    more = {"on_error": unless_missing} if protocols(fs) & {"http", "https"} else {}
+    return dict(fs.find(path, detail=True, **more))
 
 
 def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
@@ -82,20 +101,20 @@ def is_of_client(error: BaseException) -> bool:
     """
     if any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__):
         return False  # of the hub's package, for a wrong config.json on a local disk
-    if isinstance(error, StoreRefused) or _is_of_client(type(error).__module__):
+    if isinstance(error, StoreRefused) or _is_of(_CLIENTS, type(error).__module__):
         return True
     if type(error) is OSError and error.__cause__ is not None:
-        return _is_of_client(type(error.__cause__).__module__)
-    return isinstance(error, ValueError) and _is_of_client(_raised_in(error))
+        return _is_of(_CLIENTS, type(error.__cause__).__module__)
+    return isinstance(error, ValueError) and _is_of(_CLIENTS, _raised_in(error))
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether a store denies access, or has no valid credentials.
+    """Whether a store denies access, or a person has to log in first.
 
     S3's client has no errno for the former, Google's no type of its own.
     """
     is_denied = isinstance(error, PermissionError) or str(error).startswith("Forbidden: ")
-    return is_denied or _answer(error) == 403 or lacks_credentials(error)
+    return is_denied or _answer(error) == 403 or type(error).__name__ in _NO_LOG_IN
 
 
 def lacks_credentials(error: BaseException) -> bool:
@@ -103,7 +122,7 @@ def lacks_credentials(error: BaseException) -> bool:
 
     Without any, gcsfs asks anonymously, and the answer is an error with the code 401.
     """
-    return _answer(error) == 401 or type(error).__name__ in _NO_CREDENTIALS
+    return _answer(error) == 401 or type(error).__name__ in _NO_CREDENTIALS | _NO_LOG_IN
 
 
 def is_full(error: BaseException) -> bool:
@@ -118,10 +137,28 @@ def target_of(error: Exception) -> str | None:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether a remote store, or the way to it, failed in a way that may pass."""
-    if is_forbidden(error):
+    """Whether a remote store, or the way to it, failed in a way that may pass.
+
+    Credentials that are not found may come back. The checks before a run, which tell first that
+    there are none, have no retries.
+    """
+    if is_forbidden(error) or _is_final(error):
         return False
     return isinstance(error, ConnectionError | TimeoutError) or is_of_client(error)
+
+
+def remedy(error: BaseException) -> str:
+    """What a person can do about an outage."""
+    if lacks_credentials(error):
+        return "log in by its cloud's tool, or set credentials in the environment"
+    return "run again later"
+
+
+def web_cause(url: str, error: Exception) -> Exception:
+    """The error of a file: fsspec raises FileNotFoundError of all answers of a web server."""
+    is_web = url.startswith(("http://", "https://")) and isinstance(error, FileNotFoundError)
+    cause = error.__cause__ if is_web else None
+    return cause if isinstance(cause, Exception) and _answer(cause) != 404 else error
 
 
 @contextmanager
@@ -142,11 +179,22 @@ def _answer(error: BaseException) -> Any:
     """The HTTP status in a client's error, if any: aiohttp's `code` is deprecated for `status`."""
     if not is_of_client(error):
         return None
+    if (response := getattr(error, "response", None)) is not None:  # the hub's
+        return getattr(response, "status_code", None)
     return getattr(error, "status" if hasattr(error, "status") else "code", None)
 
 
-def _is_of_client(module: str) -> bool:
-    return any(f"{module}.".startswith(f"{package}.") for package in _CLIENTS)
+def _is_final(error: BaseException) -> bool:
+    """Whether a web server, or the hub, would answer the same again, or the URL is none."""
+    if not _is_of(_WEB_CLIENTS, type(error).__module__):
+        return False
+    answer = _answer(error)
+    refused = isinstance(answer, int) and 400 <= answer < 500 and answer not in _PASSING
+    return refused or isinstance(error, ValueError)
+
+
+def _is_of(packages: tuple[str, ...], module: str) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def _raised_in(error: BaseException) -> str:

@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from artifacts.check_model_available import check_on_hub
-from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_file, resolve_model
+from artifacts.download_or_find_model import (
+    ModelAway,
+    ModelNotFound,
+    local_model,
+    resolve_file,
+    resolve_model,
+)
 from configs.load_and_extend_recipe import RecipeError
 from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe, StageName
@@ -202,8 +208,8 @@ def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
 
 @contextmanager
 def _naming(setting: str) -> Iterator[None]:
-    """Put the setting's name before the message of a ModelNotFound or WrongInput."""
+    """Put the setting's name before the message of a ModelNotFound, ModelAway or WrongInput."""
     try:
         yield
-    except (ModelNotFound, WrongInput) as error:
+    except (ModelNotFound, ModelAway, WrongInput) as error:
         raise type(error)(f"{setting}: {error}") from None

@@ -142,7 +142,7 @@ REMEDIES = {
     "ModelNotFound": "Correct the path or the hub id. Check the network, and `HF_TOKEN`.",
     "CacheUnusable": "Set `KILN_CACHE` (for models of the hub, `HF_HOME`) to a writable folder.",
     "CacheFull": "Free space on its disk, or set the variable of the message, and run again.",
-    "HubAway": "Check the network, and run again later. A run on a work pool waits.",
+    "ModelAway": "Prefect retries a stage. Check the network, and run again later.",
     "GateError": "Correct the rule ([recipes.md](recipes.md#the-gate)).",
     "Rejected": "Change training, data or rules. The exit code is 3.",
     "SmokeTestFailed": "The gate rejects such a model. Look at the reason; it cannot be forced.",

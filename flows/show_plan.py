@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from artifacts.download_or_find_model import ModelNotFound
+from artifacts.download_or_find_model import ModelAway, ModelNotFound
 from configs.settings.recipe import Recipe
 from flows import show_gpu_plan
 from flows.show_stored_plan import StoredPlan, stored_facts, stored_lines
@@ -55,7 +55,7 @@ def show_plan(
     else:
         try:
             on_gpu = plan_gpu_training(recipe, gpu, _say)
-        except ModelNotFound as error:
+        except (ModelNotFound, ModelAway) as error:
             _show_stored(recipe, parse_gpu(gpu), error, as_json=as_json)
             return
         show(
@@ -68,7 +68,7 @@ def show_plan(
             raise DoesNotFit(on_gpu.refusal())
 
 
-def _show_stored(recipe: Recipe, gpu: Gpu, error: ModelNotFound, *, as_json: bool) -> None:
+def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -> None:
     """Print the plan that comes with a recipe whose model is not there; raise the error if none."""
     if (found := memory_of(recipe)) is None:
         raise error

@@ -11,7 +11,7 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from artifacts.cache_errors import CacheFull
-from artifacts.download_or_find_model import HubAway
+from artifacts.download_or_find_model import ModelAway
 from artifacts.remote_client_options_and_errors import is_outage
 from configs.load_and_extend_recipe import RecipeError
 from configs.redact_errors_and_logs import one_line
@@ -47,7 +47,7 @@ LIMITS = {
 def may_pass(error: BaseException) -> bool:
     """Whether another try may succeed."""
     cause = error.__cause__ if isinstance(error, RecipeError) else None  # see writable_store
-    return isinstance(error, TransientError | HubAway | CacheFull) or is_outage(cause or error)
+    return isinstance(error, TransientError | ModelAway | CacheFull) or is_outage(cause or error)
 
 
 def should_retry(task: Any, run: Any, state: State[Any]) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.download_or_find_model import ModelNotFound, resolve_model
+from artifacts.download_or_find_model import ModelAway, ModelNotFound, resolve_model
 from artifacts.lock import LockLost
 from artifacts.remote_client_options_and_errors import is_outage, target_of
 from configs.settings.train import Train
@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         number, file, away = error.errno, target_of(error), _is_away(error)
         return _fail(events, str(error), 1, errno=number, file=file, away=away)
-    except (Diverged, LockLost) as error:
-        return _fail(events, str(error), 1)
+    except (Diverged, LockLost, ModelAway) as error:
+        return _fail(events, str(error), 1, away=isinstance(error, ModelAway))
     except LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
@@ -133,7 +133,7 @@ def _run(job: Job, path: Path, events: Events, stop: Stop) -> int:
 
 
 def _with_local_models(job: Job) -> Job:
-    """The job with paths of local copies of its models. Raises WrongInput."""
+    """The job with paths of local copies of its models. Raises WrongInput, ModelAway."""
     try:
         vae = None if job.vae is None else str(resolve_model(job.vae))
         return replace(job, model=str(resolve_model(job.model)), vae=vae)

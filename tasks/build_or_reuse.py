@@ -25,7 +25,9 @@ from artifacts.remote_client_options_and_errors import (
     is_forbidden,
     is_full,
     is_of_client,
+    is_outage,
     lacks_credentials,
+    remedy,
     target_of,
 )
 from artifacts.store import Artifact, Draft, Store
@@ -53,7 +55,7 @@ class StorageError(RuntimeError):
 
 
 class StorageAway(StorageError, TransientError):
-    """The store is full or does not answer: retry."""
+    """The store is full, does not answer or has no credentials for us now: retry."""
 
 
 class StageFailed(RuntimeError):
@@ -255,16 +257,14 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
             place = f"{url}, or for temporary files in {tempfile.gettempdir()}"
         return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if lacks_credentials(error):
-        return StorageError(
-            f"no valid credentials for {url} ({one_line(error)}): log in by its cloud's tool, or "
-            "set them in the environment"
-        )
+        kind = StorageAway if is_outage(error) else StorageError
+        return kind(f"no valid credentials for {url} ({one_line(error)}): {remedy(error)}")
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
         if file is None:  # of a bucket
             place = f"{url} ({one_line(error)})"
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and (store is None or not store.is_local):
-        return StorageAway(f"{url} cannot be used now ({one_line(error)}): run again later")
+        return StorageAway(f"{url} cannot be used now ({one_line(error)}): {remedy(error)}")
     return error
 
 

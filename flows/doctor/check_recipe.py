@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from artifacts.check_model_available import check_file_available, check_model_available
-from artifacts.download_or_find_model import ModelNotFound
+from artifacts.download_or_find_model import ModelAway, ModelNotFound
 from artifacts.store import Store, StoreError
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
@@ -127,7 +127,7 @@ def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
     try:
         where = check_model_available(path, revision=revision)
         yield fine(f"{setting}: {without_secrets(path)} ({where})")
-    except ModelNotFound as error:
+    except (ModelNotFound, ModelAway) as error:
         yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")
 
 
@@ -136,7 +136,7 @@ def _inception(recipe: Recipe, path: str) -> Iterator[Finding]:
         yield fine(f"evaluate.inception: {without_secrets(path)} ({check_file_available(path)})")
         if "evaluate" in stages_without_pool(recipe):
             fidelity_folder()
-    except (ModelNotFound, WrongInput) as error:
+    except (ModelNotFound, ModelAway, WrongInput) as error:
         yield problem(str(error), "see docs/evaluation.md#features-of-inception")
 
 
@@ -145,7 +145,7 @@ def _source(recipe: Recipe) -> Iterator[Finding]:
     try:
         download.check(recipe)
         yield fine(f"source: {without_secrets(str(where))} opens")
-    except download.SourceError as error:
+    except (download.SourceError, TransientError) as error:
         yield problem(str(error))
 
 

@@ -26,7 +26,7 @@ from tasks.download.download_shard import (
     is_retried,
 )
 from tasks.download.plan_shards import ShardSpec
-from tasks.download.stage_errors import Outage, SourceError
+from tasks.download.stage_errors import Outage, SourceAway, SourceError
 from tasks.worker_reports import WorkerReports, shard_counts, worker_report
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.
@@ -86,7 +86,7 @@ def run_pipeline(
 
     Raises:
         StorageError: the store is not writable; StorageAway if it is full or does not answer.
-        SourceError: the source changed or cannot be read.
+        SourceError: the source changed or cannot be read; SourceAway if it does not answer.
         BeamOptionsError: Beam rejects `options`.
         Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.
     """
@@ -96,7 +96,7 @@ def run_pipeline(
     _clear(store, context.notes)
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
-    dofn, known = DownloadShard(context), (SourceError, Outage)
+    dofn, known = DownloadShard(context), (SourceError, SourceAway, Outage)
     try:
         run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
     except Outage:

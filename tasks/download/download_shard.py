@@ -108,6 +108,7 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     Raises:
         OSError: the store is full or not writable.
         SourceError: the source changed since it was scanned, or cannot be read.
+        SourceAway: it cannot be read now.
     """
     store = Store(context.store)
     # No record of a damaged shard may stay if this fails.

@@ -22,9 +22,15 @@ from fsspec.utils import glob_translate
 from artifacts import list_folder
 from artifacts.concurrent_requests import ask_at_once
 from artifacts.hashing import digest_json, digest_stream
-from artifacts.remote_client_options_and_errors import is_of_client
+from artifacts.remote_client_options_and_errors import (
+    find_files,
+    is_of_client,
+    is_outage,
+    remedy,
+    web_cause,
+)
 from configs.redact_errors_and_logs import one_line
-from tasks.download.stage_errors import SourceError
+from tasks.download.stage_errors import SourceAway, SourceError
 
 #: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
 _UNREADABLE = (OSError, ValueError, ImportError, EOFError, csv.Error, zlib.error, duckdb.Error)
@@ -95,6 +101,7 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
 
     Raises:
         SourceError: no file matches, or the location cannot be listed.
+        SourceAway: it cannot be listed now.
     """
     with reading(path):
         fs, root = url_to_fs(path)
@@ -104,12 +111,13 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
             globbed = _glob(fs, root) if is_local else fs.glob(root, detail=True)
             found = {name: info for name, info in globbed.items() if info["type"] != "directory"}
         elif fs.isdir(root):
-            files = _files(fs, root, math.inf) if is_local else fs.find(root, detail=True)
+            files = _files(fs, root, math.inf) if is_local else find_files(fs, root)
             found = {name: i for name, i in files.items() if name.lower().endswith(suffixes)}
         else:
-            found = {root: fs.info(root)} if fs.exists(root) else {}
+            info = find_info(fs, root)
+            found = {} if info is None else {root: info}
         if not found:
-            check_absent(fs, root)
+            find_info(fs, root)
             kinds = ", ".join(suffixes)
             raise SourceError(
                 f"source.path: {path}: no such file, or no {kinds} files in the folder"
@@ -200,10 +208,22 @@ def _is_utf8(name: str) -> bool:
     return True
 
 
-def check_absent(fs: AbstractFileSystem, path: str) -> None:
-    """Raise the error that `isdir` and `exists` hide, unless `path` does not exist."""
-    with suppress(FileNotFoundError):
-        fs.info(path)
+def find_info(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
+    """What fsspec describes of a file; None if there is none.
+
+    Raises the errors that `isdir` and `exists` hide.
+    """
+    try:
+        return dict(fs.info(path))
+    except FileNotFoundError as error:
+        if not is_absent(path, error):
+            raise
+        return None
+
+
+def is_absent(path: str, error: Exception) -> bool:
+    """Whether an error means that there is no such file."""
+    return isinstance(web_cause(path, error), FileNotFoundError)
 
 
 def is_pattern(fs: AbstractFileSystem, path: str) -> bool:
@@ -234,23 +254,26 @@ def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Convert the errors of reading `path` to a one-line SourceError."""
+    """Convert the errors of reading `path` to a SourceError, or a SourceAway, of one line."""
     from pyarrow import ArrowException
 
     try:
         yield
     except SourceError:
         raise
-    except FileNotFoundError:
-        raise SourceError(f"source: {path}: no such file or folder") from None
-    except (*_UNREADABLE, ArrowException) as error:
-        if "support range requests" in str(error):
+    except Exception as error:
+        cause = web_cause(path, error)
+        why = one_line(cause)
+        if isinstance(cause, FileNotFoundError):
+            raise SourceError(f"source: {path}: no such file or folder") from None
+        if is_outage(cause):
+            message = f"source: {path}: cannot be read now ({why}): {remedy(cause)}"
+            raise SourceAway(message) from None
+        if "support range requests" in str(cause):
             raise SourceError(
                 f"source: {path}: its web server gives no parts of a file (range requests): "
                 "download the file and name its path"
             ) from None
-        raise SourceError(f"source: {path}: cannot be read: {one_line(error)}") from None
-    except Exception as error:
-        if not is_of_client(error):
+        if not isinstance(cause, (*_UNREADABLE, ArrowException)) and not is_of_client(cause):
             raise
-        raise SourceError(f"source: {path}: cannot be reached: {one_line(error)}") from None
+        raise SourceError(f"source: {path}: cannot be read: {why}") from None

@@ -14,7 +14,14 @@ from fsspec.core import url_to_fs
 
 from artifacts.hashing import digest_bytes
 from configs.settings.source import FolderSource
-from tasks.download.list_files import check_absent, list_files, open_file, reading, require_columns
+from tasks.download.list_files import (
+    find_info,
+    is_absent,
+    list_files,
+    open_file,
+    reading,
+    require_columns,
+)
 from tasks.download.read_lists_by_duckdb import FORMATS, hash_rows
 from tasks.download.read_malformed_lists import json_rows
 from tasks.download.row_fields_and_hash import (
@@ -91,10 +98,10 @@ class Folder:
         with reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
             if not fs.isdir(root):
-                check_absent(fs, root)
+                find_info(fs, root)
                 raise SourceError(f"source.path: {self.settings.path}: no such folder")
             name = f"{root.rstrip('/')}/{self.METADATA}"
-            if not fs.exists(name):
+            if find_info(fs, name) is None:
                 return None
             return name if "file" in fs.protocol else str(fs.unstrip_protocol(name))
 
@@ -136,5 +143,9 @@ def _bytes_at(file: str) -> bytes | None:
         try:
             with open_file(file) as stream:
                 return bytes(stream.read())
-        except (FileNotFoundError, IsADirectoryError):
+        except IsADirectoryError:
+            return None
+        except FileNotFoundError as error:
+            if not is_absent(file, error):
+                raise
             return None

@@ -171,6 +171,10 @@ def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
         try:
             suffix = next((end for end in COMPRESSIONS[1:] if path.endswith(end)), "")
             yield db, f"{one.protocol}://list{suffix}"
+        except Exception:
+            if one.failed:  # DuckDB keeps of it the text alone, of the whole traceback
+                raise one.failed[0] from one.failed[0].__cause__
+            raise
         finally:
             db.unregister_filesystem(one.protocol)
 
@@ -198,7 +202,11 @@ def _database() -> duckdb.DuckDBPyConnection:
 
 
 class _OneFile(AbstractFileSystem):
-    """One file of any filesystem under a name without secrets and wildcards."""
+    """One file of any filesystem under a name without secrets and wildcards.
+
+    Attributes:
+        failed: errors of the filesystem, in order.
+    """
 
     cachable = False
     numbers = count()
@@ -207,18 +215,44 @@ class _OneFile(AbstractFileSystem):
         super().__init__()
         self.protocol = f"kilnlist{next(self.numbers)}"
         self.fs, self.file = fs, path
+        self.failed: list[Exception] = []
 
     def glob(self, path: str, **_: Any) -> list[str]:
         return [path]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        return {**self.fs.info(self.file), "name": path}
+        with self.noting():
+            return {**self.fs.info(self.file), "name": path}
 
     def modified(self, path: str) -> datetime:
         return datetime.fromtimestamp(0, UTC)  # DuckDB's cache needs a time; each name is read once
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        return self.fs.open(self.file, mode)
+        with self.noting():
+            return _Noting(self.fs.open(self.file, mode), self)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note an error of the filesystem."""
+        try:
+            yield
+        except Exception as error:
+            self.failed.append(error)
+            raise
+
+
+class _Noting:
+    """An open file whose errors are noted."""
+
+    def __init__(self, stream: Any, of: _OneFile) -> None:
+        self._stream, self._of = stream, of
+
+    def read(self, size: int = -1) -> bytes:
+        with self._of.noting():
+            return bytes(self._stream.read(size))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _hashed(

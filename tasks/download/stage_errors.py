@@ -16,6 +16,16 @@ class SourceError(ValueError):
         super().__init__(without_secrets(" ".join(message.split())))
 
 
+class SourceAway(TransientError):
+    """The store or the web server of a source does not answer now: retry.
+
+    The message is one line, without the secrets of URLs.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(" ".join(message.split())))
+
+
 class TooManyFailed(RuntimeError):
     """More rows failed permanently than the recipe allows; the message lists the reasons."""
 

@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.checksummed_files import Damaged, read_record
 from artifacts.download_or_find_model import (
     IGNORED,
+    ModelAway,
     ModelNotFound,
     cache_folder,
     digest_model,
@@ -40,7 +41,7 @@ def load_published_model(folder: Path) -> EvalModel:
 
     Raises:
         Damaged: a file is not the one that its manifest names; a folder without one is not checked.
-        ModelNotFound: the base of the adapters is missing.
+        ModelNotFound, ModelAway: the base of the adapters is missing, or does not answer now.
         WrongInput: the folder has neither a pipeline nor adapters.
     """
     _check_files(folder)
@@ -144,5 +145,5 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
         return base, None if given is None else vae_path(base, resolve_model(os.fspath(given)))
     except (KeyError, TypeError):
         raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
-    except ModelNotFound as error:
+    except (ModelNotFound, ModelAway) as error:
         raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None

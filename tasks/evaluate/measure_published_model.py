@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from fsspec.core import url_to_fs
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import read_checked, read_record
 from artifacts.download_or_find_model import resolve_model
 from artifacts.remote_client_options_and_errors import is_forbidden, is_outage
-from artifacts.store import MANIFEST, Artifact, Draft
-from tasks.build_or_reuse import build_or_reuse, runtime_facts
+from artifacts.store import MANIFEST, Artifact, Draft, Store
+from tasks.build_or_reuse import build_or_reuse, runtime_facts, storing
 from tasks.child_process import run_job
 from tasks.evaluate import draw_pictures
 from tasks.evaluate.bootstrap import Estimates, from_npz, to_npz
@@ -116,18 +115,20 @@ def _finite(estimates: Estimates) -> Estimates:
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable.
 
-    A remote store that does not give them raises as its client does.
+    Raises StorageError if a remote store does not give them.
     """
-    try:
-        fs, root = url_to_fs(uri)
-        manifest = read_record(fs, f"{root}/{MANIFEST}")
-        sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
-        found = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
-        if found["fingerprint"] != fingerprint:
+    place = Store(uri)
+    fs, root = place.fs, place.root
+    with storing(place):
+        try:
+            manifest = read_record(fs, f"{root}/{MANIFEST}")
+            sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
+            found = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
+            if found["fingerprint"] != fingerprint:
+                return None
+            resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
+            return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
+        except (OSError, ValueError, KeyError) as error:
+            if is_outage(error) or is_forbidden(error):
+                raise
             return None
-        resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
-        return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
-    except (OSError, ValueError, KeyError) as error:
-        if is_outage(error) or is_forbidden(error):
-            raise
-        return None

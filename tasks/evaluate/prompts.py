@@ -6,8 +6,7 @@ import re
 
 import fsspec
 
-from artifacts.download_or_find_model import web_cause
-from artifacts.remote_client_options_and_errors import is_forbidden, is_outage
+from artifacts.remote_client_options_and_errors import is_of_client, is_outage, remedy, web_cause
 from configs.redact_errors_and_logs import one_line
 from configs.settings.evaluate import PromptSet
 from configs.settings.recipe import Recipe
@@ -58,8 +57,10 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
             raise WrongInput(f"{setting}: {url}: no such file") from None
         why = getattr(cause, "strerror", None) or one_line(cause)
         if is_outage(cause):
-            raise TransientError(f"{setting}: {url} cannot be read ({why}): run again") from error
-        if not isinstance(cause, OSError | ValueError) and not is_forbidden(cause):
+            raise TransientError(
+                f"{setting}: {url} cannot be read ({why}): {remedy(cause)}"
+            ) from error
+        if not isinstance(cause, OSError | ValueError) and not is_of_client(cause):
             raise
         raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
     if not prompts:

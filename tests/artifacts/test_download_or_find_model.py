@@ -19,6 +19,7 @@ from artifacts import download_or_find_model
 from artifacts.cache_errors import CacheFull, CacheUnusable
 from artifacts.check_model_available import check_file_available
 from artifacts.download_or_find_model import (
+    ModelAway,
     ModelNotFound,
     cache_folder,
     digest_model,
@@ -190,6 +191,7 @@ class Web(LoopbackServer):
     def __init__(self) -> None:
         super().__init__(Answers)
         self.content, self.refused, self.has_etag = b"one", set[str](), True
+        self.status = 403  # of what is refused
         self.gets, self.redirects = 0, count()
         self.url = f"http://{self.host}/weights"
 
@@ -207,7 +209,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def _answer(self) -> bool:
         is_file = self.path.startswith("/stored?") and self.command not in self.server.refused
-        found = 200 if is_file else 404 if self.path == "/none" else 403
+        found = 200 if is_file else 404 if self.path == "/none" else self.server.status
         self.send_response(302 if self.path == "/weights" else found)
         if self.path == "/weights":
             self.send_header("Location", f"/stored?Signature={next(self.server.redirects)}")
@@ -251,14 +253,32 @@ def test_a_refusal_is_no_missing_file(web: Web) -> None:
         assert "Signature=1" not in str(error.value)
     with pytest.raises(ModelNotFound, match=r"none: no such file$"):
         resolve_file(web.url.replace("weights", "none"))
-    with pytest.raises(ModelNotFound, match="weights: ClientConnectorError: "):
-        resolve_file("http://127.0.0.1:9/weights")
+
+
+def test_an_outage_is_no_missing_file(web: Web, refusing_url: str) -> None:
+    """Else the retries of a stage do not try it again."""
+    busy = r"weights: cannot be fetched now \(503.*\): run again later$"
+    away = r"weights: cannot be fetched now \(Cannot connect .*\): run again later$"
+    web.status, web.refused = 503, {"HEAD", "GET"}
+    folder, file = web.url.partition("/weights")[0], f"{refusing_url}/weights"
+    for find in (resolve_file, check_file_available):
+        for url, words in ((web.url, busy), ("http://127.0.0.1:9/weights", away)):
+            with pytest.raises(ModelAway, match=words):
+                find(url)
+        with pytest.raises(ModelAway, match=r"weights: cannot be fetched now \(.*invalid at this"):
+            find(file)
+    for url in (folder, "http://127.0.0.1:9/model", refusing_url):
+        with pytest.raises(ModelAway, match=rf"^model {url}: cannot be fetched now"):
+            resolve_model(url)
+    web.refused = {"GET"}  # once the file is found
+    with pytest.raises(ModelAway, match=busy):
+        resolve_file(web.url)
 
 
 @pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_no_missing_file(s3_away: None) -> None:
     for find in (resolve_file, check_file_available):
-        with pytest.raises(ModelNotFound, match=r"weights: .*[Cc]onnect") as error:
+        with pytest.raises(ModelAway, match=r"weights: .*[Cc]onnect") as error:
             find("s3://bucket/weights")
         assert "\n" not in str(error.value) and "no such file" not in str(error.value)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from aiohttp import ClientResponseError, RequestInfo
+from aiohttp import ClientResponseError, InvalidURL, RequestInfo
 from botocore.exceptions import (
     EndpointConnectionError,
     NoCredentialsError,
@@ -14,7 +14,12 @@ from gcs_server import GcsServer
 from gcsfs.retry import HttpError
 from google.auth.exceptions import DefaultCredentialsError
 from google.protobuf.message import DecodeError
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from httpx2 import Request, Response
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    StrictDataclassFieldValidationError,
+)
 from multidict import CIMultiDict, CIMultiDictProxy
 from store_servers import UrlOf
 from yarl import URL
@@ -85,6 +90,11 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
     assert type(found.value) is kind
 
 
+def of_the_hub(status: int) -> Exception:
+    asked = Request("GET", "http://hub.org")
+    return HfHubHTTPError(f"{status}", response=Response(status, request=asked))
+
+
 @pytest.mark.parametrize(
     ("error", "passes"),
     [
@@ -95,10 +105,15 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
         (StoreRefused("Forbidden: no"), False),
         (PermissionError("Access Denied"), False),
         (UnauthorizedSSOTokenError(), False),
-        (NoCredentialsError(), False),
-        (DefaultCredentialsError(), False),
-        (HttpError({"code": 401, "message": "Anonymous caller"}), False),
+        (NoCredentialsError(), True),
+        (DefaultCredentialsError(), True),
+        (HttpError({"code": 401, "message": "Anonymous caller"}), True),
+        (HttpError({"code": 403, "message": "no"}), False),
         (HttpError({"code": 503, "message": "later"}), True),
+        (InvalidURL("http:///"), False),
+        (of_the_hub(401), False),
+        (of_the_hub(503), True),
+        (HFValidationError("no such name"), False),
         (StrictDataclassFieldValidationError("size", TypeError("many")), False),
         (DecodeError("a damaged tokenizer"), False),
         (TypeError("a bug"), False),
@@ -113,15 +128,25 @@ def test_the_answer_of_a_web_server_is_read_by_its_present_name(
 ) -> None:
     """aiohttp's `code` is deprecated."""
     asked = RequestInfo(URL("http://a.org"), "GET", CIMultiDictProxy(CIMultiDict()))
-    passes = [is_outage(ClientResponseError(asked, (), status=n)) for n in (401, 403, 503)]
-    assert passes == [False, False, True] and not recwarn.list
+    answers = (401, 403, 404, 408, 410, 429, 500, 503)
+    passes = [n for n in answers if is_outage(ClientResponseError(asked, (), status=n))]
+    assert passes == [408, 429, 500, 503] and not recwarn.list
 
 
-def test_a_store_without_credentials_is_told_at_once() -> None:
-    said = "^no valid credentials for memory:///closed .Unable to locate credentials.: log in"
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (NoCredentialsError(), StorageAway),  # a cloud's service of credentials may fail
+        (UnauthorizedSSOTokenError(), StorageError),
+    ],
+)
+def test_what_a_store_without_credentials_needs_is_told(
+    error: Exception, kind: type[Exception]
+) -> None:
+    said = "^no valid credentials for memory:///closed .*: log in by its cloud's tool, or set "
     with pytest.raises(StorageError, match=said) as found, storing(Store("memory://closed")):
-        raise NoCredentialsError
-    assert not isinstance(found.value, StorageAway)
+        raise error
+    assert type(found.value) is kind
 
 
 def test_a_valueerror_of_ours_is_not_of_a_client() -> None:

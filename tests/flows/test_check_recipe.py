@@ -223,7 +223,7 @@ def test_prompts_of_a_store_that_is_away_are_one_problem() -> None:
     with refusing() as host:
         prompts = {"evaluate.prompts": {"new": {"prompts": [], "file": f"http://{host}/a.txt"}}}
         [found] = check(load_recipe("digits", prompts))["problem"]
-    assert found.startswith("evaluate.prompts.new.file: ") and found.endswith(": run again")
+    assert found.startswith("evaluate.prompts.new.file: ") and found.endswith(": run again later")
 
 
 def test_wrong_input_is_exit_code_2(here: Here) -> None:

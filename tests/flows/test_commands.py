@@ -13,7 +13,7 @@ from store_servers import UrlOf
 from terminal import Terminal
 
 from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import HubAway
+from artifacts.download_or_find_model import ModelAway
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe, recipe_names
 from flows.cli import app, main
@@ -180,7 +180,7 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
     """By the plan that comes with it; what its model's configs would tell is null."""
 
     def away(path: str, **_: object) -> Path:
-        raise HubAway(f"model {path}: the hub cannot be reached")
+        raise ModelAway(f"model {path}: the hub cannot be reached")
 
     monkeypatch.setattr("tasks.base_training_plan.resolve_configs", away)
     stored = memory_of(load_recipe("sdxl-lora"))
@@ -197,7 +197,7 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
     cause, refusal = here("plan", "sdxl", "--gpu", "24GB", code=2).splitlines()
     assert cause.endswith("the hub cannot be reached; this is the plan that comes with the recipe")
     assert refusal.startswith("kiln: sdxl needs 55.4 GiB, 24 GB has 22.1 GiB for tensors")
-    other = here("plan", "sdxl", "--gpu", "24GB", "-o", "train.micro_batch_size=2", code=2)
+    other = here("plan", "sdxl", "--gpu", "24GB", "-o", "train.micro_batch_size=2", code=1)
     assert other.endswith("the hub cannot be reached\n"), "no plan of these settings"
 
 

@@ -9,21 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from botocore.exceptions import EndpointConnectionError
+from botocore.exceptions import (
+    EndpointConnectionError,
+    NoCredentialsError,
+    UnauthorizedSSOTokenError,
+)
 from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
 from artifacts.cache_errors import CacheFull
+from artifacts.download_or_find_model import ModelAway
 from artifacts.store import Draft, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageResult, TransientError
+from tasks.download.stage_errors import SourceAway
 from tasks.evaluate.evaluation_inputs import MeasuringModels
 
 PASSING = [
     *(TransientError("away"), ConnectionError("reset"), TimeoutError("too long")),
     EndpointConnectionError(endpoint_url="http://127.0.0.1:9"),
+    *(NoCredentialsError(), ModelAway("away"), SourceAway("away")),
 ]
 FULL = OSError(errno.ENOSPC, "full")  # a TransientError by the time that Prefect sees it
 
@@ -170,6 +177,7 @@ def test_a_stage_fails_after_its_last_retry(stage: Stage) -> None:
         (RuntimeError("a bug"), "a bug"),
         (WrongInput("of ours"), "encode: of ours"),
         (PermissionError(errno.EACCES, "closed"), "no permission"),
+        (UnauthorizedSSOTokenError(), "no valid credentials for .*: log in"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from artifacts.artifact_key import KeyParts
 from artifacts.clock import Clock
-from artifacts.download_or_find_model import HubAway
+from artifacts.download_or_find_model import ModelAway
 from artifacts.remote_client_options_and_errors import StoreRefused
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
@@ -323,7 +323,7 @@ def test_a_sent_run_waits_for_a_store_that_is_away(
 
 
 def test_a_sent_run_waits_for_the_hub(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, waited = [HubAway("model.path: the hub cannot be reached")], list[float]()
+    errors, waited = [ModelAway("model.path: the hub cannot be reached")], list[float]()
 
     def check() -> Run:
         if errors:

@@ -69,6 +69,19 @@ def test_an_outage_of_the_store_has_its_type(s3_away: None) -> None:
         run_job(job)
 
 
+@pytest.mark.slow
+def test_a_job_whose_credentials_are_not_found_may_find_them_later(
+    s3_away: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a cloud's machine whose service of credentials does not answer for a moment."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    job = GenerateJob("torch", "s3://models/tiny", (), ("a prompt",), {})
+    with pytest.raises(StorageAway, match=r"\(.*Unable to locate credentials\): log in by its"):
+        run_job(job)
+
+
 def test_a_file_that_a_job_cannot_write_is_named() -> None:
     """Such as one of a cache on a read-only disk; the store is another place."""
     error = {"event": "error", "message": "Read-only", "errno": errno.EROFS, "file": "/cache/a"}

@@ -13,11 +13,11 @@ from evaluation_world import LOSSES, World, metrics_in
 
 from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import Damaged, hash_local, write_record
-from artifacts.remote_client_options_and_errors import StoreRefused
 from configs.settings.train import Train
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.torch_models.loading import load_denoiser
+from tasks.build_or_reuse import StorageAway
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.measure_published_model import metrics_of_published, published_estimates
 from tasks.progress import Progress
@@ -160,5 +160,6 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
 
 def test_a_store_that_refuses_does_not_measure_the_champion_again(refusing_url: str) -> None:
     """Its metrics may be whole: a retry reads them, and another measurement may take hours."""
-    with pytest.raises(StoreRefused, match="invalid at this time"):
+    said = rf"^{refusing_url} cannot be used now \(.*invalid at this time\): run again later$"
+    with pytest.raises(StorageAway, match=said):
         published_estimates(refusing_url, "fingerprint")

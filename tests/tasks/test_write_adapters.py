@@ -17,7 +17,7 @@ from store_drafts import commit
 from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import HubAway, ModelNotFound
+from artifacts.download_or_find_model import ModelAway, ModelNotFound
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import Recipe
@@ -225,10 +225,10 @@ def test_a_champion_of_adapters_samples_with_its_base(
         load_published_model(Path(alone.path))
 
     def away(*_: Any, **__: Any) -> Path:
-        raise HubAway("model some/base: the hub cannot be reached")
+        raise ModelAway("model some/base: the hub cannot be reached")
 
     monkeypatch.setattr("tasks.evaluate.load_published_model.resolve_model", away)
-    with pytest.raises(HubAway, match="the base of its adapters"):  # so that it is tried again
+    with pytest.raises(ModelAway, match="the base of its adapters"):  # so that it is tried again
         load_published_model(Path(alone.path))
     with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):
         load_published_model(tmp_path)
