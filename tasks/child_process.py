@@ -35,7 +35,7 @@ Event = dict[str, Any]
 TELLING = re.compile(r"(error|exception): |what\(\):", re.IGNORECASE)
 #: Lines of a log that an error quotes, and that are looked through for them.
 QUOTED, KEPT = 3, 200
-LONGEST = 1000  # characters of an error
+LONGEST = 1000  # characters of a reason
 
 
 class JobFailed(RuntimeError):
@@ -196,8 +196,8 @@ def _failure(code: int, error: Event, lines: list[str]) -> Exception:
     reason = message or _telling(lines)
     if code == -signal.SIGKILL and not message:  # what its log ends with is of something else
         reason = "probably this machine ran out of memory: free some, and run again"
-    told = f"the runtime's process {ended}" + (f": {reason}" if reason else "")
-    return JobFailed(one_line(RuntimeError(told), LONGEST), code)
+    reason = f": {one_line(RuntimeError(reason), LONGEST)}" if reason else ""
+    return JobFailed(f"the runtime's process {ended}{reason}", code)
 
 
 def _telling(lines: list[str]) -> str:
