@@ -147,7 +147,8 @@ def refusing_url(gcs: GcsServer, url_of: UrlOf, monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object) -> None:
         raise Refused(503, "the request is invalid at this time")
 
-    monkeypatch.setattr(gcs.objects, "get", refuse)
+    for method in ("get", "list"):
+        monkeypatch.setattr(gcs.objects, method, refuse)
     return url_of("gs")
 
 

@@ -18,15 +18,15 @@ pytestmark = pytest.mark.slow
 
 def test_a_store_that_refuses_a_prompt_file_may_give_it_later(refusing_url: str) -> None:
     """Each stage reads it again: days of training must not end in wrong input."""
-    with pytest.raises(TransientError, match=r"^evaluate\.prompts\.a\.file: .*: run again$"):
+    with pytest.raises(TransientError, match=r"^evaluate\.prompts\.a\.file: .*: run again later$"):
         read_prompts("evaluate.prompts.a.file", f"{refusing_url}/prompts.txt")
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (503, TransientError, r"cannot be read \(503.*\): run again$"),
-        (None, TransientError, r"cannot be read \(.*\): run again$"),
+        (503, TransientError, r"cannot be read \(503.*\): run again later$"),
+        (None, TransientError, r"cannot be read \(.*\): run again later$"),
         (404, WrongInput, "prompts.txt: no such file$"),
         (403, WrongInput, "cannot be read: 403"),
         (401, WrongInput, "cannot be read: 401"),
