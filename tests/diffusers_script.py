@@ -45,6 +45,13 @@ def prompt_embeds(shard: LatentShard, row: int) -> torch.Tensor:
     return torch.from_numpy(from_bfloat16(shard.prompt_embeds(row)))
 
 
+def prompt_and_pooled_embeds(shard: LatentShard, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, D] f32 and [P] f32"""
+    pooled = shard.pooled_prompt_embeds(row)
+    assert pooled is not None
+    return prompt_embeds(shard, row), torch.from_numpy(from_bfloat16(pooled))
+
+
 class Script:
     """The script's training loop: AdamW, clipped gradients, the loss of flow matching.
 
@@ -133,7 +140,7 @@ class Script:
         for row, place in enumerate(self._order.batch(step)):
             counter, shard = step * size + row, self._shards[place.shard]
             sample = shard.sample(place.group, place.row)
-            u, caption = generator(0, Stream.CHOICES, counter).random(4)[:2]
+            u, caption, dropout = generator(0, Stream.CHOICES, counter).random(4)[:3]
             eps, noise = (
                 generator(0, stream, counter).standard_normal(sample.mean.shape, np.float32)
                 for stream in (Stream.POSTERIOR, Stream.NOISE)
@@ -142,6 +149,7 @@ class Script:
             drawn = mean + np.exp(logvar / 2) * eps if self._draws else mean
             z = self._scale(torch.from_numpy(drawn))
             text = sample.caption_rows[int(caption * len(sample.caption_rows))]
+            text = 0 if dropout < self._settings.caption_dropout_rate else text  # the empty prompt
             embeds = self._embeddings(shard, text)
             rows.append((z, torch.from_numpy(noise), 999 - int(u * 1000), embeds))
         z, noise, levels, prompts = zip(*rows, strict=True)

@@ -150,7 +150,8 @@ def test_accumulation_and_checkpointing_leave_gradients_alone(
     whole, _ = trained(make_job(**given), 1)
     gradients = whole.state()["exp_avg"]
     size = np.sqrt(sum(float(np.square(g).sum()) for g in gradients.values()))
-    for other in ({"micro_batch_size": 1}, {"gradient_checkpointing": "blocks"}):
+    recomputed = [{"gradient_checkpointing": what} for what in ("blocks", "selective")]
+    for other in ({"micro_batch_size": 1}, *recomputed):
         same = trained(make_job(**given, **other), 1)[0].state()["exp_avg"]
         off = sum(float(np.square(same[name] - g).sum()) for name, g in gradients.items())
         assert np.sqrt(off) < 1e-5 * size

@@ -52,20 +52,28 @@ CASES = {
     "attention": lora(target_modules="attention", alpha=None),
     "texts": {**lora(), "train_text_encoder": True},
     "texts, dora": {**lora(dora=True), "train_text_encoder": True},
+    "sd3": lora(target_modules="attention"),
+    "sd3, texts": {**lora(), "train_text_encoder": True},
 }
+EXTENDED = ("plain", "dora", "texts")
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case, marks=[pytest.mark.extended] * (case not in ("attention", "texts, dora"))
-        )
-        for case in CASES
-    ],
+    [pytest.param(case, marks=[pytest.mark.extended] * (case in EXTENDED)) for case in CASES],
 )
-def test_diffusers_loads_what_was_trained(make_job: MakeJob, case: str) -> None:
-    job = make_job(**CASES[case])
+def test_diffusers_loads_what_was_trained(
+    make_job: MakeJob,
+    tiny_sd3: Path,
+    write_latents: Callable[..., str],
+    tmp_path: Path,
+    case: str,
+) -> None:
+    given = CASES[case]
+    if case.startswith("sd3"):
+        url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **describe_encoders(tiny_sd3))
+        given = {**given, "model": str(tiny_sd3), "latents": url}
+    job = make_job(**given)
     runtime, batch = trained(job)
     files = write_result(job, runtime.state(), [])
     assert [file.path for file in files] == ["history.jsonl", LORA_WEIGHTS]
@@ -79,6 +87,9 @@ def test_diffusers_loads_what_was_trained(make_job: MakeJob, case: str) -> None:
     merged = load_network(drawing, Path(job.model), torch.float32, CPU)
     assert bool(merged.text_encoders) == ("text" in case)
     torch.testing.assert_close(predicted(merged, batch), expected, rtol=1e-5, atol=1e-5)
+    if case.startswith("sd3"):
+        adapted = read_adapters(Path(f"{job.out}/{LORA_WEIGHTS}"))["transformer"]
+        assert sum(name.endswith("add_q_proj") for name in adapted) == 2, "text's attention too"
 
 
 def test_the_older_family_s_load_too(
@@ -88,30 +99,6 @@ def test_the_older_family_s_load_too(
     url = write_latents(tmp_path / "sd", [{"train/8x8": 12}], **info)
     job = make_job(model=str(tiny_sd), latents=url, train_text_encoder=True, **lora())
     check_both_layouts(job, tmp_path)
-
-
-@pytest.mark.parametrize("targets", ["attention", "all"])
-def test_a_transformer_s_load_too(
-    make_job: MakeJob,
-    tiny_sd3: Path,
-    write_latents: Callable[..., str],
-    tmp_path: Path,
-    targets: str,
-) -> None:
-    url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **describe_encoders(tiny_sd3))
-    given = {**lora(target_modules=targets), "train_text_encoder": targets == "all"}
-    job = make_job(model=str(tiny_sd3), latents=url, **given)
-    runtime, batch = trained(job)
-    write_result(job, runtime.state(), [])
-    pipe = DiffusionPipeline.from_pretrained(job.model)
-    pipe.load_lora_weights(job.out)
-    expected = predicted(runtime._network, batch)
-    torch.testing.assert_close(in_pipeline(job, pipe, batch), expected, rtol=1e-5, atol=1e-5)
-    drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
-    merged = load_network(drawing, Path(job.model), torch.float32, CPU)
-    torch.testing.assert_close(predicted(merged, batch), expected, rtol=1e-5, atol=1e-5)
-    adapted = read_adapters(Path(drawing.lora))["transformer"]
-    assert sum(name.endswith("add_q_proj") for name in adapted) == 2, "text's attention too"
 
 
 @pytest.mark.parametrize("targets", ["attention", "all"])

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers_script import Script, assert_figures, levels, prompt_embeds, start_noise
+from diffusers_script import (
+    Script,
+    assert_figures,
+    levels,
+    prompt_and_pooled_embeds,
+    start_noise,
+)
 from flow_families import (
     GUIDANCE,
     SIZE,
@@ -33,7 +39,6 @@ from flow_families import (
 )
 from jobs import MakeJob, trained
 
-from artifacts.latent_shards import LatentShard, from_bfloat16
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.pipeline_folder.describe_encoders import (
     describe_encoders,
@@ -71,11 +76,6 @@ def script_of(job: TrainJob) -> Script:
     folder, scale = Path(job.model), job.train["guidance_scale"]
     vae = FluxPipeline.from_pretrained(folder).vae.config
 
-    def embeddings(shard: LatentShard, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pooled = shard.pooled_prompt_embeds(row)
-        assert pooled is not None
-        return prompt_embeds(shard, row), torch.from_numpy(from_bfloat16(pooled))
-
     def predict(model: Any, noisy: torch.Tensor, timesteps: torch.Tensor, prompts: Any) -> Any:
         count, _, height, width = noisy.shape
         prompt, pooled = (torch.stack(part) for part in zip(*prompts, strict=True))
@@ -98,7 +98,7 @@ def script_of(job: TrainJob) -> Script:
         return (latents - vae.shift_factor) * vae.scaling_factor
 
     model = FluxTransformer2DModel.from_pretrained(folder / "transformer")
-    return Script(job, model, predict, scaled, embeddings)
+    return Script(job, model, predict, scaled, prompt_and_pooled_embeds)
 
 
 CASES = cases(SCRIPT_TARGETS, guidance_scale=GUIDANCE)

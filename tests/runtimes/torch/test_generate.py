@@ -1,4 +1,7 @@
-"""Pictures and held-out losses: the same each time, resumable, and wrong weights are named."""
+"""Pictures and held-out losses: the same each time, resumable, and wrong weights are named.
+
+That pictures are those of diffusers' pipelines is shown by tests/conformance/test_drawing.py.
+"""
 
 import json
 import shutil
@@ -11,18 +14,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from jobs import HOLDOUT, SAMPLER
-from PIL import Image
 from training import RecordedEvents
 
 import runtimes.sample.generate_job
 import runtimes.torch.generate as torch_generate
 from runtimes.contract import WrongInput
-from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
 
@@ -131,27 +130,6 @@ def test_what_is_there_is_kept_and_what_is_not_is_drawn_alike(job: GenerateJob) 
     assert drawn == [3, 5, 6], "batches are drawn whole"
 
 
-def assert_drawn(job: GenerateJob, pipe: Any) -> None:
-    """The first drawing's first two pictures are the pipeline's, and not those of other prompts."""
-    rngs = [generator(7, Stream.PICTURE, number) for number in (0, 1)]
-    noise = np.stack([rng.standard_normal((4, 8, 8), dtype=np.float32) for rng in rngs])
-
-    def plain(*prompts: str) -> np.ndarray:
-        latents = torch.from_numpy(noise)
-        settings = {"num_inference_steps": 2, "guidance_scale": 3.0, "latents": latents}
-        return np.stack([np.asarray(p, int) for p in pipe(list(prompts), **settings).images])
-
-    paths = [Path(job.drawings[0].out) / f"{number:05d}.png" for number in (0, 1)]
-    ours = np.stack([np.asarray(Image.open(path), int) for path in paths])
-    expected, swapped = plain(*PROMPTS[:2]), plain(*PROMPTS[1::-1])
-    assert np.abs(ours - expected).max() <= 1 < np.abs(ours - swapped).max(axis=(1, 2, 3)).min()
-
-
-def test_pictures_are_those_of_the_plain_pipeline(job: GenerateJob) -> None:
-    generate(job)
-    assert_drawn(job, StableDiffusionXLPipeline.from_pretrained(job.model, add_watermarker=False))
-
-
 def test_a_vae_in_place_of_the_pipeline_s_own(job: GenerateJob, tiny_vae: Path) -> None:
     own, _ = generate(replace(job, drawings=job.drawings[:1], latents=None, prompts=PROMPTS * 2))
     shutil.rmtree(job.drawings[0].out)
@@ -218,12 +196,3 @@ def test_pictures_that_are_not_finite_are_an_error_and_no_file(
     with pytest.raises(WrongInput, match="pictures are not finite"):
         generate(replace(job, drawings=(drawing,), latents=None, prompts=PROMPTS * 2))
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_stable_diffusion_draws_too(tiny_sd: Path, tmp_path: Path) -> None:
-    job = GenerateJob(
-        "torch", str(tiny_sd), (Drawing(str(tmp_path / "sd")),), PROMPTS * 2, SAMPLER, device="cpu"
-    )
-    generate(job)
-    pipe = StableDiffusionPipeline.from_pretrained(tiny_sd, safety_checker=None)
-    assert_drawn(job, pipe)

@@ -1,6 +1,5 @@
 """Updates are those of the libraries and resume to the bit; what cannot be had is refused."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,10 @@ from transformers.optimization import Adafactor
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.process.job import TrainJob
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.make_optimizer import _KINDS, Optimizer
-from runtimes.torch.runtime import TheRuntime
 
-MakeJob = Callable[..., TrainJob]
-SHAPES = {"unet.conv": (6, 4, 3, 3), "unet.linear": (5, 7), "text_encoder.bias": (5,)}
+SHAPES = {"unet.conv": (6, 4, 3, 3), "unet.linear": (5, 7), "text_encoder_2.bias": (5,)}
 
 
 def parameters(seed: int = 0) -> dict[str, torch.nn.Parameter]:
@@ -81,12 +77,12 @@ def test_state_goes_out_and_in_to_the_bit(name: str, memory: set[str]) -> None:
         np.testing.assert_equal(arrays, second.state()[group])
 
 
-def test_adafactor_remembers_rows_and_columns(make_job: MakeJob) -> None:
+def test_adafactor_remembers_rows_and_columns() -> None:
     state = Update(parameters(), settings("adafactor")).state()
     shapes = {group: {n: a.shape for n, a in arrays.items()} for group, arrays in state.items()}
     assert shapes["exp_avg_sq_row"] == {"unet.conv": (6, 4, 3), "unet.linear": (5,)}
     assert shapes["exp_avg_sq_col"] == {"unet.conv": (6, 4, 3), "unet.linear": (7,)}
-    assert shapes["exp_avg_sq"] == {"text_encoder.bias": (5,)}
+    assert shapes["exp_avg_sq"] == {"text_encoder_2.bias": (5,)}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
@@ -115,7 +111,7 @@ def test_each_part_has_its_learning_rate() -> None:
     optimizer.step(5e-3)
     moved = {name: float((p.detach() - before[name]).abs().max()) for name, p in given.items()}
     assert moved["unet.linear"] == pytest.approx(5e-3, rel=1e-3)
-    assert moved["text_encoder.bias"] == pytest.approx(5e-4, rel=1e-3)
+    assert moved["text_encoder_2.bias"] == pytest.approx(5e-4, rel=1e-3)
 
 
 def test_what_has_no_gradient_is_left_alone() -> None:
@@ -128,12 +124,6 @@ def test_what_has_no_gradient_is_left_alone() -> None:
         given["unet.linear"].grad = None
         assert torch.isfinite(update.apply(1e-2))
         assert torch.equal(given["unet.linear"], before)
-
-
-def test_eight_bits_need_a_gpu(make_job: MakeJob) -> None:
-    job = make_job(optimizer="adamw_8bit")
-    with pytest.raises(WrongInput, match="adamw_8bit needs a CUDA device; set adamw or adafactor"):
-        TheRuntime().load(job)
 
 
 def test_codes_of_eight_bits_go_out_and_in_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,13 +133,6 @@ def test_accumulated_gradients_are_the_whole_batch_s(make_job: MakeJob) -> None:
         np.testing.assert_allclose(in_parts.state()["ema"][name], weight, atol=2e-4)
 
 
-def test_gradient_checkpointing_changes_no_number(make_job: MakeJob) -> None:
-    plain, _ = run(make_job())
-    for what in ("blocks", "selective"):
-        spared, _ = run(make_job(gradient_checkpointing=what))
-        np.testing.assert_allclose(plain, spared, rtol=1e-6)
-
-
 def test_bfloat16_computes_in_half_and_keeps_float32_weights(make_job: MakeJob) -> None:
     full, _ = run(make_job())
     half, runtime = run(make_job(mixed_precision="bf16"))
@@ -341,12 +334,14 @@ def test_a_device_that_is_not_there_is_refused(make_job: MakeJob, device: str) -
         start(replace(job, train={**job.train, "device": device}))
 
 
-@pytest.mark.parametrize("settings", [{"attention": "flash"}, {"allow_tf32": True}])
+@pytest.mark.parametrize(
+    "settings", [{"attention": "flash"}, {"allow_tf32": True}, {"optimizer": "adamw_8bit"}]
+)
 def test_a_job_refuses_what_its_device_does_not_support(
     make_job: MakeJob, settings: dict[str, Any]
 ) -> None:
     """Nobody may have checked it: a job file can be written by hand."""
-    with pytest.raises(WrongInput, match="needs a CUDA device, not cpu"):
+    with pytest.raises(WrongInput, match="needs a CUDA device"):
         start(make_job(**settings))
 
 
