@@ -23,7 +23,7 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
 from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.network import Network
@@ -123,6 +123,17 @@ def assert_latents_of_vae(encoder: Encoder, vae: Any, *, frames: bool = False) -
         posterior = vae.encode(given.unsqueeze(2) if frames else given).latent_dist
     for ours, theirs in zip(moments, (posterior.mean, posterior.logvar), strict=True):
         assert torch.equal(torch.from_numpy(ours), theirs.squeeze(2) if frames else theirs)
+
+
+def assert_jax_encodes_as_torch(model: Path, prompts: tuple[str, ...]) -> None:
+    chips.require("jax")
+    from runtimes.jax import encoder as of_jax
+
+    job = EncodeJob("jax", str(model), None, 4, "cpu", "float32")
+    found, _ = of_jax.open_encoder(job).texts(prompts)
+    expected, _ = Encoder(model).texts(prompts)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 def assert_pictures(

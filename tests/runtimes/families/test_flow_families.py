@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import chips
 import numpy as np
 import pytest
 from flow_families import (
@@ -15,6 +14,7 @@ from flow_families import (
     assert_adapters_load,
     assert_drawn_measured_and_published,
     assert_figures_of_case,
+    assert_jax_encodes_as_torch,
     assert_pictures,
     cases,
     job_maker,
@@ -22,9 +22,6 @@ from flow_families import (
 )
 from flow_families_of_diffusers import FLUX2, QWEN_IMAGE, Z_IMAGE
 from jobs import MakeJob
-
-from runtimes.process.job import EncodeJob
-from runtimes.torch_models.encode_images_and_captions import Encoder
 
 pytestmark = pytest.mark.slow
 FAMILIES = (FLUX2, Z_IMAGE, QWEN_IMAGE)
@@ -63,14 +60,7 @@ def test_twenty_steps_have_the_figures_of_diffusers_script(
 
 @pytest.mark.parametrize("family", [Z_IMAGE, QWEN_IMAGE], ids=lambda family: family.name)
 def test_jax_encodes_as_torch_does(family: FlowFamily, model: Path) -> None:
-    chips.require("jax")
-    from runtimes.jax import encoder as of_jax
-
-    job = EncodeJob("jax", str(model), None, 4, "cpu", "float32")
-    found, _ = of_jax.open_encoder(job).texts(family.prompts)
-    expected, _ = Encoder(model).texts(family.prompts)
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
+    assert_jax_encodes_as_torch(model, family.prompts)
 
 
 @of_each
