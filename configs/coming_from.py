@@ -166,6 +166,7 @@ TOOLS = {"D": "diffusers", "K": "kohya", "P": "PyTorch", "S": "SimpleTuner", "T"
 VALUES = {
     ("train.lr_scheduler", "constant_with_warmup"): "constant here, with train.lr_warmup_steps",
     ("train.lr_scheduler", "cosine_with_min_lr"): "cosine here, with train.lr_min_ratio",
+    ("evaluate.scheduler", "euler_a"): "euler_ancestral here",
     ("train.optimizer", "AdamW8bit"): "adamw_8bit here",
     ("train.optimizer", "AdamW"): "adamw here",
     ("train.optimizer", "Adafactor"): "adafactor here",

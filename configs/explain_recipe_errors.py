@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -19,6 +21,10 @@ from configs.settings.recipe import Recipe
 _EXPECTED = {
     **dict.fromkeys(("tuple_type", "list_type"), "it takes a list, such as [a, b]"),
     **dict.fromkeys(("dict_type", "model_type"), "it takes a section, such as {name: value}"),
+    "model_attributes_type": "it takes a section, such as {kind: folder, path: ./pictures}",
+    "float_parsing": "it takes a number without a unit, such as 0.1 for 10%",
+    "int_parsing": "it takes a whole number without a unit",
+    "invalid_key": "no setting is a number; write a decimal with a point, such as 0.15",
 }
 
 
@@ -37,10 +43,11 @@ def explain(
         model: the class they were validated with.
         overridden: dotted settings whose values are not those of `where`.
     """
-    lacking = [str(item["loc"][0]) for item in error.errors() if _is_missing_section(item, model)]
+    items = _by_setting(error, settings)
+    lacking = [str(item["loc"][0]) for item in items if _is_missing_section(item, model)]
     lines = [
         _origin(item, where, overridden) + _explain_one(item, settings, model)
-        for item in error.errors()
+        for item in items
         if item["loc"][:1] not in [(name,) for name in lacking]
     ]
     if lacking:
@@ -54,16 +61,37 @@ def _is_missing_section(item: ErrorDetails, model: type[BaseModel]) -> bool:
     return is_missing and _section(model.model_fields[str(item["loc"][0])].annotation) is not None
 
 
-def _path(item: ErrorDetails) -> list[str]:
-    where = [str(part) for part in item["loc"]]
-    if len(where) > 1 and where[0] == "source" and _source_model(where[1]) is not None:
-        where.pop(1)  # pydantic adds the union's tag, which the file does not contain
-    return where
+def _by_setting(error: ValidationError, settings: dict[str, Any]) -> list[ErrorDetails]:
+    """The faults, with the path in the file as `loc`; one for all that a setting may be instead."""
+    found: dict[Any, ErrorDetails] = {}
+    for item in error.errors():
+        path = tuple(_path(item, settings))
+        is_choice = len(path) < len(item["loc"]) and not isinstance(item["input"], dict)
+        key = path if is_choice else (path, item["type"], item["msg"])
+        text = _EXPECTED.get(item["type"], item["msg"])
+        if key in found and is_choice:
+            first = found[key]
+            text = f"{_EXPECTED.get(first['type'], first['msg'])}, or {text}"
+            item = {**first, "type": "union", "msg": text}
+        found[key] = {**item, "loc": path}
+    return list(found.values())
+
+
+def _path(item: ErrorDetails, settings: dict[str, Any]) -> list[str | int]:
+    """The path of a fault in the file, without the members of unions, which pydantic adds."""
+    path: list[str | int] = []
+    value: Any = settings
+    for part in item["loc"]:
+        inside = range(len(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inside, range | dict) and part in inside:
+            value = value[part]
+            path.append(part)
+    return [*path, item["loc"][-1]] if item["type"] == "missing" else path
 
 
 def _origin(item: ErrorDetails, where: str, overridden: Collection[str]) -> str:
     """The start of a line: a value comes from the file, an override, or a section from both."""
-    path = ".".join(_path(item))
+    path = ".".join(map(str, item["loc"]))
     if any(f"{path}.".startswith(f"{name}.") for name in overridden):
         return "override "
     if not any(name.startswith(f"{path}." if path else "") for name in overridden):
@@ -72,7 +100,7 @@ def _origin(item: ErrorDetails, where: str, overridden: Collection[str]) -> str:
 
 
 def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseModel]) -> str:
-    where = _path(item)
+    where = [str(part) for part in item["loc"]]
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
         return f"{dotted}: unknown setting ({_hint(where, settings, model)})"
@@ -89,7 +117,16 @@ def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseM
     if item["type"] == "literal_error" and (hint := coming_from.value_hint(dotted, value)):
         return f"{dotted}: {value!r} is {hint}"
     got = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return f"{dotted}: {message} (got {got})"  # as YAML has it: null, true
+    near = _near_choice(item) if item["type"] == "literal_error" else ""
+    return f"{dotted}: {message} (got {got}{near})"  # as YAML has it: null, true
+
+
+def _near_choice(item: ErrorDetails) -> str:
+    """A hint of the most similar choice, for another spelling or a scheduler's class."""
+    known = re.findall("'([^']+)'", item["ctx"]["expected"])
+    name = str(item["input"]).lower().removesuffix("scheduler")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"; {did_you_mean(near)}" if near else ""
 
 
 def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) -> str:
@@ -99,6 +136,9 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
         where: the parts of its dotted name.
     """
     *section, name = where
+    if section == ["source"] and (kinds := _kinds_with(name)):
+        kind = (settings.get("source") or {}).get("kind")
+        return f"of source.kind {kinds}; this one is {kind}"
     known, prefix = _field_names(section, settings, model), "".join(f"{s}." for s in section)
     if name in known:  # of another kind of source
         return hint_of(name, known, prefix)
@@ -136,6 +176,13 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     """The section of a field, also of one that may be null, and of named sections."""
     kinds = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
     return next((one for one in kinds if issubclass(one, BaseModel)), None)
+
+
+def _kinds_with(name: str) -> str:
+    """The kinds of source that have a setting."""
+    fields = [model.model_fields for model in get_args(get_args(source.Source)[0])]
+    found = [get_args(one["kind"].annotation)[0] for one in fields if name in one]
+    return ", ".join(found[:-1]) + " or " * (len(found) > 1) + "".join(found[-1:])
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:

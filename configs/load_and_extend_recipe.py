@@ -136,13 +136,15 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def anchored(value: Any, folder: Path) -> Any:
-    """Resolve strings that start with ./ or ../ relative to the folder of their recipe."""
+    """Resolve strings that start with ./ or ../ by the folder of their recipe, ~/ by the user's."""
     if isinstance(value, dict):
         return {key: anchored(item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [anchored(item, folder) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):
         return str((folder / value).resolve())
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
     return value
 
 

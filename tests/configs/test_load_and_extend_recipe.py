@@ -41,14 +41,38 @@ def test_documented_recipes_exist() -> None:
         ({"evaluate.stepz": 1}, "(did you mean evaluate.num_inference_steps?)"),
         ({"train.num_inference_steps": 1}, "(did you mean evaluate.num_inference_steps?)"),
         ({"train.batch_size": 1}, "mean train.global_batch_size or train.micro_batch_size?)"),
-        ({"source.path": 1}, "source.path: unknown setting (there are: count, kind, "),
         ({"source.prot": 1}, "source.prot: unknown setting (did you mean source.port?)"),
         ({"tpu": {"name": "a", "zon": "b"}}, "tpu.zon: unknown setting (did you mean tpu.zone?)"),
         ({"train.wandb": {"projekt": "a"}}, "did you mean train.wandb.project?"),
         ({"train.best_checkpoint": {"patienc": 1}}, "did you mean train.best_checkpoint.patience?"),
         ({"publish.hub": {"rep": "a/b"}}, "did you mean publish.hub.repo?"),
         ({"evaluate.prompts.new.prompt": ["a"]}, "did you mean evaluate.prompts.new.prompts?"),
-        ({"train.steps": "many"}, "train.steps: Input should be a valid integer"),
+        (
+            {"train.steps": "many"},
+            "train.steps: it takes a whole number without a unit",
+        ),
+        (
+            {"encode.holdout": "10%"},
+            "holdout: it takes a number without a unit, such as 0.1 for 10%",
+        ),
+        ({"encode": {"holdout": 0, 15: None}}, "encode.15: no setting is a number; write a dec"),
+        ({"source": "./mine"}, "source: it takes a section, such as {kind: folder, path"),
+        (
+            {"source.path": "mine"},
+            "(of source.kind urls, folder, dataset or tars; this one is d",
+        ),
+        ({"source.pth": "mine"}, "source.pth: unknown setting (there are: count"),
+        ({"train.method": "LoRA"}, "'full' or 'lora' (got 'LoRA'; did you mean lora?)"),
+        ({"evaluate.scheduler": "euler_a"}, "'euler_a' is euler_ancestral here"),
+        ({"evaluate.scheduler": "DDIMScheduler"}, "(got 'DDIMScheduler'; did you mean ddim?)"),
+        ({"train.fsdp": 2.5}, "or Input should be 'all' (got 2.5)"),
+        ({"evaluate.judges": [5]}, "evaluate.judges.0: "),
+        ({"evaluate.judges": [{"name": "a"}]}, "evaluate.judges.0.path: missing; it must be set"),
+        ({"train.fsdp": "half"}, "a whole number without a unit, or Input should be 'all' (got"),
+        (
+            {"train.lora.target_modules": "to_q"},
+            "target_modules: Input should be 'attention', 'linear' or 'all', or it takes a list",
+        ),
         ({"train.steps": 0}, "train.steps: Input should be greater than 0 (got 0)"),
         ({"train.steps": None}, "train.steps: Input should be a valid integer (got null)"),
         ({"train.epochs": 1, "train.steps": 5}, "train: epochs and steps exclude each other"),
@@ -68,8 +92,7 @@ def test_documented_recipes_exist() -> None:
         ({"encode.holdout": 1.0}, "encode.holdout: Input should be less than 1 (got 1.0)"),
         (
             {"source.kind": "folder", "source.path": "x", "source.image_column": "a"},
-            "source.image_column: unknown setting (did you mean source.aesthetic_column or "
-            "source.caption_column?)",
+            "source.image_column: unknown setting (of source.kind dataset; this one is folder)",
         ),
         (
             {"train.snr_gamma": 5.0, "train.debiased_estimation_loss": True},
@@ -82,6 +105,19 @@ def test_error_names_the_file_and_the_setting(overrides, words: str) -> None:
         load_recipe("digits", overrides)
     assert words in str(caught.value) and len(str(caught.value)) < 200
     assert str(caught.value).startswith(("digits.yaml", "override "))
+
+
+def test_a_path_of_the_home_folder_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "extends: digits\nstore: ~/store\nsource: {kind: folder, path: ~/a}\n", encoding="utf-8"
+    )
+    recipe = load_recipe(str(path), {"model.path": "~/base"})
+    found = (recipe.store, getattr(recipe.source, "path", None), recipe.model.path)
+    assert found == ("/home/me/store", "/home/me/a", "/home/me/base")
 
 
 def test_the_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None:

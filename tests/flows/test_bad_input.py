@@ -48,7 +48,7 @@ def only_line(said: str) -> str:
     [
         (["run", "digit"], "recipe digit: not found (did you mean digits?"),
         (["run", "digits", "-o", "train.stpes=3"], "did you mean train.steps?"),
-        (["run", "digits", "-o", "train.steps=x"], "train.steps: Input should be a valid integer"),
+        (["run", "digits", "-o", "train.steps=x"], "train.steps: it takes a whole number"),
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
         (["run", "digits", "-o", "runtime=hpu"], "runtime: Input should be 'torch'"),
         (["show", "xyz"], "xyz: no model, and no artifact's key or digest begins with it"),
