@@ -102,15 +102,6 @@ def error_classes() -> dict[str, ErrorClass]:
     return found
 
 
-def all_texts() -> Iterator[str]:
-    """Every string in the code, with placeholders: messages of logs too."""
-    for path in _files():
-        if path.name != "error_remedies.py":
-            for node in ast.walk(_parsed(path)):
-                if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)):
-                    yield from _texts(node)
-
-
 def exit_code(name: str, classes: dict[str, ErrorClass]) -> int:
     """The exit code of `kiln` after an error of a class."""
     ancestors = _ancestors(name, classes)

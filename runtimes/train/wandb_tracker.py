@@ -72,8 +72,11 @@ class WandbTracker:
                     console="off", silent=True, disable_git=True, disable_code=True
                 ),
             )
-        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-            raise WrongInput(f"train.wandb: {error}") from None
+        except Exception as error:
+            self._delete_temporary()
+            if isinstance(error, wandb.errors.AuthenticationError | wandb.errors.UsageError):
+                raise WrongInput(f"train.wandb: {error}") from None
+            raise
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -91,6 +94,10 @@ class WandbTracker:
         self._run.finish(exit_code=0 if done else 1)
         if not self._local:
             self._fs.put(f"{self._folder}/wandb/", f"{self._root}/wandb/", recursive=True)
+            self._delete_temporary()
+
+    def _delete_temporary(self) -> None:
+        if not self._local:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 

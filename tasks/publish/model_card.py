@@ -238,7 +238,8 @@ def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, An
     Hours are those of the last attempt of a resumed run.
 
     Args:
-        summary: of the train artifact, with the checkpoint that a rule chose.
+        summary: of the train artifact, with the checkpoint that a rule chose and the number of
+            batches that a divergence excluded.
     """
     chosen = None
     if "chosen_step" in summary:
@@ -249,6 +250,7 @@ def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, An
         "hardware": run.get("device"),
         "runtime": run.get("runtime"),
         "checkpoint": chosen,
+        "batches left out after a divergence": summary.get("batches_left_out"),
         "hours": round(run["seconds"] / 3600, 2) if "seconds" in run else None,
         "hours count from step": run.get("resumed_from") or None,
         "images per second": run.get("images_per_second"),

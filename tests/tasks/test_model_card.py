@@ -175,6 +175,7 @@ def test_the_metadata_names_what_the_hub_knows(
     }
     measured = {"metrics": metrics, "differences": {}}
     summary = {"steps": 60, "chosen_step": 40, "chosen_because": "the lowest loss"}
+    summary["batches_left_out"] = 3
     facts = training_facts(run, summary)
     weights = replace(weights, caption_tokens=256)
     card = write_card(recipe, tmp_path, measured, [], {}, weights, facts)
@@ -188,6 +189,8 @@ def test_the_metadata_names_what_the_hub_knows(
     assert "0.20914" not in card
     assert data.to_dict()["thumbnail"] == "before_after.png"
     assert "| checkpoint | step 40 of 60, the lowest loss |" in card
+    assert "| batches left out after a divergence | 3 |" in card
+    assert not any("batch" in name for name in training_facts(run, {"steps": 60}))
     assert "checkpoint" not in training_facts(run, {"steps": 60})
     assert "| hardware | NVIDIA H100 |" in card and "| hours | 1.5 |" in card
     assert "| base | some-lab/xl\\_base-1.0, revision r2 |" in card

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
 import pytest
+import wandb
 from fsspec.implementations.memory import MemoryFileSystem
 from picture_bytes import encode_picture
 from PIL import Image
@@ -17,7 +19,7 @@ from configs.settings.holdout_divergence_profile_wandb import Wandb
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.experiment_trackers import TensorBoard, Trackers, open_trackers
-from runtimes.train.wandb_tracker import check_wandb
+from runtimes.train.wandb_tracker import WandbTracker, check_wandb
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +132,22 @@ def test_weights_and_biases_needs_a_key_unless_it_is_offline(
         check_wandb(Wandb(project="p"))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check_wandb(Wandb(project="p"))
+
+
+@pytest.mark.parametrize("error", [wandb.errors.UsageError("no project"), OSError("no network")])
+def test_a_refusal_of_weights_and_biases_leaves_no_temporary_folder(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**given: Any) -> None:
+        assert list(tmp_path.iterdir()) == [Path(given["dir"])]
+        raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(wandb, "init", refuse)
+    refused = OSError if isinstance(error, OSError) else WrongInput
+    with pytest.raises(refused, match=str(error)):
+        WandbTracker(Wandb(project="p"), f"memory://{tmp_path.name}", {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_and_biases_go_on_with_the_same_run(tmp_path: Path) -> None:
