@@ -26,7 +26,7 @@ from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
 from flows.send_stage import waiting_task
-from flows.task_settings import may_pass, stage_task, without_edges
+from flows.task_settings import may_pass, patiently, stage_task, without_edges
 from flows.task_states import ended
 from tasks import download as download_stage
 from tasks import train as train_stage
@@ -195,8 +195,11 @@ def training_task(recipe: Recipe, champion: object | None) -> Any:
 
 
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
-    old = champion.load(run.store, "encode", champion.latents)
-    return select_new_and_replayed.new_samples(latents.load(run.store), old) > 0
+    def count() -> int:
+        old = champion.load(run.store, "encode", champion.latents)
+        return select_new_and_replayed.new_samples(latents.load(run.store), old)
+
+    return patiently(count) > 0
 
 
 def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from configs.redact_errors_and_logs import one_line, redacted_errors
+from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, report_of
@@ -22,16 +19,11 @@ from flows.prepare_process import prepare_process
 from flows.retrain import training_task
 from flows.run import Run, Sent
 from flows.send_stage import FLOW
-from flows.task_settings import may_pass, without_edges
+from flows.task_settings import patiently, without_edges
 from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, StageResult
 from tasks.check_places import received_recipe
 from tasks.retrain.champion import find_champion
-
-#: Seconds before each further attempt of the checks before a stage.
-PAUSES = (10.0, 60.0, 300.0)
-log = logging.getLogger("kiln")
-T = TypeVar("T")
 
 
 @flow(name=FLOW)
@@ -65,7 +57,7 @@ def run_stage(
             run = replace(_with_champion(run, champion), sent=sent, retry_run=retry_run)
             return run, [] if stage == "download" else run.results_before()
 
-        run, given = _patiently(check)
+        run, given = patiently(check)
     state = _task(recipe, stage, champion)(without_edges(run), *given)
     report = report_of([*given, state.result()])
     if state.name == REUSED:
@@ -78,22 +70,6 @@ def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
     if stage == "train":
         return training_task(recipe, champion)
     return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
-
-
-def _patiently(check: Callable[[], T]) -> T:
-    """What the check returns, once the remote store answers: this flow has no retries.
-
-    The stages before it may have taken days, so an outage must not end the run that sent it.
-    """
-    for seconds in PAUSES:
-        try:
-            return check()
-        except Exception as error:
-            if not may_pass(error):
-                raise
-            log.warning("%s; next attempt in %g seconds", one_line(error), seconds)
-            time.sleep(seconds)
-    return check()
 
 
 def _with_champion(run: Run, version: str | None) -> Run:

@@ -20,7 +20,7 @@ from flows.preflight import prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
 from flows.send_stage import waiting_task
-from flows.task_settings import without_edges
+from flows.task_settings import patiently, without_edges
 from tasks.build_or_reuse import StageFailed, failing, is_ours
 from tasks.compare_sweep_trials import (
     STAGE,
@@ -73,9 +73,9 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     images: Any = waiting_task(download, recipe)(given)
     latents: Any = waiting_task(encode, recipe)(given, images)
     data = [images, latents]
-    encoded = latents.result().load(first.store)
     with failing(STAGE):
-        check_metric(first.recipe, held_out=open_latents(encoded.uri).held_out)
+        opened = patiently(lambda: open_latents(latents.result().load(first.store).uri))
+        check_metric(first.recipe, held_out=opened.held_out)
     outcomes: list[dict[str, Any]] = []
     measured: dict[int, list[Any]] = {}
     for number, (trial, run) in enumerate(zip(trials, runs, strict=True)):
@@ -109,7 +109,7 @@ def _try(
         evaluated: Any = measure(given, images, latents, trained)
         report = report_of([trained.result(), evaluated.result()])
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
-        curve = read_curve(trained.result().load(run.store))
+        curve = patiently(lambda: read_curve(trained.result().load(run.store)))
     except Exception as error:  # a failed trial does not end the others
         # The message of our own error says what to do; any other error is a bug.
         text = one_line(error)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
@@ -19,6 +21,9 @@ from tasks.build_or_reuse import TransientError
 
 log = logging.getLogger("kiln")
 DAY = 86400.0  # seconds
+#: Seconds before each further attempt of what is read outside the tasks.
+PAUSES = (10.0, 60.0, 300.0)
+T = TypeVar("T")
 #: Tag of the tasks that use an accelerator; `kiln place --accelerators` limits it.
 ACCELERATOR = "accelerator"
 
@@ -86,6 +91,22 @@ def stage_task(name: str) -> dict[str, Any]:
         "retry_condition_fn": should_retry,
         "retry_jitter_factor": 0.5,
     }
+
+
+def patiently(work: Callable[[], T]) -> T:
+    """What a flow itself reads, once the remote store answers: a flow has no retries.
+
+    The stages before it may have taken days.
+    """
+    for seconds in PAUSES:
+        try:
+            return work()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            log.warning("%s; next attempt in %g seconds", one_line(error), seconds)
+            time.sleep(seconds)
+    return work()
 
 
 def without_edges(run: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.list_folder import entries, name_of, subfolders
+from artifacts.remote_client_options_and_errors import refusals
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.settings.train import Train
 from runtimes.train.best_checkpoint import CheckpointRanking
@@ -53,7 +54,8 @@ def _best_of(fs: AbstractFileSystem, folder: str, settings: Train) -> int | None
     """The best step up to a checkpoint, by the rule; None without a rule or a score."""
     if settings.best_checkpoint is None:
         return None
-    history = fs.cat_file(f"{folder}/history.jsonl").decode().splitlines()
+    with refusals():
+        history = fs.cat_file(f"{folder}/history.jsonl").decode().splitlines()
     return next(iter(CheckpointRanking(settings).best_first(history)), None)
 
 

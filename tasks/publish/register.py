@@ -58,6 +58,7 @@ def register(
             with _warning(f"{REPORT} is missing"):
                 page = _page(recipe, registry, artifacts, results, shows)
                 write_atomic(store.fs, path, page.encode())
+    with storing(registry.store):
         version = registry.publish(published)
         with _unless_deleted(registry, version):
             if recipe.publish.signing_key is not None:  # before anyone may use it

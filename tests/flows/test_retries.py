@@ -20,10 +20,11 @@ from artifacts.artifact_key import KeyParts
 from artifacts.cache_errors import CacheFull
 from artifacts.download_or_find_model import ModelAway
 from artifacts.store import Draft, Store
+from configs.expand_sweep_trials import Trial
 from configs.load_and_extend_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import StageResult, TransientError
+from tasks.build_or_reuse import StageResult, StorageAway, TransientError
 from tasks.download.stage_errors import SourceAway
 from tasks.evaluate.evaluation_inputs import MeasuringModels
 
@@ -185,6 +186,41 @@ def test_permanent_failures_are_not_retried(stage: Stage, error: Exception, word
     with pytest.raises(RuntimeError, match=words):  # StageFailed, of wrong input
         stage(error)
     assert stage.tries == 1
+
+
+def away_once(found: Any) -> Callable[..., Any]:
+    """A function whose store is away at its first call."""
+    errors: list[Exception] = [StorageAway("the store cannot be used now")]
+
+    def read(*_: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return found
+
+    return read
+
+
+def test_what_a_flow_reads_between_its_stages_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A flow has no retries, and the stages before it may have taken days."""
+    from flows import retrain, sweep
+
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    here: Any = SimpleNamespace(store=None, recipe=SimpleNamespace(sweep=None))
+    one: Any = SimpleNamespace(load=lambda *_: None, latents="")
+    monkeypatch.setattr("flows.retrain.select_new_and_replayed.new_samples", away_once(3))
+    assert retrain._has_new_samples(here, one, one) and waited == [10.0]
+    state = SimpleNamespace(result=lambda: one)
+    stage = SimpleNamespace(with_options=lambda **_: lambda *_: state)
+    monkeypatch.setattr(sweep, "waiting_task", lambda *_: stage)
+    monkeypatch.setattr(sweep, "report_of", lambda _: {"metrics": {}, "stages": {}})
+    monkeypatch.setattr(sweep, "tuned_metrics", lambda *_: {})
+    monkeypatch.setattr(sweep, "read_curve", away_once([(1, 0.5)]))
+    outcome, _ = sweep._try(1, Trial({}, here.recipe), here, one, one)
+    assert (outcome["status"], outcome["curve"]) == ("measured", [(1, 0.5)])
+    assert waited == [10.0, 10.0]
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -27,8 +27,8 @@ from flows import cli, finetune, run_sent_stage, send_stage
 from flows.preflight import _stages_here
 from flows.retrain import continue_from_champion
 from flows.run import Run, Sent
-from flows.run_sent_stage import _patiently
 from flows.runner import _sends_a_stage
+from flows.task_settings import patiently
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.check_places import received_recipe
 from tasks.download import SourceError, plan_shards
@@ -312,13 +312,13 @@ def test_a_sent_run_waits_for_a_store_that_is_away(
         return run
 
     monkeypatch.setattr("time.sleep", waited.append)
-    assert _patiently(check) is run and waited == [10.0, 60.0]
+    assert patiently(check) is run and waited == [10.0, 60.0]
     errors.append(StoreRefused("Forbidden: no"))
     with pytest.raises(RecipeError):
-        _patiently(check)
+        patiently(check)
     errors += [StoreRefused("503")] * 9
     with pytest.raises(RecipeError):
-        _patiently(check)
+        patiently(check)
     assert waited == [10.0, 60.0, 10.0, 60.0, 300.0]
 
 
@@ -331,7 +331,7 @@ def test_a_sent_run_waits_for_the_hub(run: Run, monkeypatch: pytest.MonkeyPatch)
         return run
 
     monkeypatch.setattr("time.sleep", waited.append)
-    assert _patiently(check) is run and waited == [10.0]
+    assert patiently(check) is run and waited == [10.0]
 
 
 def test_a_retraining_names_its_champion(run: Run) -> None:
