@@ -47,6 +47,7 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     )
     if fault is not None:
         raise PushFailed(f"{registry.name} {version.name} is damaged: {fault}")
+    folder = resolve_model(version.uri)  # its errors are none of the hub
     api = HfApi(token=_token(), library_name="kilnworks")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
@@ -56,7 +57,7 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
         _check_own(api, found)
         done = api.upload_folder(
             repo_id=repo,
-            folder_path=resolve_model(version.uri),
+            folder_path=folder,
             allow_patterns=[glob.escape(path) for path in paths],
             delete_patterns="*",
             parent_commit=found.sha,  # of the files that were checked

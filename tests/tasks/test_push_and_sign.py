@@ -20,6 +20,7 @@ from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
 
 from artifacts.artifact_key import KeyParts
+from artifacts.download_or_find_model import ModelAway
 from configs.settings.generate import Generate
 from flows.cli import main
 from tasks.evaluate.load_published_model import load_published_model
@@ -161,6 +162,18 @@ def test_a_push_is_private_and_uploads_what_changed_only(
     assert (
         found.files["unet/model.safetensors"] == b"other weights" and "old.bin" not in found.files
     )
+
+
+def test_a_registry_that_is_away_is_no_refusal_of_the_hub(
+    hub: HubServer, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(uri: str) -> Path:
+        raise ModelAway(f"model {uri}: cannot be fetched now")
+
+    monkeypatch.setattr("tasks.publish.push_to_hub.resolve_model", away)
+    with pytest.raises(ModelAway):
+        push(registry, small(registry), REPO)
+    assert REPO not in hub.repositories
 
 
 @pytest.mark.parametrize("card", [b"# Mine", b"---\ntags: [other]\n---\n", None])
