@@ -1,4 +1,4 @@
-"""Prepare the process of a flow: its logs, and its interruptions."""
+"""Prepare the process of a flow: its logs, its interruptions, and the loss of its console."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from prefect.exceptions import TerminationSignal
+from rich.console import Console
 
 from flows.logs import log_to_prefect
 
@@ -18,12 +19,16 @@ AGAIN_SECONDS = 0.1
 
 
 def prepare_process() -> None:
-    """Send log lines to Prefect, and raise interruptions again that Python ignored.
+    """Send log lines to Prefect; raise interruptions again that Python ignored; outlive a console.
 
     The handlers of SIGTERM (Prefect's) and SIGINT raise an exception wherever the main thread is.
     Python ignores all exceptions of finalizers and weak references' callbacks: the run would go on.
+
+    The console of a run is a pipe to its worker. Once a worker is killed, rich would end the thread
+    that logs, or the run.
     """
     log_to_prefect()
+    Console.on_broken_pipe = _go_on_silently  # type: ignore[assignment,method-assign]
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _raise_again
 
@@ -40,3 +45,9 @@ def _raise_again(ignored: Any) -> None:
 
     # The interrupted code may hold the locks of `threading`.
     _thread.start_new_thread(send, ())
+
+
+def _go_on_silently(console: Console) -> None:
+    """Discard what is printed from now on, by others too; Prefect's server still gets the log."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), console.file.fileno())
