@@ -1,10 +1,12 @@
 """A flow's process loses no interruption, and outlives its console."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from kiln_command import environment, python
+from kiln_command import ROOT, environment, python
 
 pytestmark = pytest.mark.slow
 
