@@ -17,7 +17,6 @@ from conformance.predict_families import PREDICT
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob
 from runtimes.train.learning_rate import learning_rate
@@ -57,7 +56,9 @@ class Plain:
     def step(self, step: int) -> Figures:
         """One optimizer step on the whole batch at once; its loss, and its gradient's norm."""
         batch = self.batch(step)
-        prediction = predict(self.denoiser, batch)
+        given = {name: torch.from_numpy(array) for name, array in batch.conditioning.items()}
+        noisy, timesteps = torch.from_numpy(batch.noisy_latents), torch.from_numpy(batch.timesteps)
+        prediction = predict(self.denoiser, noisy, timesteps, given)
         errors = (prediction - torch.from_numpy(batch.target)).square().mean(dim=(1, 2, 3))
         loss = (errors * torch.from_numpy(batch.weight)).mean()
         loss.backward()
@@ -89,10 +90,13 @@ class Plain:
         return {name: tensor.detach().numpy() for name, tensor in kept.items()}
 
 
-def predict(denoiser: torch.nn.Module, batch: StepBatch) -> torch.Tensor:
-    """The model's prediction for a batch, called as the diffusers pipelines call it."""
-    given = {name: torch.from_numpy(array) for name, array in batch.conditioning.items()}
-    noisy, timesteps = torch.from_numpy(batch.noisy_latents), torch.from_numpy(batch.timesteps)
+def predict(
+    denoiser: torch.nn.Module,
+    noisy: torch.Tensor,
+    timesteps: torch.Tensor,
+    given: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """The model's prediction, called as the diffusers pipelines call it."""
     if "inpainting" in given:  # as StableDiffusionInpaintPipeline
         noisy = torch.cat([noisy, given["inpainting"]], dim=1)
     if (called := PREDICT.get(type(denoiser))) is not None:

@@ -10,20 +10,11 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    Flux2KleinPipeline,
-    FluxPipeline,
-    QwenImagePipeline,
-    StableDiffusion3Pipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    ZImagePipeline,
-)
+from conformance.reference_training import predict
 
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES, Captioned, Family, detect_family
-from runtimes.pipeline_folder.describe_encoders import text_length
 from runtimes.pipeline_folder.weight_files import weight_files
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from runtimes.torch_models.encode_token_ids import encode_ids, encode_in_step
@@ -130,105 +121,20 @@ def test_the_card_states_the_caption_length_unless_the_plain_call_has_it(name: s
 def test_the_network_predicts_what_the_pipeline_s_denoiser_does(
     name: str, request: pytest.FixtureRequest
 ) -> None:
+    """Its captions' embeddings are compared with `encode_prompt` in a test of each family."""
     folder = family_folder(name, request)
     family = detect_family(folder)
     denoiser = load_denoiser(folder / family.denoiser).eval()
     latents = torch.randn(3, family.latent_channels(denoiser.config), 8, 8)
     timesteps = torch.tensor([3.0, 500.0, 998.0])
+    conditioning = condition(folder, in_step=False)
+    if name == "flux":
+        conditioning["guidance"] = torch.ones(3)
     network = Network(family, {family.denoiser: denoiser})
     with torch.no_grad():
-        ours = network(latents, timesteps, condition(folder, in_step=False))
-        theirs = PLAIN[name](folder, latents, timesteps)
+        ours = network(latents, timesteps, conditioning)
+        theirs = predict(denoiser, latents, timesteps, conditioning)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-def plain_sd(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = StableDiffusionPipeline.from_pretrained(folder)
-    prompt, _ = pipe.encode_prompt(CAPTIONS, "cpu", 1, False)
-    return pipe.unet(latents, timesteps, prompt).sample
-
-
-def plain_sdxl(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = StableDiffusionXLPipeline.from_pretrained(folder, add_watermarker=False)
-    prompt, _, pooled, _ = pipe.encode_prompt(CAPTIONS, do_classifier_free_guidance=False)
-    sizes = torch.tensor([[40, 44, 1, 2, 32, 32]] * 3)
-    more = {"text_embeds": pooled, "time_ids": sizes}
-    return pipe.unet(latents, timesteps, prompt, added_cond_kwargs=more).sample
-
-
-def plain_sd3(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder)
-    prompt, _, pooled, _ = pipe.encode_prompt(
-        CAPTIONS,
-        None,
-        None,
-        do_classifier_free_guidance=False,
-        max_sequence_length=text_length(folder),
-    )
-    return pipe.transformer(latents, prompt, pooled, timesteps).sample
-
-
-def plain_flux(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = FluxPipeline.from_pretrained(folder)
-    length = text_length(folder)
-    prompt, pooled, txt_ids = pipe.encode_prompt(CAPTIONS, None, max_sequence_length=length)
-    predicted = pipe.transformer(
-        pipe._pack_latents(latents, *latents.shape),
-        prompt,
-        pooled,
-        timesteps / 1000,
-        pipe._prepare_latent_image_ids(3, 4, 4, "cpu", torch.float32),
-        txt_ids,
-        torch.ones(3),
-    ).sample
-    return pipe._unpack_latents(predicted, 32, 32, 4)
-
-
-def plain_flux2(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = Flux2KleinPipeline.from_pretrained(folder)
-    prompt, txt_ids = pipe.encode_prompt(CAPTIONS, max_sequence_length=text_length(folder))
-    patches = pipe._patchify_latents(latents)
-    ids = pipe._prepare_latent_ids(patches)
-    predicted = pipe.transformer(
-        pipe._pack_latents(patches),
-        prompt,
-        timesteps / 1000,
-        ids,
-        txt_ids,
-    ).sample
-    return pipe._unpatchify_latents(pipe._unpack_latents_with_ids(predicted, ids))
-
-
-def plain_z_image(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = ZImagePipeline.from_pretrained(folder)
-    prompt, _ = pipe.encode_prompt(list(CAPTIONS), max_sequence_length=text_length(folder))
-    samples = list(latents.unsqueeze(2).unbind(0))
-    predicted = pipe.transformer(samples, (1000 - timesteps) / 1000, prompt).sample
-    return -torch.stack(predicted).squeeze(2)
-
-
-def plain_qwen_image(folder: Path, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-    pipe = QwenImagePipeline.from_pretrained(folder)
-    prompt, mask = pipe.encode_prompt(CAPTIONS, max_sequence_length=text_length(folder))
-    predicted = pipe.transformer(
-        pipe._pack_latents(latents, *latents.shape),
-        prompt,
-        mask,
-        timesteps / 1000,
-        [[(1, 4, 4)]] * 3,
-    ).sample
-    return pipe._unpack_latents(predicted, 32, 32, 4).squeeze(2)
-
-
-PLAIN = {
-    "sd": plain_sd,
-    "sdxl": plain_sdxl,
-    "sd3": plain_sd3,
-    "flux": plain_flux,
-    "flux2": plain_flux2,
-    "z_image": plain_z_image,
-    "qwen_image": plain_qwen_image,
-}
 
 
 def test_latents_without_the_arrays_of_a_family_are_refused() -> None:
