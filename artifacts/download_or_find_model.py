@@ -327,10 +327,10 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
-    for path in files_below(Path(folder)):
-        name = path.relative_to(folder).as_posix()
-        if _matches(name, files) and not _matches(name, skipped):
-            _check_blob(repo, path)
+    found = {path.relative_to(folder).as_posix(): path for path in files_below(Path(folder))}
+    for name in _fetched(found):  # also a variant, if the part has no other weights
+        if _matches(name, files):
+            _check_blob(repo, found[name])
     return Path(folder)
 
 

@@ -55,10 +55,14 @@ ReportAsJson = Annotated[
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or path of a YAML file.")
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--override", metavar="KEY=VALUE", help="Change a dotted setting."),
-]
+
+
+def _overrides(example: str) -> Any:
+    words = f"Change a setting, such as {example}; may be repeated."
+    return typer.Option("-o", "--override", metavar="KEY=VALUE", help=words)
+
+
+Overrides = Annotated[list[str] | None, _overrides("train.steps=100")]
 
 
 def _show_version(asked: bool) -> None:
@@ -164,7 +168,11 @@ def sweep(
     recipe: RecipeArgument,
     values: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE,...", help="Values of a `train` setting to try."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE,...",
+            help="Values to try, such as train.learning_rate=1e-4,3e-5; may be repeated.",
+        ),
     ] = None,
     override: Overrides = None,
     as_json: ReportAsJson = False,
@@ -200,7 +208,7 @@ def generate(
     file: Annotated[
         str | None, typer.Option("--from-file", help="Text file with one prompt per line.")
     ] = None,
-    override: Overrides = None,
+    override: Annotated[list[str] | None, _overrides("seed=7")] = None,
     out: Annotated[str, typer.Option(help="Output folder for the pictures.")] = "outputs",
     skip_grid: Annotated[bool, typer.Option("--skip-grid", help="Leave out the grid.")] = False,
     skip_save: Annotated[
@@ -210,7 +218,7 @@ def generate(
 ) -> None:
     """Sample pictures of prompts from a model; equal settings reuse earlier pictures.
 
-    The settings of -o are in docs/settings.md, such as seed=7 or scheduler=ddim.
+    docs/settings.md lists the settings of -o.
     """
     with error_as_json(as_json):  # report wrong input before servers start
         settings = _parsed(override)
@@ -258,9 +266,9 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan training on a TPU slice or a GPU: memory, time and cost. Neither is needed.
+    """Plan training for a TPU slice or a GPU, which need not be here: memory, time and cost.
 
-    Exit code 2 if the recipe does not fit; the message has the largest batch, or settings, that do.
+    Exit code: 0 it fits, 2 it does not; the message has the largest batch, or settings, that do.
     """
     loaded = with_defaults_without_effect(_loaded(recipe, override))
     places = _once("--topology", topology), _once("--gpu", gpu)
@@ -288,7 +296,7 @@ def place(
         int | None, typer.Option(min=1, help="Stages with an accelerator at a time, of all runs.")
     ] = None,
 ) -> None:
-    """Let the work pools that a recipe's `place` names run its stages."""
+    """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
     loaded = load_recipe(recipe, _parsed(override))
     from flows.deploy_on_work_pools import deploy_stages
 
@@ -318,12 +326,12 @@ def recipes(
 @app.command()
 def doctor(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="Also check what this recipe needs.")
+        str | None, typer.Argument(metavar="RECIPE", help="Also check what this recipe needs.")
     ] = None,
     override: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, and a recipe's model, source and store; name the mending commands.
+    """Check this machine, and a recipe's model, source and store; problems have a remedy.
 
     Neither pictures nor weights are fetched. Exit code: 0 ready, 1 a problem, 2 wrong input.
     """

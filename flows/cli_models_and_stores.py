@@ -130,7 +130,7 @@ def sign(
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
-    """Sign a published model with a local key; its password is KILN_SIGNING_PASSWORD."""
+    """Sign a published model with a local key; KILN_SIGNING_PASSWORD opens an encrypted one."""
     from flows.model_commands import sign_model
 
     sign_model(_registry_of(store, registry), model, key)
@@ -140,7 +140,9 @@ def sign(
 def push(
     model: Model,
     repo: Annotated[str, typer.Argument(help="Repository on the hub, as owner/name.")],
-    public: Annotated[bool, typer.Option("--public", help="Create it public.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Create the repository as public, not private.")
+    ] = False,
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
 ) -> None:
@@ -167,8 +169,8 @@ def history(
 def gc(
     store: Store = DEFAULT_STORE,
     registry: RegistryUrl = None,
-    days: Annotated[float, typer.Option(help="Keep artifacts of younger runs.")] = 30,
-    hours: Annotated[float, typer.Option(help="Keep younger files.")] = 24,
+    days: Annotated[float, typer.Option(help="Keep what runs of the last so many days need.")] = 30,
+    hours: Annotated[float, typer.Option(help="Keep files of the last so many hours.")] = 24,
     delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed.")] = False,
     as_json: AsJson = False,
 ) -> None:

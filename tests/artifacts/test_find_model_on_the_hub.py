@@ -147,6 +147,19 @@ def test_damaged_weights_in_the_cache_of_the_hub_are_refused(repository: Reposit
     assert digest_model(resolve_model("some/model")) == before
 
 
+def test_a_damaged_variant_of_a_part_without_other_weights_is_refused(
+    repository: Repository,
+) -> None:
+    """Another program has fetched it into the cache."""
+    whole = "unet/diffusion_pytorch_model.safetensors"
+    repository.files = {name: data for name, data in repository.files.items() if name != whole}
+    folder = resolve_model("some/model")
+    blob = folder.parents[1] / "blobs" / ("0" * 64)
+    blob.write_bytes(b"cut short")
+    (folder / "unet/diffusion_pytorch_model.fp16.safetensors").symlink_to(blob)
+    assert f"{blob} is damaged: delete it to have it fetched again" in refused("some/model")
+
+
 def test_of_a_model_of_the_hub_the_configs_alone_may_be_had(repository: Repository) -> None:
     folder = resolve_configs("some/model")
     assert (folder / "unet/config.json").read_bytes() == b"unet/config.json of the hub"
