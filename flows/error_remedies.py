@@ -137,6 +137,7 @@ REMEDIES = {
     "ValueError": "Correct the setting before the message. Nothing was started.",
     "WrongInput": "Correct the setting, path or device of the message. Finished stages are kept.",
     "BeamOptionsError": "Correct the section `beam` ([scale.md](scale.md)).",
+    "SourceAway": "Prefect retries a stage. Wait until the server of `source.path` answers.",
     "SourceError": "Correct the section `source` ([recipes.md](recipes.md#sources)).",
     "TooManyFailed": "Look at the outcomes. Raise the named limit of `download`, or mend the list.",
     "ModelNotFound": "Correct the path or the hub id. Check the network, and `HF_TOKEN`.",
