@@ -17,7 +17,7 @@ from tasks.download import (
 )
 from tasks.download.download_shard import download_shard
 from tasks.download.source_protocol import PictureLocation
-from tasks.download.stage_errors import SourceError
+from tasks.download.stage_errors import SourceAway, SourceError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -143,9 +143,9 @@ def test_an_unavailable_hub_dataset_is_a_one_line_error(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own attempts
 
-    def refused(**source: str) -> str:
+    def refused(error_kind: type[Exception] = SourceError, **source: str) -> str:
         HfFileSystem.clear_instance_cache()
-        with pytest.raises(download.SourceError) as error:
+        with pytest.raises(error_kind) as error:
             download.plan(make_recipe({"kind": "dataset", "path": "some/pictures", **source}))
         line = str(error.value)
         assert line.startswith("source") and "\n" not in line
@@ -156,7 +156,9 @@ def test_an_unavailable_hub_dataset_is_a_one_line_error(
     pictures.accepted_by = {"hf_mine"}
     assert "Cannot access gated repo" in refused()
     hub.fault = 500
-    assert "500 Internal Server Error" in refused()
-    assert "500 Internal Server Error" in refused(kind="folder", path="hf://datasets/a/pictures")
+    folder = {"kind": "folder", "path": "hf://datasets/a/pictures"}
+    for source in ({}, folder):
+        said = refused(SourceAway, **source)
+        assert "cannot be read now (Server error '500 Internal Server Error'" in said
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert "cannot be reached: " in refused()
+    assert "cannot be read now (" in refused(SourceAway)
