@@ -37,7 +37,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
 
     A change, and the first run, emit the event `kiln.source.changed` of the resource
     `kiln.source.<model>`. While a retraining of the model runs, the event waits for a later run:
-    the deployment would cancel what it starts.
+    each event starts a run, which would wait as a process.
 
     Args:
         recipe: Name or path of a recipe.

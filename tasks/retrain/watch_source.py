@@ -6,7 +6,6 @@ import json
 
 from artifacts.compare_and_swap import read, swap
 from artifacts.hashing import digest_json, parse_json
-from artifacts.list_folder import entries, modified, name_of, present_time
 from artifacts.lock import is_alive
 from artifacts.remote_client_options_and_errors import make_folder_of
 from configs.settings.recipe import Recipe
@@ -16,8 +15,6 @@ from tasks.publish.stage import registry_of
 EVENT = "kiln.source.changed"
 FILE = "watched.json"  # in the model's folder of the registry
 LOCK = "retrain-lock.json"
-#: Seconds after a retraining in which the server may still count its run, and cancel another.
-SETTLING = 60.0
 
 
 def source_resource(model: str) -> str:
@@ -41,18 +38,11 @@ def lock_path(recipe: Recipe) -> str:
 
 
 def is_retraining(recipe: Recipe) -> bool:
-    """Whether a retraining of the model runs, or has ended only just.
+    """Whether a retraining of the model runs.
 
-    The deployment would cancel a run that an event starts now. A retraining that begins later
-    reads the source after the stamp of this call's process.
+    One that begins later reads the source after the stamp of this call's process.
     """
-    registry = registry_of(recipe)
-    if is_alive(registry.fs, lock_path(recipe)):
-        return True
-    found = [one for one in entries(registry.fs, registry.root) if name_of(one).startswith(LOCK)]
-    now = present_time(registry.fs, registry.root) if found else 0.0
-    # A clock that was set back since makes the file one of the future.
-    return any(abs(now - modified(one)) < SETTLING for one in found)
+    return is_alive(registry_of(recipe).fs, lock_path(recipe))
 
 
 def last_stamp(recipe: Recipe) -> str | None:

@@ -48,14 +48,13 @@ def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
         name = load_recipe(entry["parameters"]["recipe"]).publish.name
         assert trigger["match"] == {"prefect.resource.id": source_resource(name)}
         assert trigger["expect"] == [EVENT]
-        assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "CANCEL_NEW"}
 
 
-def test_no_training_from_a_base_depends_on_a_slot_of_its_deployment() -> None:
+def test_no_training_depends_on_a_slot_of_its_deployment() -> None:
     """Prefect ends a run whose slot it cannot renew, as after minutes without the server."""
     listed = yaml.safe_load((DEPLOY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
     limited = {e["entrypoint"].partition(":")[2] for e in listed if "concurrency_limit" in e}
-    assert limited == {"retrain", "watch_source"}
+    assert limited == {"watch_source"}
 
 
 def test_every_deployment_has_a_pool_that_the_pages_create() -> None:

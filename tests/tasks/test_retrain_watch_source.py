@@ -21,7 +21,6 @@ from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
 from tasks.build_or_reuse import StageFailed, TransientError
-from tasks.retrain import watch_source
 from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
 
 pytestmark = pytest.mark.slow
@@ -187,9 +186,9 @@ def test_a_change_that_cannot_be_remembered_is_not_announced(
 
 @pytest.mark.extended
 def test_a_change_during_a_retraining_is_announced_after_it(
-    tmp_path: Path, server: type[Events], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: type[Events]
 ) -> None:
-    """The deployment cancels a run beside another one, so an event meanwhile would be lost."""
+    """Once, however often the source changes: each event starts a run that waits."""
     recipe, emitted = recipe_of(tmp_path, {"kind": "digits"}), server.accepted
     store = recipe.store
     assert watch(store, 60)["changed"] and not watch(store, 60)["changed"] and len(emitted) == 1
@@ -197,27 +196,11 @@ def test_a_change_during_a_retraining_is_announced_after_it(
         assert not watch(store, 60)["waits"], "nothing has changed"
         for _ in range(2):
             assert (watch(store, 90)["changed"], watch(store, 90)["waits"]) == (False, True)
-    assert watch(store, 90)["waits"], "the server may still count the run that has ended"
-    monkeypatch.setattr(watch_source, "SETTLING", 0.0)
     assert watch(store, 90)["changed"] and not watch(store, 90)["changed"]
     assert len({event["payload"]["stamp"] for event in emitted}) == len(emitted) == 2
 
 
-def test_a_clock_that_was_set_back_after_a_retraining_delays_no_event(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, {"kind": "digits"})
-    with one_at_a_time(recipe):
-        pass
-    assert is_retraining(recipe)
-    (lock,) = Path(recipe.store).glob("registry/*/retrain-lock.json.*")
-    later = lock.stat().st_mtime + 3600
-    os.utime(lock, (later, later))
-    assert not is_retraining(recipe)
-
-
-def test_a_retraining_that_was_killed_delays_no_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch_source, "SETTLING", 0.0)
+def test_a_retraining_that_was_killed_delays_no_event(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
     assert not is_retraining(recipe), "there is no registry yet"
     script = f"""
