@@ -205,7 +205,7 @@ def _memory(plan: SlicePlan) -> str:
 def _time(plan: TrainingPlan) -> str:
     seconds, hours = plan.step_seconds, plan.hours
     if seconds is None or hours is None:
-        return "unknown"
+        return "unknown for a size of memory: name a GPU, such as --gpu L4"
     images = plan.recipe.train.global_batch_size
     speed = f"{images / seconds:,.1f} images/s ({plan.assumption})"
     whole = f"{plan.steps:,} steps in {show_gpu_plan.duration(hours)}"

@@ -253,6 +253,7 @@ def test_the_command_prints_peak_advice_time_and_cost(
     said = capsys.readouterr().out
     assert "advice    -o train.micro_batch_size=3: 10.75 GiB, equal FLOPs" in said
     assert "10.0 GiB too much" in said
+    assert "time      unknown for a size of memory: name a GPU, such as --gpu L4" in said
     with pytest.raises(TwoPlaces):
         show_plan(recipe, "v5p-8", "12GB", search=False, as_json=False)
 
