@@ -26,12 +26,14 @@ def logged(request: pytest.FixtureRequest) -> Iterator[tuple[Any, StringIO]]:
     adapter, stream = request.param(RUN), StringIO()
     handler, factory = logging.StreamHandler(stream), logging.getLogRecordFactory()
     own = logging.getLogger("kiln")
-    before = list(own.handlers)
+    before, level = list(own.handlers), adapter.logger.level
     adapter.logger.addHandler(handler)
+    adapter.logger.setLevel(logging.INFO)  # the runs of other tests in this process silence Prefect
     log_to_prefect()
     yield adapter, stream
     logging.setLogRecordFactory(factory)
     adapter.logger.removeHandler(handler)
+    adapter.logger.setLevel(level)
     own.handlers[:] = before
 
 

@@ -81,7 +81,8 @@ def test_a_start_of_another_kind_is_refused(
 def test_settings_of_the_base_written_out_are_no_other_kind(
     recipe: Recipe, train: dict[str, object]
 ) -> None:
-    base, written = Path(recipe.model.path), load_recipe("digits", {"train": train})
+    base = Path(recipe.model.path)
+    written = load_recipe("digits", {"train": train, "store": recipe.store})
     check_start(written, base, trained(recipe, parts_of(recipe)))
     check_start(recipe, base, trained(written, parts_of(written)))
 
