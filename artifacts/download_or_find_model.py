@@ -28,6 +28,7 @@ from artifacts.remote_client_options_and_errors import (
     is_of_client,
     is_outage,
     remedy,
+    target_of,
     web_cause,
 )
 from configs.redact_errors_and_logs import one_line
@@ -269,9 +270,10 @@ def _fetch_url(url: str) -> Path:
         except Exception as error:
             cause = web_cause(url, error)
             _check_away(f"model {url}", cause)
-            if not isinstance(cause, ValueError):
+            denied = is_forbidden(cause) and target_of(cause) is None  # not of this disk
+            if not (denied or isinstance(cause, ValueError) or is_of_client(cause)):
                 raise
-            raise ModelNotFound(f"model {url}: {cause}") from None
+            raise ModelNotFound(f"model {url}: {one_line(cause)}") from None
         target = version.with_name(f"{version.name}-{digest_model(complete)}")
         try:
             complete.rename(target)

@@ -186,6 +186,8 @@ def _answer(error: BaseException) -> Any:
 
 def _is_final(error: BaseException) -> bool:
     """Whether a web server, or the hub, would answer the same again, or the URL is none."""
+    if type(error).__name__ == "ParamValidationError":  # botocore's, of a bucket's name
+        return True
     if not _is_of(_WEB_CLIENTS, type(error).__module__):
         return False
     answer = _answer(error)

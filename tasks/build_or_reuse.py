@@ -264,6 +264,8 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
             place = f"{url} ({one_line(error)})"
         return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and (store is None or not store.is_local):
+        if not is_outage(error):
+            return StorageError(f"{url} cannot be used ({one_line(error)}): correct its URL")
         return StorageAway(f"{url} cannot be used now ({one_line(error)}): {remedy(error)}")
     return error
 

@@ -32,7 +32,9 @@ Event = dict[str, Any]
 
 
 #: A line of a log that names an error; what follows it may be the frames of a stack.
-TELLING = re.compile(r"(error|exception): |what\(\):", re.IGNORECASE)
+TELLING = re.compile(
+    r"(error|exception)(: |$)|what\(\):|check failed: |\[(error|critical)\] ", re.IGNORECASE
+)
 #: Lines of a log that an error quotes, and that are looked through for them.
 QUOTED, KEPT = 3, 200
 LONGEST = 1000  # characters of a reason

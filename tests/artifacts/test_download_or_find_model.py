@@ -121,6 +121,17 @@ def test_a_model_in_a_closed_bucket_is_a_one_line_error(
         resolve_model(url_of("gs"))
 
 
+def test_a_model_whose_files_are_listed_and_not_given_is_a_one_line_error(
+    gcs: GcsServer, url_of: UrlOf, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = url_of("gs")
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/model_index.json", b"{}")
+    monkeypatch.setattr(gcs, "forbidden", "GET .*model_index.json$")
+    with pytest.raises(ModelNotFound, match=f"^model {url}: Forbidden: "):
+        resolve_model(url)
+
+
 def test_a_remote_model_that_changes_is_copied_again(remote: str) -> None:
     before = resolve_model(remote)
     fs, root = fsspec.core.url_to_fs(remote)

@@ -7,6 +7,7 @@ from aiohttp import ClientResponseError, InvalidURL, RequestInfo
 from botocore.exceptions import (
     EndpointConnectionError,
     NoCredentialsError,
+    ParamValidationError,
     UnauthorizedSSOTokenError,
 )
 from gcs_objects import Refused
@@ -111,6 +112,7 @@ def of_the_hub(status: int) -> Exception:
         (HttpError({"code": 403, "message": "no"}), False),
         (HttpError({"code": 503, "message": "later"}), True),
         (InvalidURL("http:///"), False),
+        (ParamValidationError(report="Invalid bucket name"), False),
         (of_the_hub(401), False),
         (of_the_hub(503), True),
         (HFValidationError("no such name"), False),
@@ -147,6 +149,13 @@ def test_what_a_store_without_credentials_needs_is_told(
     with pytest.raises(StorageError, match=said) as found, storing(Store("memory://closed")):
         raise error
     assert type(found.value) is kind
+
+
+def test_a_store_whose_name_no_bucket_can_have_is_not_waited_for() -> None:
+    said = "^memory:///closed cannot be used .*Invalid bucket name.: correct its URL$"
+    with pytest.raises(StorageError, match=said) as found, storing(Store("memory://closed")):
+        raise ParamValidationError(report="Invalid bucket name")
+    assert type(found.value) is StorageError
 
 
 def test_a_valueerror_of_ours_is_not_of_a_client() -> None:

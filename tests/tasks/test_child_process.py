@@ -104,6 +104,18 @@ Exception raised from c10_cuda_check (most recent call first):
 frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98
 frame #1: main + 0x7
 """
+OF_XLA = """F0000 00:00:00.1 123 hlo_module.cc:12] Check failed: a == b (1 vs. 2)
+*** Check failure stack trace: ***
+    @     0x7f0a  (unknown)
+    @     0x7f0b  xla::Foo()
+    @     0x7f0c  _start
+"""
+OF_MINDSPORE = """[CRITICAL] DEVICE(12,7f,python):[mindspore/a.cc:1] Init] no card
+----------------------------------------------------
+- C++ Call Stack: (For framework developers)
+----------------------------------------------------
+mindspore/ccsrc/x.cc:1
+"""
 
 
 @pytest.mark.parametrize(
@@ -113,6 +125,9 @@ frame #1: main + 0x7
         ("", "kill -SEGV $$", "was killed by SIGSEGV$"),
         (WARNED, "kill -SEGV $$", r"was killed by SIGSEGV: a warning \| of two lines$"),
         (ABORTED, "kill -ABRT $$", r"SIGABRT: terminate called .* \| what\(\): CUDA error: [^|]*$"),
+        (OF_XLA, "kill -ABRT $$", r"SIGABRT: F0000 .* Check failed: a == b \(1 vs\. 2\)$"),
+        (OF_MINDSPORE, "kill -ABRT $$", r"SIGABRT: \[CRITICAL\] .* no card$"),
+        ("an error: passed\n" + TRACEBACK + "AssertionError\n", "exit 1", "AssertionError$"),
         (
             WARNED + TRACEBACK + "ModuleNotFoundError: No module named 'b'\n",
             "exit 1",
