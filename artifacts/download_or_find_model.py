@@ -353,13 +353,17 @@ def hub_error(error: Exception, repo: str, revision: str | None) -> ModelNotFoun
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether the hub may answer later."""
+    """Whether the hub may answer later: Xet, its store of weights, has the errors of Python."""
     from httpx2 import TransportError
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
     cause = error.__cause__ or error
     if (answer := getattr(cause, "response", None)) is not None:
         return answer.status_code in (408, 429) or answer.status_code >= 500
-    return isinstance(error, TransportError) or isinstance(cause, TransportError)
+    if isinstance(cause, OfflineModeIsEnabled):  # a ConnectionError
+        return False
+    passing = TransportError, ConnectionError, TimeoutError
+    return isinstance(error, passing) or isinstance(cause, passing)
 
 
 def was_not_reached(error: Exception) -> bool:

@@ -74,7 +74,15 @@ def _by_setting(error: ValidationError, settings: dict[str, Any]) -> list[ErrorD
             text = f"{_EXPECTED.get(first['type'], first['msg'])}, or {text}"
             item = {**first, "type": "union", "msg": text}
         found[key] = {**item, "loc": path}
-    return list(found.values())
+    return [item for item in found.values() if not _is_told_better(item, found.values())]
+
+
+def _is_told_better(item: ErrorDetails, others: Collection[ErrorDetails]) -> bool:
+    """Whether a section or list that could be a word has faults of its own."""
+    if item["type"] != "literal_error" or not isinstance(item["input"], dict | list):
+        return False
+    where = item["loc"]
+    return any(other is not item and other["loc"][: len(where)] == where for other in others)
 
 
 def _path(item: ErrorDetails, settings: dict[str, Any]) -> list[str | int]:

@@ -47,7 +47,8 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
         section, setting = dotted.split(".")  # what these replace is not inherited
         settings = _merge(settings, {section: {setting: overrides[dotted]}}, "override ")
     for dotted, value in overrides.items():
-        _set(settings, dotted, anchored(value, Path.cwd()))
+        name = dotted.rpartition(".")[2]
+        _set(settings, dotted, anchored({name: value}, Path.cwd())[name])
     try:
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
@@ -136,9 +137,15 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def anchored(value: Any, folder: Path) -> Any:
-    """Resolve strings that start with ./ or ../ by the folder of their recipe, ~/ by the user's."""
+    """Resolve strings that start with ./ or ../ by the folder of their recipe, ~/ by the user's.
+
+    A prompt is none of these.
+    """
     if isinstance(value, dict):
-        return {key: anchored(item, folder) for key, item in value.items()}
+        return {
+            key: item if key == "prompts" and isinstance(item, list) else anchored(item, folder)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [anchored(item, folder) for item in value]
     if isinstance(value, str) and value.startswith(("./", "../")):

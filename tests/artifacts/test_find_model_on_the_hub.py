@@ -7,6 +7,7 @@ from uuid import UUID
 
 import pytest
 from hub_server import HubServer, Repository
+from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import filter_repo_objects
 
 from artifacts.cache_errors import CacheFull
@@ -222,6 +223,27 @@ def test_without_a_network_only_what_was_fetched_before_is_there(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert resolve_model("some/model") == folder
     assert "the hub cannot be reached at http://127.0.0.1:9" in refused("other/model", away=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "away"),
+    [
+        (ConnectionError("no answer"), True),
+        (TimeoutError("no answer"), True),
+        (PermissionError("no token"), False),
+        (OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), False),
+    ],
+)
+def test_an_outage_of_the_store_of_weights_of_the_hub_may_pass(
+    error: Exception, away: bool, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hf_xet raises errors of Python; here it has nothing to ask."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.file_download._download_to_tmp_and_move", fail)
+    refused("some/model", away=away)
 
 
 def test_a_full_disk_is_no_missing_model(

@@ -120,6 +120,29 @@ def test_a_path_of_the_home_folder_is_absolute(
     assert found == ("/home/me/store", "/home/me/a", "/home/me/base")
 
 
+def test_a_prompt_is_no_path(tmp_path: Path) -> None:
+    path, prompts = tmp_path / "mine.yaml", ["~/ a cat", "./ a dog"]
+    path.write_text(f"extends: digits\nevaluate: {{prompts: {{a: {{prompts: {prompts}}}}}}}\n")
+    recipe = load_recipe(str(path), {"evaluate.prompts.b.prompts": prompts})
+    assert [list(recipe.evaluate.prompts[name].prompts) for name in "ab"] == [prompts] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"evaluate.judges": [{"name": "a"}]}, "evaluate.judges.0.path: missing; it must be set"),
+        (
+            {"train.lora.target_modules": [3]},
+            "train.lora.target_modules.0: Input should be a valid string (got 3)",
+        ),
+    ],
+)
+def test_a_fault_inside_a_section_or_a_list_is_the_only_one(settings, line: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("digits", settings)
+    assert str(caught.value) == f"override {line}"
+
+
 def test_the_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\ntrain: {steps: many}\n", encoding="utf-8")
