@@ -52,9 +52,6 @@ def kill_at_record(
     return said
 
 
-TIMEOUT = 600  # seconds, for a busy machine
-
-
 def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None:
     """Kill the training process of `run()` before it commits its nth checkpoint."""
     pid_file = folder / "told"
@@ -64,7 +61,6 @@ def kill_training(run: Callable[[], str], folder: Path, checkpoint: int) -> None
         killing = kill_when_told(pid_file, TIMEOUT)
         output = run()
     assert KILLED in output
-    assert "the runtime's process was killed by SIGKILL" in output
     killing.join()
 
 
