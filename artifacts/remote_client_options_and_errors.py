@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -151,6 +152,8 @@ def remedy(error: BaseException) -> str:
     """What a person can do about an outage."""
     if lacks_credentials(error):
         return "log in by its cloud's tool, or set credentials in the environment"
+    if getattr(error, "errno", None) == socket.EAI_NONAME:  # aiohttp's, of a host without address
+        return "correct the host's name, or run again later"
     return "run again later"
 
 

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from aiohttp import ClientConnectorDNSError
 from botocore.exceptions import NoCredentialsError
 from loopback_server import refusing
 from source_rows import make_recipe, many_rows, parquet, png, write_list
@@ -138,3 +141,11 @@ def test_a_source_without_credentials_says_how_to_log_in() -> None:
     words = "cannot be read now .*locate credentials.: log in by its cloud's tool, or set"
     with pytest.raises(SourceAway, match=words), reading("s3://bucket/list.parquet"):
         raise NoCredentialsError
+
+
+def test_a_host_without_an_address_may_be_misspelt() -> None:
+    key: Any = SimpleNamespace(host="exmaple.org", port=443, ssl=True)
+    unknown = OSError(socket.EAI_NONAME, "Name or service not known")
+    words = r"exmaple\.org:443 .*: correct the host's name, or run again later$"
+    with pytest.raises(SourceAway, match=words), reading("https://exmaple.org/a.csv"):
+        raise FileNotFoundError from ClientConnectorDNSError(key, unknown)
