@@ -1,4 +1,4 @@
-"""Prepare the process of a flow: its logs, its interruptions, and the loss of its console."""
+"""Prepare the process of a flow: its logs, its end by an interruption, the loss of its console."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from prefect.exceptions import TerminationSignal
 from rich.console import Console
 
+from flows.end_cancelled_run import end_run_if_cancelled
 from flows.logs import log_to_prefect
 
 #: Seconds until an ignored interruption is raised again: the callback that ignored it has ended.
@@ -26,8 +27,11 @@ def prepare_process() -> None:
 
     The console of a run is a pipe to its worker. Once a worker is killed, rich would end the thread
     that logs, or the run.
+
+    A run that is cancelled in Prefect ends, even if no worker ends it.
     """
     log_to_prefect()
+    end_run_if_cancelled()
     Console.on_broken_pipe = _go_on_silently  # type: ignore[assignment,method-assign]
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _raise_again

@@ -1,0 +1,119 @@
+"""A run that is cancelled in Prefect ends although no worker ends it."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from kiln_command import ROOT, environment
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelled, Cancelling, Running
+from prefect_server import Server
+
+from flows.end_cancelled_run import _is_due
+
+#: A run of a deployment, or of none, without a worker.
+PROGRAM = """
+import sys, time
+from prefect import flow, runtime
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
+from flows import end_cancelled_run
+from flows.prepare_process import prepare_process
+
+end_cancelled_run.POLL_SECONDS = 0.2
+end_cancelled_run.WORKER_SECONDS = float(sys.argv[2])
+
+@flow(name="sleeper")
+def sleeper():
+    prepare_process()
+    print(runtime.flow_run.id, flush=True)
+    time.sleep(float(sys.argv[3]))
+
+run = None
+if sys.argv[1] == "deployment":
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow(sleeper), "sleeper")
+        run = client.create_flow_run_from_deployment(deployment)
+run_flow(sleeper, flow_run=run)
+print("completed", flush=True)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, api: str) -> Callable[..., subprocess.Popen[str]]:
+    """Starts PROGRAM: `start(kind, worker_seconds, sleep_seconds)`."""
+
+    @contextmanager
+    def run(*words: object) -> Iterator[subprocess.Popen[str]]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *map(str, words)],
+            env={**environment(tmp_path, api), "PREFECT_LOGGING_LEVEL": "INFO"},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield child
+        finally:
+            child.kill()
+            child.communicate()
+
+    return run
+
+
+def cancel(server: Server, run: str) -> None:
+    """Cancel a run as Prefect's UI and command line do."""
+    server.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "worker_seconds"), [("none", 600), ("deployment", 0.5)])
+def test_a_cancelled_run_ends(
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    api: str,
+    kind: str,
+    worker_seconds: float,
+) -> None:
+    server = Server(tmp_path, api)
+    with start(kind, worker_seconds, 60) as child:
+        assert child.stdout is not None
+        run = child.stdout.readline().strip()
+        cancel(server, run)
+        out, error = child.communicate(timeout=50)
+    assert child.returncode == -signal.SIGTERM, error
+    assert "completed" not in out
+    assert "the run is cancelled in Prefect: it ends" in error
+    assert server.state(run) == "Cancelled"
+
+
+@pytest.mark.slow
+def test_the_worker_ends_a_run_of_a_deployment(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, api: str
+) -> None:
+    server = Server(tmp_path, api)
+    with start("deployment", 600, 3) as child:
+        assert child.stdout is not None
+        run = child.stdout.readline().strip()
+        cancel(server, run)
+        out, error = child.communicate(timeout=50)
+    assert (child.returncode, out) == (0, "completed\n"), error
+
+
+def test_a_worker_has_time_to_end_a_run_of_a_deployment() -> None:
+    now = datetime.now(UTC)
+    alone = FlowRun(flow_id=uuid4())
+    deployed = FlowRun(flow_id=uuid4(), deployment_id=uuid4())
+    recent, old = now - timedelta(seconds=60), now - timedelta(seconds=180)
+    assert _is_due(Cancelling(timestamp=recent), alone)
+    assert not _is_due(Cancelling(timestamp=recent), deployed)
+    assert _is_due(Cancelling(timestamp=old), deployed)
+    assert _is_due(Cancelled(timestamp=old), deployed)
+    assert not _is_due(Running(timestamp=old), alone)
