@@ -53,7 +53,8 @@ HUB_FILES += LICENSE_FILES
 HUB_CONFIGS = ["*.json", "*.jinja", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
 #: Variants of the same weights, which are skipped, too.
-HUB_VARIANTS = ["*.fp16.safetensors", "*.fp16-*.safetensors", "*.non_ema.safetensors"]
+HUB_VARIANTS = ["*.bf16.safetensors", "*.bf16-*.safetensors", "*.fp16.safetensors"]
+HUB_VARIANTS += ["*.fp16-*.safetensors", "*.non_ema.safetensors"]
 
 
 class ModelNotFound(ValueError):

@@ -14,6 +14,8 @@ from runtimes.pipeline_folder.read_configs import read_config
 
 DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
+#: Variants that are read where a part has no plain weights, the preferred one first.
+HALF_PRECISION = ("bf16", "fp16")
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
 _SHARD_OF = re.compile(r"-\d+-of-(\d+)")
@@ -41,7 +43,7 @@ def pipeline_variant(folder: Path) -> str | None:
 
 
 def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
-    """The weight files of a component, in full precision if available, else the fp16 variant.
+    """The weight files of a component, in full precision if available, else in half.
 
     Args:
         folder: the component's folder.
@@ -50,7 +52,7 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
     Raises:
         WrongInput: there are no weight files.
     """
-    for variant in ("", ".fp16"):
+    for variant in ("", *(f".{name}" for name in HALF_PRECISION)):
         whole = folder / f"{stem}{variant}.safetensors"
         index = folder / f"{stem}.safetensors.index{variant}.json"
         if whole.exists():
@@ -64,11 +66,11 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
 
 
 def stored_weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a part's weights: the plain ones, else the fp16 variant.
+    """The safetensors files of a part's weights: the plain ones, else those in half precision.
 
     Only the standard names of diffusers and transformers count; other files are other copies.
     """
-    for variant in ("", r"\.fp16"):
+    for variant in ("", *(rf"\.{name}" for name in HALF_PRECISION)):
         name = re.compile(
             rf"(diffusion_pytorch_model|model)(-\d+-of-\d+)?{variant}(-\d+-of-\d+)?\.safetensors"
         )

@@ -268,6 +268,7 @@ def test_a_full_disk_is_no_missing_model(
                 "sd_xl_base_1.0_0.9vae.safetensors",
                 "sd_xl_offset_example-lora_1.0.safetensors",
                 "unet/diffusion_pytorch_model.fp16.safetensors",
+                "unet/diffusion_pytorch_model.bf16.safetensors",
                 "text_encoder/flax_model.msgpack",
                 "unet/diffusion_pytorch_model.bin",
             },
@@ -277,6 +278,7 @@ def test_a_full_disk_is_no_missing_model(
             {
                 "text_encoder_3/model-00001-of-00002.safetensors",
                 "text_encoder_3/model.fp16-00001-of-00002.safetensors",
+                "text_encoder_3/model.bf16-00001-of-00002.safetensors",
                 "tokenizer_3/spiece.model",
                 "text_encoders/t5xxl_fp16.safetensors",
                 "transformer/diffusion_pytorch_model.safetensors",

@@ -199,9 +199,10 @@ def test_the_digest_has_the_third_encoder_but_no_transformer_weights(
         assert digest_encoders(copy) != before
 
 
-def test_a_lone_fp16_variant_is_loaded(tiny_sdxl: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["fp16", "bf16"])
+def test_a_lone_variant_is_loaded(tiny_sdxl: Path, tmp_path: Path, variant: str) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
-    pipeline.save_pretrained(tmp_path, variant="fp16")
+    pipeline.save_pretrained(tmp_path, variant=variant)
     assert Encoder(tmp_path, device="cpu").texts(["a"])[0].shape == (1, 77, 64)
 
 

@@ -158,6 +158,7 @@ def test_parts_may_be_stored_in_different_variants(job: GenerateJob, tmp_path: P
         ("model", None),
         ("model.fp16", "fp16"),
         ("model model.fp16", None),
+        ("model.bf16 model.fp16", "bf16"),
         ("model-00001-of-00002 model-00002-of-00002", None),
         ("model.fp16-00001-of-00002 model.fp16-00002-of-00002", "fp16"),
         ("model-00001-of-00002.fp16 model-00002-of-00002.fp16", "fp16"),

@@ -286,11 +286,14 @@ def copied(tiny_sdxl: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_sdxl, tmp_path / "copied"))
 
 
-def test_weights_stored_in_half_are_trained_in_float32(make_job: MakeJob, copied: Path) -> None:
+@pytest.mark.parametrize(("variant", "dtype"), [("fp16", torch.half), ("bf16", torch.bfloat16)])
+def test_weights_stored_in_half_are_trained_in_float32(
+    make_job: MakeJob, copied: Path, variant: str, dtype: torch.dtype
+) -> None:
     path = copied / "unet/diffusion_pytorch_model.safetensors"
-    half = {name: tensor.half() for name, tensor in load_file(path).items()}
+    half = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
     path.unlink()
-    save_file(half, path.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    save_file(half, path.with_name(f"diffusion_pytorch_model.{variant}.safetensors"))
     runtime, _ = start(make_job(model=str(copied)))
     for name, array in runtime.state()["weights"].items():
         stored = half[name.removeprefix("unet.")]
