@@ -21,6 +21,8 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
+from tasks.child_process import stopping
+
 log = logging.getLogger("kiln")
 
 #: Seconds between two looks at the run's state.
@@ -63,9 +65,9 @@ def _watch(run: FlowRun) -> None:
 
 
 def _end_if_cancelled(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """End the process if the run is cancelled, and no worker has done so in time."""
+    """End the process if the run is cancelled, and neither a worker nor a user does so."""
     state = client.read_flow_run(run.id).state
-    if state is None or not _is_due(state, run) or _has_ended(run):
+    if state is None or not _is_due(state, run) or stopping.is_set() or _has_ended(run):
         return False
     if not state.is_final():
         state = Cancelled(message="cancelled; the process ends by itself")

@@ -38,6 +38,8 @@ TELLING = re.compile(
 #: Lines of a log that an error quotes, and that are looked through for them.
 QUOTED, KEPT = 3, 200
 LONGEST = 1000  # characters of a reason
+#: Set while a job writes its last checkpoint; another SIGTERM to this process would kill the job.
+stopping = threading.Event()
 
 
 class JobFailed(RuntimeError):
@@ -218,12 +220,15 @@ def _pump(read: Callable[[], None]) -> threading.Thread:
 
 def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
     log.info("stopping the runtime's process (it has %g s to checkpoint)", grace_seconds)
+    stopping.set()
     # Its children must live on: a compilation never ends once PyTorch's compile process is dead.
     child.send_signal(signal.SIGTERM)
     try:
         child.wait(grace_seconds)
     except BaseException:
         _kill(child)
+    finally:
+        stopping.clear()
 
 
 def _kill(child: subprocess.Popen[str]) -> None:

@@ -19,12 +19,15 @@ from flows.end_cancelled_run import _is_due
 
 #: A run of a deployment, or of none, without a worker.
 PROGRAM = """
-import sys, time
+import subprocess, sys, time
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from flows import end_cancelled_run
 from flows.prepare_process import prepare_process
+from tasks.child_process import _stop
+
+JOB = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(3)"
 
 end_cancelled_run.POLL_SECONDS = 0.2
 end_cancelled_run.WORKER_SECONDS = float(sys.argv[2])
@@ -32,7 +35,12 @@ end_cancelled_run.WORKER_SECONDS = float(sys.argv[2])
 @flow(name="sleeper")
 def sleeper():
     prepare_process()
+    job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE)
+    job.stdout.readline()
     print(runtime.flow_run.id, flush=True)
+    if len(sys.argv) > 4:  # as after a SIGTERM
+        _stop(job, grace_seconds=30)
+        print("its job ended with", job.returncode, flush=True)
     time.sleep(float(sys.argv[3]))
 
 run = None
@@ -105,6 +113,19 @@ def test_the_worker_ends_a_run_of_a_deployment(
         cancel(server, run)
         out, error = child.communicate(timeout=50)
     assert (child.returncode, out) == (0, "completed\n"), error
+
+
+@pytest.mark.slow
+def test_a_job_that_writes_its_checkpoint_is_not_killed(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, api: str
+) -> None:
+    server = Server(tmp_path, api)
+    with start("none", 600, 60, "stops") as child:
+        assert child.stdout is not None
+        cancel(server, child.stdout.readline().strip())
+        out, error = child.communicate(timeout=50)
+    assert child.returncode == -signal.SIGTERM, error
+    assert out == "its job ended with 0\n"
 
 
 def test_a_worker_has_time_to_end_a_run_of_a_deployment() -> None:
