@@ -165,10 +165,10 @@ class Train(Section):
         description="What torch.compile compiles: the repeated blocks, each as one program, or the "
         "whole denoiser; auto: blocks on CUDA, else none.",
     )
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = Field(
+    attention: Literal["auto", "flash", "flash_3", "cudnn", "efficient", "math"] = Field(
         "auto",
-        description="Attention kernel on CUDA, as torch.nn.attention.SDPBackend names it; auto: "
-        "PyTorch's choice.",
+        description="Attention kernel on CUDA, as torch.nn.attention.SDPBackend names it; "
+        "flash_3: FlashAttention 3, which is not included, on Hopper; auto: PyTorch's choice.",
     )
     allow_tf32: bool = Field(
         False,

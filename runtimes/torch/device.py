@@ -21,6 +21,7 @@ from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.process.ranks import Ranks
 from runtimes.torch import hpu, npu
+from runtimes.torch.attention import check_attention
 from runtimes.torch.compile_denoiser import check_compiler
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.make_optimizer import check_optimizer
@@ -184,8 +185,7 @@ def check_on_device(settings: Train, device: torch.device) -> None:
     for name in ("cuda_graphs", "allow_tf32"):
         if getattr(settings, name) and device.type != "cuda":
             raise WrongInput(f"train.{name} needs a CUDA device, not {device.type}: set false")
-    if settings.attention != "auto" and device.type != "cuda":
-        raise WrongInput(f"train.attention needs a CUDA device, not {device.type}: set auto")
+    check_attention(settings.attention, device)
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
     if device.type == "hpu":

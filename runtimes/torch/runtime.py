@@ -20,6 +20,7 @@ from runtimes.families import detect_family
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.ranks import Ranks
+from runtimes.torch.attention import load_attention
 from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.compile_denoiser import compile_denoiser
@@ -55,6 +56,7 @@ class TheRuntime(BaseRuntime):
         check_on_device(settings, self._device)
         check_family("torch", detect_family(job.model_folder).name, self._device.type)
         make_deterministic(is_deterministic(settings, self._device), tf32=settings.allow_tf32)
+        load_attention(settings.attention)
         warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)

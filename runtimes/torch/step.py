@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.settings.train import Train
 from runtimes.contract import StepBatch, StepOutput, WrongInput
+from runtimes.torch.attention import attention_kernel
 from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.cuda_graphs import CudaGraphs
 from runtimes.torch.device_hooks import DeviceHooks
@@ -19,14 +19,6 @@ from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender
 from runtimes.torch_models.network import Network
-
-#: PyTorch's attention kernels by their names in `train.attention`.
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 @dataclass(frozen=True)
@@ -120,11 +112,3 @@ class Step:
     @cached_property
     def _has_dropout(self) -> bool:
         return has_dropout(self.network)
-
-
-def attention_kernel(name: str) -> AbstractContextManager[None]:
-    """Context in which scaled_dot_product_attention uses the kernel that `train.attention` names.
-
-    Without a kernel for the device and shapes, PyTorch raises RuntimeError.
-    """
-    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])

@@ -19,7 +19,6 @@ from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch.step import attention_kernel
 from runtimes.torch_models.network import Network
 
 pytestmark = pytest.mark.slow
@@ -137,13 +136,6 @@ def test_a_compiled_and_checkpointed_denoiser_trains_in_ddp(
     finally:
         dist.destroy_process_group()
     assert found == pytest.approx(expected, rel=1e-5)
-
-
-def test_attention_uses_the_kernel_of_the_settings() -> None:
-    with attention_kernel("math"):
-        assert not torch.backends.cuda.flash_sdp_enabled()
-    with attention_kernel("auto"):
-        assert torch.backends.cuda.flash_sdp_enabled()
 
 
 @pytest.mark.parametrize(("device", "default"), [("cpu", True), ("cuda", False)])

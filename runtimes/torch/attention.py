@@ -1,0 +1,56 @@
+"""Attention kernels of PyTorch on CUDA, by their names in `train.attention`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+
+import torch
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from runtimes.contract import WrongInput
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "flash_3": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+#: The module of FlashAttention 3, which no package of PyTorch contains.
+FLASH_3 = "flash_attn_interface"
+HOPPER = (9, 0)  # compute capability
+
+
+def attention_kernel(name: str) -> AbstractContextManager[None]:
+    """Context in which scaled_dot_product_attention uses the kernel that `train.attention` names.
+
+    Without a kernel for the device and shapes, PyTorch raises RuntimeError.
+    """
+    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
+
+
+def check_attention(name: str, device: torch.device) -> None:
+    """Raise WrongInput if a device or this environment lacks the kernel."""
+    if name == "auto":
+        return
+    if device.type != "cuda":
+        raise WrongInput(f"train.attention needs a CUDA device, not {device.type}: set auto")
+    if name != "flash_3":
+        return
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        raise WrongInput("train.attention: flash_3 needs PyTorch 2.11 or later: set flash")
+    if find_spec(FLASH_3) is None:
+        raise WrongInput(
+            f"train.attention: flash_3 needs FlashAttention 3, whose module {FLASH_3} is not "
+            "installed: install it, or set flash"
+        )
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        raise WrongInput("train.attention: flash_3 needs a Hopper GPU, such as H100: set flash")
+
+
+def load_attention(name: str) -> None:
+    """Let PyTorch's flash attention of this process call FlashAttention 3, if it is named."""
+    if name == "flash_3":
+        attention.activate_flash_attention_impl("FA3")

@@ -1,0 +1,70 @@
+"""Attention kernels are those of `train.attention`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import MakeJob
+from torch.nn import attention
+
+from runtimes.contract import WrongInput
+from runtimes.torch.attention import FLASH_3, attention_kernel, check_attention
+from runtimes.torch.runtime import TheRuntime
+
+#: Operators with the names and arguments of FlashAttention 3.
+FLASH_ATTENTION_3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q, Tensor k, Tensor v) -> Tensor")
+library.define("bwd(Tensor dout, Tensor q, Tensor k, Tensor v) -> Tensor")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that registers the operators of FlashAttention 3."""
+    (tmp_path / f"{FLASH_3}.py").write_text(FLASH_ATTENTION_3)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, FLASH_3, raising=False)
+
+
+def test_attention_uses_the_kernel_of_the_settings() -> None:
+    with attention_kernel("math"):
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    with attention_kernel("flash_3"):
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert not torch.backends.cuda.math_sdp_enabled()
+    with attention_kernel("auto"):
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_flash_3_is_refused_where_it_cannot_run(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda")
+    with pytest.raises(WrongInput, match=f"{FLASH_3} is not installed: install it, or set flash"):
+        check_attention("flash_3", device)
+    request.getfixturevalue("installed")
+    for capability in ((8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        with pytest.raises(WrongInput, match="needs a Hopper GPU"):
+            check_attention("flash_3", device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_attention("flash_3", device)
+    monkeypatch.delattr(attention, "activate_flash_attention_impl")
+    with pytest.raises(WrongInput, match=r"needs PyTorch 2\.11"):
+        check_attention("flash_3", device)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_runtime_replaces_pytorch_s_flash_attention(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention.current_flash_attention_impl() is None
+    monkeypatch.setattr("runtimes.torch.runtime.check_on_device", lambda *_: None)
+    try:
+        TheRuntime().load(make_job(attention="flash_3"))
+        assert attention.current_flash_attention_impl() == "FA3"
+    finally:
+        attention.restore_flash_attention_impl()
