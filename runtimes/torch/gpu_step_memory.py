@@ -201,16 +201,20 @@ def _empty_vae(request: GpuStepRequest) -> Any:
 def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
     """Replace the tensors of a module by fake ones, of a dtype if given, in a FakeTensorMode."""
     fake: dict[int, torch.Tensor] = {}  # shared weights stay shared
-    for part in module.modules():
+    for path, part in module.named_modules():
+        adapter = "lora_" in path  # contiguous, as Network.place leaves them
+        layout = torch.contiguous_format if adapter else torch.channels_last
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = fake.setdefault(id(tensor), _fake(tensor, dtype))
+                    tensors[name] = fake.setdefault(id(tensor), _fake(tensor, dtype, layout))
 
 
-def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _fake(
+    tensor: torch.Tensor, dtype: torch.dtype | None, layout: torch.memory_format
+) -> torch.Tensor:
     cast = dtype is not None and tensor.is_floating_point()
-    layout = torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
+    layout = layout if tensor.ndim == 4 else torch.contiguous_format
     made = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, memory_format=layout)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -55,6 +55,13 @@ def test_the_planned_peak_is_within_a_tenth_of_the_real_one(
     assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
 
 
+@pytest.mark.extended
+def test_dora_of_convolutions_is_planned(tiny_sdxl: Path) -> None:
+    """PEFT calls `.view` on its weights, which the runtime therefore keeps contiguous."""
+    found = compare(tiny_sdxl, 64, 16, method="lora", lora={"dora": True, "target_modules": "all"})
+    assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
+
+
 def test_weights_of_one_measurement_are_gone_before_the_next(
     tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
