@@ -75,6 +75,7 @@ def digest_settings(recipe: Recipe) -> str:
                 *(evaluate.height, evaluate.width),
             ],
             "models": [None if path is None else _without_checkout(path) for path in models],
+            **({"offload": True} if evaluate.offload else {}),
             **({} if recipe.encode.text_dtype is None else {"text": recipe.encode.text_dtype}),
         }
     )

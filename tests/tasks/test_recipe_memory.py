@@ -36,6 +36,7 @@ def test_a_setting_that_changes_the_memory_has_no_stored_plan() -> None:
         {"encode.resolution": 512},
         {"evaluate.batch_size": 1},
         {"evaluate.height": 512},
+        {"evaluate.offload": True},
         {"train.lora.rank": 64},
         {"model.path": "some/other"},
     ):
