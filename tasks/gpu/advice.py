@@ -52,7 +52,11 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
         usable: bytes for tensors.
     """
     smaller, sampling = _smaller_sampling(planner, recipe, usable)
-    changes = [change for change in CHANGES if _applies(change[0], recipe)]
+    changes = [
+        change
+        for change in CHANGES
+        if _applies(change[0], recipe) and planner.permits(with_train(recipe, change[0]).train)
+    ]
     cheap = [change for change in changes if "method" not in change[0]]
     before = executed_flops(planner.step(recipe.train))
     found: list[Advice] = []
@@ -131,7 +135,8 @@ def _applies(change: dict[str, Any], recipe: Recipe) -> bool:
         is_possible = recipe.runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
         return is_possible and settings.init == "base" and settings.lora.base_precision is None
     if "optimizer" in change:
-        return settings.optimizer == "adamw"
+        is_possible = recipe.runtime == "torch" and settings.fsdp == 1
+        return is_possible and settings.optimizer == "adamw"
     if "method" in change:
         return settings.method == "full" and settings.init == "base"
     return any(getattr(settings, name) != value for name, value in change.items())

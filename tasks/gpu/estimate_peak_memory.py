@@ -12,8 +12,9 @@ from typing import Any
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
+from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.denoiser_config import replacement_config
+from runtimes.pipeline_folder.denoiser_config import replacement_config, trained_config
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.pipeline_folder.read_configs import read_part_config
 from runtimes.sample.initial_noise import image_size
@@ -89,6 +90,15 @@ class Planner:
         if recipe.train.sample_every_n_steps:
             sampling.append(self._sampling(recipe.train.compute_dtype))
         return [self.training_request(recipe.train), *sampling]
+
+    def permits(self, train: Train) -> bool:
+        """Whether the base can be trained so: adapters add no inputs to a denoiser."""
+        config = read_part_config(self._model, detect_family(self._model).denoiser)
+        try:
+            trained_config(config, train, replacement_config(train))
+        except WrongInput:
+            return False
+        return True
 
     def training_request(self, train: Train) -> GpuStepRequest:
         optimizer = "adamw" if train.optimizer == "adamw_8bit" else train.optimizer

@@ -16,6 +16,7 @@ from runtimes.contract import WrongInput
 from runtimes.torch.gpu_step_memory_records import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.base_training_plan import PlanFailed, cache_key
+from tasks.gpu.estimate_peak_memory import with_train
 from tasks.gpu.gpu_training_plan import USABLE, GpuPlan, check_fits, plan_for
 
 Ask = Callable[..., dict[str, Any]]
@@ -174,6 +175,23 @@ def test_adapters_are_advised_only_if_nothing_else_fits(plan: Callable[..., GpuP
     assert hopeless.refusal().endswith(
         "no settings known here make it fit; lower encode.resolution"
     )
+
+
+def test_no_advice_is_a_setting_that_a_run_refuses(
+    plan: Callable[..., GpuPlan], tiny_sd: Path, tmp_path: Path, steps: Steps
+) -> None:
+    def advised(recipe: Recipe) -> set[str]:
+        found = plan_for(recipe, Gpu("a GPU", int(4.2 * GIB / USABLE)), tiny_sd, None).advice
+        return {name for advice in found for name in advice.settings}
+
+    recipe = make_recipe(tiny_sd, tmp_path, micro_batch_size=1, ema_decay=0.9)
+    assert "train.optimizer" in advised(recipe)
+    assert "train.optimizer" not in advised(recipe.model_copy(update={"runtime": "xla"}))
+    assert "train.optimizer" not in advised(with_train(recipe, {"fsdp": "all"}))
+    assert "train.method" in {n for a in plan(3 / USABLE).advice for n in a.settings}
+    # Adapters cannot add an inpainting UNet's inputs, unless the base has them.
+    masked = with_train(recipe, {"inpainting": True})
+    assert plan_for(masked, Gpu("a GPU", 2 * GIB), tiny_sd, None).advice == ()
 
 
 def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -> None:
