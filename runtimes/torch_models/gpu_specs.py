@@ -104,7 +104,7 @@ def parse_gpu(text: str) -> Gpu:
     As on data sheets, a GB of GPU memory has 2**30 bytes.
 
     Raises:
-        WrongInput: the name is unknown, or the memory is 0.
+        WrongInput: the name is unknown or contradicts the memory beside it, or the memory is 0.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I)
     if size and float(size[1]):
@@ -118,6 +118,12 @@ def parse_gpu(text: str) -> Gpu:
         # Four digits, such as 5080, are a model.
         example = f"{text}GB" if re.fullmatch(r"[1-9]\d{0,2}", text) else "24GB"
         raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
+    stated = re.search(r"(\d+) ?GB", text, re.I)
+    if stated and not 0.9 <= spec.memory_gib / int(stated[1]) <= 1.1:
+        raise WrongInput(
+            f"gpu {text}: {spec.name} has {spec.memory_gib:g} GB: set {stated[1]}GB for another "
+            "card's memory"
+        )
     return Gpu(spec.name, spec.memory, spec)
 
 
@@ -127,4 +133,4 @@ def _short_names(gpu: GpuSpec) -> tuple[str, str]:
 
 
 def _plain(name: str) -> str:
-    return name.replace(" ", "").lower()
+    return re.sub(r"[\s-]", "", name).lower()

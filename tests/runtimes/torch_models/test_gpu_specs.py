@@ -43,7 +43,7 @@ def test_the_name_of_a_gpu_selects_its_memory() -> None:
         *(("RTX 4090 Laptop GPU", None), ("0GB", None), ("NVIDIA H100 80GB HBM3", 80)),
         *(("8xH100", None), ("2x H100", None), ("H100,L4", None), ("H1000", None)),
         *(("B2000", None), ("RTX A6000 Ada", None), ("5080", None)),
-        *(("5090", 32), ("4090", 24), ("A6000", 48)),
+        *(("5090", 32), ("4090", 24), ("A6000", 48), ("RTX-4090", 24), ("h-100", 80)),
     ],
 )
 def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> None:
@@ -57,6 +57,14 @@ def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> 
 def test_a_memory_without_its_unit_is_told_to_have_one() -> None:
     with pytest.raises(WrongInput, match="gpu 48: set its memory, such as 48GB, or one of"):
         parse_gpu("48")
+
+
+@pytest.mark.parametrize(
+    ("text", "has"), [("A100 24GB", 40), ("H100 40GB", 80), ("H100 94GB", 80), ("GH200 480GB", 141)]
+)
+def test_a_name_with_another_memory_is_refused(text: str, has: int) -> None:
+    with pytest.raises(WrongInput, match=f"^gpu {text}: .* has {has} GB: set .*GB for another"):
+        parse_gpu(text)
 
 
 def test_every_gpu_of_the_table_is_read_by_its_own_name() -> None:
