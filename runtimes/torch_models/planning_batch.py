@@ -36,8 +36,8 @@ def sample_batch(
     ids = None
     if text:  # only CLIP encoders are trained; `info["tokens"]` of SD3 includes T5's tokens
         clip = read_part_config(model, family.clip_encoders[0])
-        rows = clip["max_position_embeddings"]
-        ids = np.zeros((len(family.clip_encoders), rows), np.int32)
+        tokens = clip["max_position_embeddings"]
+        ids = np.zeros((len(family.clip_encoders), tokens), np.int32)
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
     captioned = Captioned(sample, embeds, pooled, ids)
     conditioning = family.condition([captioned])

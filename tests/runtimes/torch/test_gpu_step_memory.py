@@ -62,6 +62,12 @@ def test_dora_of_convolutions_is_planned(tiny_sdxl: Path) -> None:
     assert found["planned"] == pytest.approx(found["real"], rel=0.1), found
 
 
+@pytest.mark.extended
+def test_an_inpainting_unet_is_planned_with_its_text_encoders(tiny_sdxl: Path) -> None:
+    train = Train(inpainting=True, train_text_encoder=True).model_dump(mode="json")
+    assert step_memory(GpuStepRequest(str(tiny_sdxl), train, 64)).parameters
+
+
 def test_weights_of_one_measurement_are_gone_before_the_next(
     tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
