@@ -356,6 +356,18 @@ def tpu(
     show_tpu(_loaded(recipe, override))
 
 
+def _open_closed_streams() -> None:
+    """Discard what goes to a stream that the caller has closed (`>&-`).
+
+    A file of ours, or a socket, would get its number, and what a child process prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.set_inheritable(nothing, nothing == number)
+            setattr(sys, name, os.fdopen(nothing, "w" if number else "r"))
+
+
 def _close_stderr() -> None:
     """Discard what native libraries write to stderr when the interpreter ends.
 
@@ -371,6 +383,7 @@ def main() -> None:
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    _open_closed_streams()
     atexit.register(_close_stderr)
     collect_garbage_rarely()
     redact_logs()

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,20 @@ def test_a_slash_at_the_end_of_the_store_shows_the_same_models(here: Here, url_o
     told = here("history", "tiny", "--store", store.url)
     assert here("history", "tiny", "--store", f"{store.url}/") == told
     assert here("promote", "tiny", "v1", "--store", f"{store.url}/").startswith("tiny: v1")
+
+
+def test_a_closed_stdout_is_open_for_the_processes_of_a_run() -> None:
+    """Prefect's server, for one, does not start without."""
+    child = "import sys; sys.exit(sys.stdout is None)"
+    code = f"""
+import atexit, os, subprocess, sys
+from flows.cli import main
+atexit.register(lambda: os._exit(subprocess.call([sys.executable, "-c", {child!r}])))
+sys.argv = ["kiln", "--version"]
+main()
+"""
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", code])
+    assert done.returncode == 0
 
 
 def test_every_recipe_is_listed_with_its_description(here: Here) -> None:
