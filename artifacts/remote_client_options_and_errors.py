@@ -23,6 +23,8 @@ _CLIENTS = (
 #: Clients of web servers and of the hub, whose answers 4xx are final, but for those of _PASSING.
 _WEB_CLIENTS = ("aiohttp", "httpx", "httpx2", "huggingface_hub", "requests")
 _PASSING = {408, 425, 429}
+#: Their answers that there is no such file, or no longer.
+_ABSENT = {404, 410}
 #: Errors of botocore and google.auth: there are no credentials. Machines of a cloud ask a service
 #: of it for them, which may not answer for a moment.
 _NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError"}
@@ -161,7 +163,7 @@ def web_cause(url: str, error: Exception) -> Exception:
     """The error of a file: fsspec raises FileNotFoundError of all answers of a web server."""
     is_web = url.startswith(("http://", "https://")) and isinstance(error, FileNotFoundError)
     cause = error.__cause__ if is_web else None
-    return cause if isinstance(cause, Exception) and _answer(cause) != 404 else error
+    return cause if isinstance(cause, Exception) and _answer(cause) not in _ABSENT else error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from source_rows import ROWS, make_recipe, png, rows_of, write_list
+from web_sites import serving
 
 from artifacts.hashing import digest_bytes
 from tasks import download
@@ -37,6 +39,23 @@ def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
     assert [Path(row.file or "").read_bytes() for row in rows] == [png(0), png(2), png(1)]
     assert [Path(row.place).name for row in rows] == ["a.png", "c.png", "b.PNG"]
     assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_picture_of_a_web_folder_may_lack_its_caption(tmp_path: Path, status: int) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        bodies = {"/in/": b'<a href="a.png"></a>', "/in/a.png": png(0)}
+        body = bodies.get(request.path, b"")
+        request.send_response(200 if body else status)
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("Content-Type", "text/html")
+        request.end_headers()
+        request.wfile.write(body)
+
+    with serving(answer) as host:
+        source = {"kind": "folder", "path": f"http://{host}/in/"}
+        (row,) = rows_of(make_recipe(source), tmp_path)
+    assert row.captions == ("",)
 
 
 def test_a_folder_may_have_metadata_jsonl(tmp_path: Path) -> None:
