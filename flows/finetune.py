@@ -19,7 +19,7 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.recipe import STAGES, StageName
 from flows.model_events import emit_published
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
 from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
@@ -213,7 +213,7 @@ def publish(
     return ended(run.store, run.model_name, result, publish_stage.show)
 
 
-@flow(name="finetune", flow_run_name="finetune {recipe}")
+@flow(name="finetune", flow_run_name=run_name("finetune {recipe}"))
 def finetune(
     recipe: RecipeName = "digits",
     overrides: Overrides = NO_OVERRIDES,

@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from artifacts.store import Store
 from configs.redact_errors_and_logs import redacted_errors
 from configs.settings.generate import Generate, read_settings
-from flows.parameters import revealed
+from flows.parameters import revealed, run_name
 from flows.prepare_process import prepare_process
 from flows.task_settings import stage_task
 from flows.task_states import begin, ended
@@ -61,7 +61,7 @@ def copy(settings: Generate, drawn: StageResult, out: Path, grid: bool, samples:
     return {**artifact.summary, "folder": str(folder), "outcome": drawn.outcome}
 
 
-@flow(name="generate", flow_run_name="generate {model}")
+@flow(name="generate", flow_run_name=run_name("generate {model}"))
 def generate(
     model: str,
     prompts: list[str] | None = None,

@@ -6,16 +6,24 @@ would log all parameters beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
+from prefect import runtime
 from pydantic import Field, SecretStr
 
 from configs.hide_secrets import hide_secrets
 from configs.load_and_extend_recipe import RecipeError, recipe_names
+from configs.redact_urls import without_secrets
 
 NO_OVERRIDES: dict[str, Any] = {}
 RecipeName = Annotated[str, Field(examples=recipe_names())]
 Overrides = Annotated[dict[str, Any], Field(examples=[{"train.steps": 100}])]
+
+
+def run_name(words: str) -> Callable[[], str]:
+    """The name of a flow's run, such as "finetune {recipe}", without secrets of its parameters."""
+    return lambda: without_secrets(words.format(**runtime.flow_run.parameters))
 
 
 def revealed(settings: dict[str, Any]) -> dict[str, Any]:

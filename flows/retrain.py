@@ -21,7 +21,7 @@ from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
 from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
@@ -124,7 +124,7 @@ def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> None:
     build_or_reuse(run.store, parts, build, parents=parents)
 
 
-@flow(name="retrain", flow_run_name="retrain {recipe}")
+@flow(name="retrain", flow_run_name=run_name("retrain {recipe}"))
 def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
     """Train on new rows of the source, from the champion; the gate decides on the promotion.
 

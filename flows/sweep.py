@@ -15,7 +15,7 @@ from configs.redact_errors_and_logs import one_line, redacted_errors
 from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import each_line_once
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
 from flows.preflight import prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
@@ -38,7 +38,7 @@ from tasks.show_in_prefect import artifact_key, show_in_prefect, stage_links
 log = logging.getLogger("kiln")
 
 
-@flow(name="sweep", flow_run_name="sweep {recipe}")
+@flow(name="sweep", flow_run_name=run_name("sweep {recipe}"))
 def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
     """Train and evaluate a recipe with several values of its settings; publish the best model.
 

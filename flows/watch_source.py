@@ -15,7 +15,7 @@ from prefect.states import Completed
 from artifacts.store import Store
 from configs.load_and_extend_recipe import load_recipe
 from configs.redact_errors_and_logs import one_line, redacted_errors
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed
+from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
 from flows.preflight import writable_store
 from flows.prepare_process import prepare_process
 from tasks.build_or_reuse import TransientError, storing
@@ -31,7 +31,7 @@ from tasks.retrain.watch_source import (
 log = logging.getLogger("kiln")
 
 
-@flow(name="watch-source", flow_run_name="watch {recipe}")
+@flow(name="watch-source", flow_run_name=run_name("watch {recipe}"))
 def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
     """Compare size and etag or time of the source's files with the last run.
 

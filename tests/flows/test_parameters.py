@@ -1,8 +1,11 @@
 """The parameters of the flows are a form in the UI, and hide their secrets from Prefect."""
 
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from prefect.client.schemas import FlowRun
+from prefect.context import FlowRunContext
 from prefect.exceptions import ParameterTypeError
 from pydantic import SecretStr
 
@@ -110,3 +113,13 @@ def test_every_flow_refuses_a_secret_that_is_not_hidden(
         with pytest.raises(RecipeError, match=words) as error:
             flow.fn(**checked)
         assert "hidden" not in str(error.value)
+
+
+@pytest.mark.parametrize("flow", [finetune, generate, retrain, sweep, watch_source])
+def test_the_name_of_a_run_has_no_secret(flow: Any) -> None:
+    url = "https://us:hidden@models.example/a.safetensors?sig=hidden&name=a"
+    given = {"recipe": url, "model": url}
+    run = FlowRun.model_construct(id=uuid4())
+    with FlowRunContext.model_construct(flow_run=run, parameters=given):
+        name = flow.flow_run_name()
+    assert name.endswith(" https://models.example/a.safetensors?sig=...&name=a")
