@@ -34,7 +34,7 @@ from artifacts.list_folder import (
 from artifacts.lock import LockLost, hold, seize
 from artifacts.remote_client_options_and_errors import file_info
 from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
-from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Store, is_key
+from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Artifact, Store, is_key
 
 CHECKPOINTS = "checkpoints"
 #: A file that atomic_disk_writes.py and list_folder.py name, and delete unless they are killed.
@@ -135,6 +135,10 @@ class Collector:
         folder, size = f"{self._store.root}/{stage}/{key}", size_of(held)
         present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
+        if not any(name.startswith(LOCK) for name in present):  # which every builder leaves
+            if MANIFEST not in present:
+                return  # the folder is of others
+            self._load(stage, key)
         if MANIFEST in present:
             yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
         elif own:
@@ -148,10 +152,7 @@ class Collector:
         Args:
             known: those of others, whose bytes are counted.
         """
-        try:
-            artifact = self._store.load(stage, key)
-        except ValueError as error:
-            raise GarbageUnsure(f"{error}; its shards are unknown: rebuild it first") from None
+        artifact = self._load(stage, key)
         if artifact is None:
             self._busy.add(stage)
             return set()
@@ -160,6 +161,12 @@ class Collector:
         shards = {path: path.rpartition("/")[2] for path in sizes if path.startswith("../")}
         self.kept_bytes += sum(n for path, n in sizes.items() if shards.get(path) not in known)
         return set(shards.values())
+
+    def _load(self, stage: str, key: str) -> Artifact | None:
+        try:
+            return self._store.load(stage, key)
+        except ValueError as error:
+            raise GarbageUnsure(f"{error}; its shards are unknown: rebuild it first") from None
 
     def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""

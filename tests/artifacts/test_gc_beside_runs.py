@@ -78,8 +78,9 @@ def test_a_gc_paused_between_two_files_keeps_the_second_of_a_builder(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = KeyParts("train", 1, {}, {})
-    for path in ("a", "b"):
-        store.draft(parts).write(path, b"1")
+    with store.lock("train", parts.key):
+        for path in ("a", "b"):
+            store.draft(parts).write(path, b"1")
     found = collector(store)
     (item,) = list(found.garbage())
     monkeypatch.setattr("artifacts.lock.EXPIRY_SECONDS", 0.0)
@@ -201,7 +202,8 @@ def test_a_paused_gc_deletes_nothing_of_a_builder_that_took_its_lock(
 
 def test_gc_keeps_what_changed_after_the_listing(local: Store) -> None:
     parts = KeyParts("train", 1, {}, {})
-    local.draft(parts).write("half", b"1")
+    with local.lock("train", parts.key):
+        local.draft(parts).write("half", b"1")
     age(local, 2 * DAY)
     found = collector(local, min_age=DAY)
     items = list(found.garbage())

@@ -139,12 +139,18 @@ def test_gc_deletes_an_old_shard_file_with_its_last_artifact(store: Store, tmp_p
 def test_gc_deletes_nothing_that_is_not_of_the_store(store: Store) -> None:
     """A bucket without a prefix, or a folder of all data, has other things, too."""
     others = ["models/sdxl/unet.safetensors", "notes.tmp", f"books/{'a title ' * 8}/text"]
+    others.append(f"blobs/{'a' * 64}/data")
     for path in others:
         store.fs.makedirs(f"{store.root}/{path}".rpartition("/")[0], exist_ok=True)
         store.fs.pipe_file(f"{store.root}/{path}", b"x")
     found = collector(store)
     found._now += 400 * DAY
     assert list(found.garbage()) == []
+    manifest = f"{store.root}/images/{'b' * 64}/manifest.json"
+    store.fs.makedirs(manifest.rpartition("/")[0], exist_ok=True)
+    store.fs.pipe_file(manifest, b"{}")
+    with pytest.raises(GarbageUnsure, match=r"manifest\.json"):
+        list(found.garbage())
 
 
 def test_gc_deletes_temporary_files_of_killed_processes(local: Store) -> None:
