@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,14 @@ def first(published: Path, tmp_path: Path) -> dict[str, Any]:
     text = (published / "report.json").read_text(encoding="utf-8")
     report: dict[str, Any] = json.loads(text.replace(f"{published}/", f"{tmp_path}/"))
     return report
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that `patiently` asks to wait; it does not. Threads of Prefect sleep, too."""
+    found: list[float] = []
+    monkeypatch.setattr("flows.task_settings.time", SimpleNamespace(sleep=found.append))
+    return found
 
 
 @pytest.fixture

@@ -201,13 +201,11 @@ def away_once(found: Any) -> Callable[..., Any]:
 
 
 def test_what_a_flow_reads_between_its_stages_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
+    waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flow has no retries, and the stages before it may have taken days."""
     from flows import retrain, sweep
 
-    waited: list[float] = []
-    monkeypatch.setattr("time.sleep", waited.append)
     here: Any = SimpleNamespace(store=None, recipe=SimpleNamespace(sweep=None))
     one: Any = SimpleNamespace(load=lambda *_: None, latents="")
     monkeypatch.setattr("flows.retrain.select_new_and_replayed.new_samples", away_once(3))

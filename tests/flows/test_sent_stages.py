@@ -301,17 +301,14 @@ def test_only_the_download_is_told_to_retry_failed_rows(run: Run) -> None:
     assert sending(run, "train")["retry_run"] is None
 
 
-def test_a_sent_run_waits_for_a_store_that_is_away(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited, errors = list[float](), [StoreRefused("503"), StoreRefused("503")]
+def test_a_sent_run_waits_for_a_store_that_is_away(run: Run, waited: list[float]) -> None:
+    errors = [StoreRefused("503"), StoreRefused("503")]
 
     def check() -> Run:
         if errors:
             raise RecipeError("store: it cannot be used now") from errors.pop()
         return run
 
-    monkeypatch.setattr("time.sleep", waited.append)
     assert patiently(check) is run and waited == [10.0, 60.0]
     errors.append(StoreRefused("Forbidden: no"))
     with pytest.raises(RecipeError):
@@ -322,15 +319,14 @@ def test_a_sent_run_waits_for_a_store_that_is_away(
     assert waited == [10.0, 60.0, 10.0, 60.0, 300.0]
 
 
-def test_a_sent_run_waits_for_the_hub(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors, waited = [ModelAway("model.path: the hub cannot be reached")], list[float]()
+def test_a_sent_run_waits_for_the_hub(run: Run, waited: list[float]) -> None:
+    errors = [ModelAway("model.path: the hub cannot be reached")]
 
     def check() -> Run:
         if errors:
             raise errors.pop()
         return run
 
-    monkeypatch.setattr("time.sleep", waited.append)
     assert patiently(check) is run and waited == [10.0]
 
 
