@@ -110,7 +110,7 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
         if is_pattern(fs, root):
             globbed = _glob(fs, root) if is_local else fs.glob(root, detail=True)
             found = {name: info for name, info in globbed.items() if info["type"] != "directory"}
-        elif fs.isdir(root):
+        elif is_folder(fs, root):
             files = _files(fs, root, math.inf) if is_local else find_files(fs, root)
             found = {name: i for name, i in files.items() if name.lower().endswith(suffixes)}
         else:
@@ -219,6 +219,15 @@ def find_info(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
         if not is_absent(path, error):
             raise
         return None
+
+
+def is_folder(fs: AbstractFileSystem, path: str) -> bool:
+    """Whether a path is a folder; raises as `find_info`.
+
+    Clients of the hub and of GCS also call it none after a request that failed. A web server's
+    folder is a file to `find_info`.
+    """
+    return bool(fs.isdir(path)) or (find_info(fs, path) or {}).get("type") == "directory"
 
 
 def is_absent(path: str, error: Exception) -> bool:

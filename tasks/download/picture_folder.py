@@ -17,6 +17,7 @@ from configs.settings.source import FolderSource
 from tasks.download.list_files import (
     find_info,
     is_absent,
+    is_folder,
     list_files,
     open_file,
     reading,
@@ -97,8 +98,7 @@ class Folder:
     def _metadata(self) -> str | None:
         with reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
-            if not fs.isdir(root):
-                find_info(fs, root)
+            if not is_folder(fs, root):
                 raise SourceError(f"source.path: {self.settings.path}: no such folder")
             name = f"{root.rstrip('/')}/{self.METADATA}"
             if find_info(fs, name) is None:

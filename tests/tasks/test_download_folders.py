@@ -8,10 +8,12 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from source_rows import ROWS, make_recipe, png, rows_of, write_list
 from web_sites import serving
 
@@ -91,6 +93,17 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
     for path in (tmp_path, f"{tmp_path}/*/*.parquet"):
         with pytest.raises(download.SourceError, match=r"cannot be read: .*Input/output error"):
             list_files(str(path), (".parquet",))
+
+
+def test_a_request_that_a_client_hides_makes_no_folder_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the clients of the hub and of GCS do in `isdir`."""
+    _folder(tmp_path / "in", ["a.png"])
+    fsspec.filesystem("memory").put(f"{tmp_path}/in", "memory://hides", recursive=True)
+    monkeypatch.setattr(MemoryFileSystem, "isdir", lambda *_: False)
+    (row,) = rows_of(make_recipe({"kind": "folder", "path": "memory://hides"}), tmp_path)
+    assert Path(row.file or "").read_bytes() == png(0)
 
 
 def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
