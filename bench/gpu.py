@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,8 @@ from bench.training_step_workloads import METHODS, OURS
 from configs.checkout import CHECKOUT
 from runtimes.process.job import TrainJob, write_job
 
+PAGE = "docs/benchmarks.md"
+TABLE = "| variant | card |"  # begins the header of its table
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
 WARM_UP = 5  # steps, compilation and capture included; without CUDA graphs 2 suffice
 LIMIT = 300.0  # seconds of a variant; the slowest ones needed 180
@@ -266,6 +269,25 @@ def job_maker(
     return make
 
 
+def add_to_table(page: Path, rows: Sequence[Row], card: str, day: date) -> None:
+    """Add the rows of measured variants to the end of a page's table of variants."""
+    before, header, after = page.read_text(encoding="utf-8").partition(TABLE)
+    table, end, rest = after.partition("\n\n")
+    lines = [_line(row, card.removeprefix("NVIDIA "), day) for row in rows if row.figures]
+    page.write_text(before + header + "\n".join([table, *lines]) + end + rest, encoding="utf-8")
+
+
+def _line(row: Row, card: str, day: date) -> str:
+    found = row.figures
+    mfu = f"{found['mfu']:.0%}" if "mfu" in found else ""
+    times = f"{found['load_seconds']:.0f} + {found['warm_up_seconds']:.0f} s"
+    cells = (
+        *(f"`{row.name}`, batch {found['batch']}", card, f"{found['images_per_second']:.1f}"),
+        *(mfu, f"{found['memory_gb']:.1f} GB", times, day.isoformat()),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def main(arguments: list[str]) -> int:
     """Run the selected pieces. Returns 1 if a variant failed."""
     if arguments[:1] == ["--measure"]:
@@ -298,6 +320,9 @@ def main(arguments: list[str]) -> int:
         help="variants that load and compile side by side (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help=f"page whose table gets the rows, such as {PAGE}"
+    )
     options = parser.parse_args(arguments)
     variants = {name: v for piece in options.pieces for name, v in PIECES[piece].items()}
     if options.only:
@@ -305,6 +330,8 @@ def main(arguments: list[str]) -> int:
             pieces, wrong = ", ".join(options.pieces), ", ".join(unknown)
             parser.error(f"{pieces} has no variant {wrong}; it has {', '.join(variants)}")
         variants = {name: variants[name] for name in options.only}
+    if options.page and TABLE not in options.page.read_text(encoding="utf-8"):
+        parser.error(f"{options.page} has no table {TABLE}")
     facts = {"machine": report.machine(os.cpu_count() or 1), "versions": report.versions()}
     with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
         folder = Path(temporary)
@@ -312,6 +339,8 @@ def main(arguments: list[str]) -> int:
         steps, warm_up, limit = options.steps, options.warm_up, options.limit
         rows = run_piece(variants, make, folder, steps, warm_up, limit, options.together)
     report.publish("gpu", rows, facts, options.json)
+    if options.page:
+        add_to_table(options.page, rows, facts["machine"]["gpu"] or "CPU", date.today())
     return int(any(row.failed for row in rows))
 
 

@@ -5,6 +5,7 @@ import os
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from bench import (
     gpu,
     loader,
     many_shards,
+    report,
     run_kilnworks,
     same_picture,
     train_mindspore,
@@ -201,6 +203,33 @@ def test_variants_in_the_table_of_the_documents_exist_as_described() -> None:
         _, settings = variants[cell.split("`")[1]]
         assert settings.get("deterministic", False) == ("deterministic" in cell), cell
         assert (settings.get("compile") == "none") == ("eager" in cell), cell
+
+
+def test_measured_variants_become_rows_of_the_page(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / gpu.PAGE).read_text(encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    figures = {
+        **{"images_per_second": 151.52, "mfu": 0.374, "memory_gb": 65.41, "batch": 64},
+        **{"load_seconds": 15.2, "warm_up_seconds": 117.6},
+    }
+    rows = [report.Row("sd2_full", figures=figures), report.Row("sd2_lora", failed="too slow")]
+    gpu.add_to_table(page, rows, "NVIDIA H200", date(2026, 12, 1))
+    added = "| `sd2_full`, batch 64 | H200 | 151.5 | 37% | 65.4 GB | 15 + 118 s | 2026-12-01 |"
+    before, line, after = page.read_text(encoding="utf-8").partition(f"\n{added}")
+    assert line and before + after == text
+    last_row = before.splitlines()[-1]
+    assert last_row.count("|") == added.count("|") and after.startswith("\n\n")
+
+
+def test_a_page_without_the_table_is_a_wrong_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.touch()
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["sd2", "--page", str(page)])
+    assert "page.md has no table | variant | card |" in capsys.readouterr().err
 
 
 def test_an_unknown_variant_is_a_wrong_argument(capsys: pytest.CaptureFixture[str]) -> None:
