@@ -90,8 +90,10 @@ class Collector:
         """Everything that is not needed, artifacts before shards. Raises GarbageUnsure."""
         named: dict[str, set[str]] = {}  # stage -> names of shard files that an artifact names
         for stage, key in list(self._store.artifact_keys()):
-            names = named.setdefault(stage, set())
             held = self._files(f"{stage}/{key}")
+            if not _is_of_a_store(held, key):
+                continue  # it is of others, and so may be `shards` and `locks` beside it
+            names = named.setdefault(stage, set())
             if (stage, key) not in self._marks and self._is_old(held):
                 yield from self._folder(stage, key, held)
             else:
@@ -135,9 +137,7 @@ class Collector:
         folder, size = f"{self._store.root}/{stage}/{key}", size_of(held)
         present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
-        if not any(name.startswith(LOCK) for name in present):  # which every builder leaves
-            if MANIFEST not in present:
-                return  # the folder is of others
+        if not any(name.startswith(LOCK) for name in present):  # the manifest may be of others
             self._load(stage, key)
         if MANIFEST in present:
             yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
@@ -332,6 +332,15 @@ def _garbage(
     stage: str, key: str, kind: str, found: list[Entry], record: str | None = None
 ) -> Garbage:
     return Garbage(stage, key, kind, [entry["name"] for entry in found], size_of(found), record)
+
+
+def _is_of_a_store(held: Iterable[Entry], key: str) -> bool:
+    """Whether the files of a folder that is named like a key are of an artifact, finished or not.
+
+    Every builder leaves its lock.
+    """
+    own = (file for file in held if file["name"].endswith(f"/{key}/{name_of(file)}"))
+    return any(name_of(file).startswith((LOCK, MANIFEST)) for file in own)
 
 
 def _is_leftover(entry: Entry) -> bool:

@@ -139,7 +139,8 @@ def test_gc_deletes_an_old_shard_file_with_its_last_artifact(store: Store, tmp_p
 def test_gc_deletes_nothing_that_is_not_of_the_store(store: Store) -> None:
     """A bucket without a prefix, or a folder of all data, has other things, too."""
     others = ["models/sdxl/unet.safetensors", "notes.tmp", f"books/{'a title ' * 8}/text"]
-    others.append(f"blobs/{'a' * 64}/data")
+    others += [f"blobs/{'a' * 64}/{name}" for name in ("data", f"data.{'0' * 32}.tmp")]
+    others += ["blobs/shards/0.tar", "blobs/locks/0"]
     for path in others:
         store.fs.makedirs(f"{store.root}/{path}".rpartition("/")[0], exist_ok=True)
         store.fs.pipe_file(f"{store.root}/{path}", b"x")
