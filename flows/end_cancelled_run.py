@@ -67,11 +67,13 @@ def _watch(run: FlowRun) -> None:
 def _end_if_cancelled(client: SyncPrefectClient, run: FlowRun) -> bool:
     """End the process if the run is cancelled, and neither a worker nor a user does so."""
     state = client.read_flow_run(run.id).state
-    if state is None or not _is_due(state, run) or stopping.is_set() or _has_ended(run):
+    if state is None or not _is_due(state, run) or _is_ending(run):
         return False
     if not state.is_final():
         state = Cancelled(message="cancelled; the process ends by itself")
         client.set_flow_run_state(run.id, state, force=True)
+        if _is_ending(run):  # since the request, which may have taken minutes
+            return False
     log.warning("the run is cancelled in Prefect: it ends")
     run.state = state  # Prefect's engine replaces a state that is not final by Crashed
     os.kill(os.getpid(), signal.SIGTERM)
@@ -83,6 +85,10 @@ def _is_due(state: State, run: FlowRun) -> bool:
         return False
     since = (datetime.now(UTC) - state.timestamp).total_seconds()
     return run.deployment_id is None or since > WORKER_SECONDS
+
+
+def _is_ending(run: FlowRun) -> bool:
+    return stopping.is_set() or _has_ended(run)
 
 
 def _has_ended(run: FlowRun) -> bool:

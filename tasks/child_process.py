@@ -160,7 +160,11 @@ def wait_for_result(
         kill()
         raise
     except BaseException:
-        stop()
+        stopping.set()
+        try:
+            stop()
+        finally:
+            stopping.clear()
         raise
     finally:
         _signal_group(child, signal.SIGKILL)  # its own children, which may hold the pipes open
@@ -220,15 +224,12 @@ def _pump(read: Callable[[], None]) -> threading.Thread:
 
 def _stop(child: subprocess.Popen[str], grace_seconds: float) -> None:
     log.info("stopping the runtime's process (it has %g s to checkpoint)", grace_seconds)
-    stopping.set()
     # Its children must live on: a compilation never ends once PyTorch's compile process is dead.
     child.send_signal(signal.SIGTERM)
     try:
         child.wait(grace_seconds)
     except BaseException:
         _kill(child)
-    finally:
-        stopping.clear()
 
 
 def _kill(child: subprocess.Popen[str]) -> None:

@@ -1,5 +1,6 @@
 """A run that is cancelled in Prefect ends although no worker ends it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -15,22 +18,28 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelled, Cancelling, Running
 from prefect_server import Server
 
-from flows.end_cancelled_run import _is_due
+from flows.end_cancelled_run import _end_if_cancelled, _is_due
+from tasks.child_process import stopping
 
 #: A run of a deployment, or of none, without a worker.
 PROGRAM = """
 import subprocess, sys, time
+from contextlib import suppress
+from functools import partial
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from flows import end_cancelled_run
 from flows.prepare_process import prepare_process
-from tasks.child_process import _stop
+from tasks import child_process
 
 JOB = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(3)"
 
 end_cancelled_run.POLL_SECONDS = 0.2
 end_cancelled_run.WORKER_SECONDS = float(sys.argv[2])
+
+def interrupted(job):
+    raise KeyboardInterrupt
 
 @flow(name="sleeper")
 def sleeper():
@@ -38,8 +47,11 @@ def sleeper():
     job = subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE)
     job.stdout.readline()
     print(runtime.flow_run.id, flush=True)
-    if len(sys.argv) > 4:  # as after a SIGTERM
-        _stop(job, grace_seconds=30)
+    if len(sys.argv) > 4:
+        stop = partial(child_process._stop, job, grace_seconds=30)
+        with suppress(KeyboardInterrupt):
+            child_process._wait = interrupted
+            child_process.wait_for_result(job, None, [], stop, job.kill)
         print("its job ended with", job.returncode, flush=True)
     time.sleep(float(sys.argv[3]))
 
@@ -138,3 +150,21 @@ def test_a_worker_has_time_to_end_a_run_of_a_deployment() -> None:
     assert _is_due(Cancelling(timestamp=old), deployed)
     assert _is_due(Cancelled(timestamp=old), deployed)
     assert not _is_due(Running(timestamp=old), alone)
+
+
+def test_a_run_that_ends_while_the_server_is_told_gets_no_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, signals = FlowRun(flow_id=uuid4(), state=Running()), list[int]()
+    told: Any = SimpleNamespace(
+        read_flow_run=lambda _: FlowRun(flow_id=run.flow_id, state=Cancelling()),
+        set_flow_run_state=lambda *_, **__: stopping.set(),
+    )
+    away = SimpleNamespace(getpid=os.getpid, kill=lambda _, number: signals.append(number))
+    monkeypatch.setattr("flows.end_cancelled_run.os", away)
+    try:
+        assert not _end_if_cancelled(told, run)
+    finally:
+        stopping.clear()
+    assert signals == []
+    assert run.state is not None and run.state.is_running()

@@ -206,6 +206,26 @@ def interrupt(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> 
         wait_for_result(child, output, pumps, stop, kill)
 
 
+def test_a_job_that_is_stopped_is_known_whatever_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a TPU slice, whose stop is its own; a second SIGTERM would kill the job."""
+
+    def interrupted(child: subprocess.Popen[str]) -> int:
+        raise KeyboardInterrupt
+
+    known = list[bool]()
+    monkeypatch.setattr(child_process, "_wait", interrupted)
+    child = subprocess.Popen(["sleep", "60"], text=True, start_new_session=True)
+    with child, pytest.raises(KeyboardInterrupt):
+        wait_for_result(
+            child,
+            ChildOutput(lambda event: None),
+            (),
+            lambda: known.append(child_process.stopping.is_set()),
+            child.kill,
+        )
+    assert known == [True] and not child_process.stopping.is_set()
+
+
 def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job ends at SIGTERM; its own child ignores it, and holds the log open."""
     script = """trap '' TERM; sleep 60 & trap 'exit 0' TERM; echo '{"event": "ready"}'; wait"""
