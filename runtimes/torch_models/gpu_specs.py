@@ -119,10 +119,10 @@ def parse_gpu(text: str) -> Gpu:
         example = f"{text}GB" if re.fullmatch(r"[1-9]\d{0,2}", text) else "24GB"
         raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
     stated = re.search(r"(\d+) ?GB", text, re.I)
-    if stated and not 0.9 <= spec.memory_gib / int(stated[1]) <= 1.1:
+    if stated and abs(spec.memory_gib - int(stated[1])) > 0.1 * spec.memory_gib:
         raise WrongInput(
-            f"gpu {text}: {spec.name} has {spec.memory_gib:g} GB: set {stated[1]}GB for another "
-            "card's memory"
+            f"gpu {text}: {spec.name} has {spec.memory_gib:g} GB: give the name alone, or the "
+            "GPU's memory alone"
         )
     return Gpu(spec.name, spec.memory, spec)
 

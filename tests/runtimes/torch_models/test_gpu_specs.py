@@ -60,10 +60,14 @@ def test_a_memory_without_its_unit_is_told_to_have_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "has"), [("A100 24GB", 40), ("H100 40GB", 80), ("H100 94GB", 80), ("GH200 480GB", 141)]
+    ("text", "has"),
+    [
+        *(("A100 24GB", 40), ("H100 40GB", 80), ("H100 94GB", 80), ("A100 0GB", 40)),
+        ("GH200 480GB", 141),  # the memory of its CPU
+    ],
 )
 def test_a_name_with_another_memory_is_refused(text: str, has: int) -> None:
-    with pytest.raises(WrongInput, match=f"^gpu {text}: .* has {has} GB: set .*GB for another"):
+    with pytest.raises(WrongInput, match=f"^gpu {text}: .* has {has} GB: give the name alone"):
         parse_gpu(text)
 
 
