@@ -68,7 +68,8 @@ def test_a_probe_answers_where_the_working_directory_has_modules_by_our_names(
     if has_own_environment(runtime) and not Path(interpreter(runtime)).is_file():
         pytest.skip(f"make setup-{runtime}")
     with standing_in(runtime):
-        assert _query(interpreter(runtime), "--probe", runtime)["available"]
+        found = _query(interpreter(runtime), "--probe", runtime)
+    assert found["available"], found
 
 
 def test_every_process_of_a_runtime_is_started_safely() -> None:
