@@ -209,6 +209,7 @@ def test_gc_deletes_unused_compiled_programs_and_staged_models(
     for name, key in keys.items():
         Path(local.root, "models", key).mkdir(parents=True)
         Path(local.root, "models", key, "weights").write_bytes(b"12")
+        Path(local.root, "models", key, "manifest.json").write_bytes(b"{}")  # no manifest of ours
         if name != "half":  # killed while it was being copied
             Path(local.root, "models", f"{key}.json").write_bytes(b"{}")
     age(local, 2 * DAY)
