@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-from datetime import UTC, datetime
 
 from prefect.client.base import ServerType
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -53,10 +52,16 @@ def end_run_if_cancelled() -> None:
 def _watch(run: FlowRun) -> None:
     # Not the client of the run's own thread, whose connections that thread closes.
     with get_client(httpx_settings={}, sync_client=True) as client:
+        seen: float | None = None  # seconds of this clock: the server's may differ by minutes
         while not _has_ended(run):
             time.sleep(POLL_SECONDS)
             try:
-                if _end_if_cancelled(client, run):
+                state = client.read_flow_run(run.id).state
+                if state is None or not (state.is_cancelling() or state.is_cancelled()):
+                    seen = None
+                    continue
+                seen = time.monotonic() if seen is None else seen
+                if _is_due(run, seen) and _ended(client, run, state):
                     return
             except ObjectNotFound:  # the run was deleted
                 return
@@ -64,10 +69,14 @@ def _watch(run: FlowRun) -> None:
                 log.debug("the state of the run is unknown: %s", error)
 
 
-def _end_if_cancelled(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """End the process if the run is cancelled, and neither a worker nor a user does so."""
-    state = client.read_flow_run(run.id).state
-    if state is None or not _is_due(state, run) or _is_ending(run):
+def _is_due(run: FlowRun, seen: float) -> bool:
+    """Whether no worker has ended a run since its cancellation was seen."""
+    return run.deployment_id is None or time.monotonic() - seen > WORKER_SECONDS
+
+
+def _ended(client: SyncPrefectClient, run: FlowRun, state: State) -> bool:
+    """End the process of a cancelled run, unless a worker or a user does so."""
+    if _is_ending(run):
         return False
     if not state.is_final():
         state = Cancelled(message="cancelled; the process ends by itself")
@@ -78,13 +87,6 @@ def _end_if_cancelled(client: SyncPrefectClient, run: FlowRun) -> bool:
     run.state = state  # Prefect's engine replaces a state that is not final by Crashed
     os.kill(os.getpid(), signal.SIGTERM)
     return True
-
-
-def _is_due(state: State, run: FlowRun) -> bool:
-    if not (state.is_cancelling() or state.is_cancelled()):
-        return False
-    since = (datetime.now(UTC) - state.timestamp).total_seconds()
-    return run.deployment_id is None or since > WORKER_SECONDS
 
 
 def _is_ending(run: FlowRun) -> bool:
