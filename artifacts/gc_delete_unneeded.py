@@ -166,7 +166,10 @@ class Collector:
         try:
             return self._store.load(stage, key)
         except ValueError as error:
-            raise GarbageUnsure(f"{error}; its shards are unknown: rebuild it first") from None
+            raise GarbageUnsure(
+                f"{error}; its shards are unknown: "
+                "rebuild it, or move it away if another program wrote it"
+            ) from None
 
     def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""

@@ -74,7 +74,10 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
         try:
             artifact = store.load(stage, key, with_files=False)
         except ValueError as error:
-            raise GarbageUnsure(f"{error}; its parents are unknown: rebuild it first") from None
+            raise GarbageUnsure(
+                f"{error}; its parents are unknown: "
+                "rebuild it, or move it away if another program wrote it"
+            ) from None
         if artifact is not None:
             found[stage, key] = artifact
             pending += _parents(artifact.manifest)

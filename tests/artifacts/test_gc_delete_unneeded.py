@@ -258,7 +258,7 @@ def test_a_rejected_run_keeps_no_staged_model(local: Store, stage: str, deleted:
 def test_gc_deletes_nothing_if_a_record_is_damaged(local: Store) -> None:
     model = make(local, "train", 1)
     local.fs.pipe_file(f"{model.path}/manifest.json", b"{")
-    with pytest.raises(GarbageUnsure, match="rebuild it first"):
+    with pytest.raises(GarbageUnsure, match="rebuild it, or move"):
         needed_by(local, [("train", model.key)])
     with pytest.raises(GarbageUnsure, match="its shards are unknown"):
         list(collector(local, min_age=DAY).garbage())
