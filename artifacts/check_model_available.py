@@ -7,11 +7,9 @@ from json import JSONDecodeError
 import fsspec
 
 from artifacts.download_or_find_model import (
-    HUB_FILES,
-    HUB_SKIPPED,
-    HUB_VARIANTS,
     ModelNotFound,
     asking_for,
+    files_to_fetch,
     hub_error,
     local_model,
     remote_file,
@@ -86,19 +84,13 @@ def _ask_hub(repo: str, revision: str | None) -> str:
     from httpx2 import HTTPError
     from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, is_offline_mode
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     if is_offline_mode():
         resolve_model(repo, revision=revision)
         return "in the hub's cache (HF_HUB_OFFLINE is set)"
     try:
         listed = HfApi().model_info(repo, revision=revision, timeout=SECONDS).siblings or []
-        files = filter_repo_objects(
-            [file.rfilename for file in listed],
-            allow_patterns=HUB_FILES,
-            ignore_patterns=[*HUB_SKIPPED, *HUB_VARIANTS],
-        )
-        names = sorted(files)
+        names = sorted(files_to_fetch(file.rfilename for file in listed))
         if not any(name.endswith(".safetensors") for name in names):
             raise ModelNotFound(f"model {repo}: on the hub it has no .safetensors weights")
         # The hub lists the files of a gated model to everybody, and serves them to few.

@@ -52,7 +52,7 @@ LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES += LICENSE_FILES
 HUB_CONFIGS = ["*.json", "*.jinja", "*.txt"]
 HUB_SKIPPED = ["*/openvino*", "*/flax*", "*.onnx*", "text_encoders/*"]
-#: Variants of the same weights, which are skipped, too.
+#: Variants of the same weights, which are read only where a part has no plain weights.
 HUB_VARIANTS = ["*.bf16.safetensors", "*.bf16-*.safetensors", "*.fp16.safetensors"]
 HUB_VARIANTS += ["*.fp16-*.safetensors", "*.non_ema.safetensors"]
 
@@ -195,12 +195,12 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     names = [name for name in files if not IGNORED.intersection(name.split("/"))]
     above = (place for place in folder.parents if place.name == "snapshots")
     if any((place.parent / "blobs").is_dir() for place in above):
-        names = _fetched(names)
+        names = files_to_fetch(names)
     return digest_json({name: digest_model_file(files[name]) for name in names})
 
 
-def _fetched(names: Iterable[str]) -> list[str]:
-    """Those of the files in the hub's cache that this program fetches and reads.
+def files_to_fetch(names: Iterable[str]) -> list[str]:
+    """Those of a hub model's files that this program fetches and reads.
 
     A part without plain weights is read from its variant, such as fp16.
     """
@@ -321,20 +321,35 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, XetDownloadError
 
-    skipped = [*HUB_SKIPPED, *HUB_VARIANTS]
+    def fetch(commit: str | None, wanted: Sequence[str], skipped: Sequence[str]) -> Path:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=commit,
+                allow_patterns=list(wanted),
+                ignore_patterns=[*HUB_SKIPPED, *skipped],
+            )
+        )
+
     try:
         with caching(Path(constants.HF_HUB_CACHE), "HF_HOME"):
-            folder = snapshot_download(
-                repo, revision=revision, allow_patterns=list(files), ignore_patterns=skipped
-            )
+            folder = fetch(revision, files, HUB_VARIANTS)
+            if files == HUB_FILES and (parts := _without_weights(folder)):
+                fetch(folder.name, [f"{part}/*.safetensors" for part in parts], [])
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
-    found = {path.relative_to(folder).as_posix(): path for path in files_below(Path(folder))}
-    for name in _fetched(found):  # also a variant, if the part has no other weights
+    found = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    for name in files_to_fetch(found):
         if _matches(name, files):
             _check_blob(repo, found[name])
-    return Path(folder)
+    return folder
+
+
+def _without_weights(folder: Path) -> list[str]:
+    """Parts of a pipeline with a config and no weights."""
+    parts = [path.parent for path in sorted(folder.glob("*/config.json"))]
+    return [part.name for part in parts if not any(part.glob("*.safetensors"))]
 
 
 def _check_blob(repo: str, path: Path) -> None:

@@ -23,6 +23,7 @@ class Foreign:
 TABLE = (
     Foreign("pretrained_model_name_or_path", "DKS", "model.path"),
     Foreign("revision", "DS", "model.revision"),
+    Foreign("variant", "DS", "none", "a part without plain weights is read from its variant"),
     Foreign("pretrained_vae_model_name_or_path vae", "DKS", "model.vae"),
     Foreign("dataset_name", "D", "source.path", "with `source.kind: dataset`"),
     Foreign("train_data_dir in_json instance_data_dir", "DKS", "source.path", "`kind: folder`"),

@@ -8,17 +8,14 @@ from uuid import UUID
 import pytest
 from hub_server import HubServer, Repository
 from huggingface_hub.errors import OfflineModeIsEnabled
-from huggingface_hub.utils import filter_repo_objects
 
 from artifacts.cache_errors import CacheFull
 from artifacts.check_model_available import check_on_hub
 from artifacts.download_or_find_model import (
-    HUB_FILES,
-    HUB_SKIPPED,
-    HUB_VARIANTS,
     ModelAway,
     ModelNotFound,
     digest_model,
+    files_to_fetch,
     resolve_configs,
     resolve_model,
 )
@@ -136,6 +133,23 @@ def test_a_model_of_the_hub_is_fetched_once(hub: HubServer, repository: Reposito
     fetched = len(hub.requests)
     assert resolve_model("some/model") == folder
     assert not [path for _, path in hub.requests[fetched:] if not path.startswith("/api/")]
+
+
+def test_a_part_without_plain_weights_is_fetched_in_its_variant(
+    hub: HubServer, repository: Repository
+) -> None:
+    half = "unet/diffusion_pytorch_model.fp16.safetensors"
+    files = dict(repository.files)
+    files[half] = files.pop("unet/diffusion_pytorch_model.safetensors")
+    repository.files = {**files, "text_encoder/model.fp16.safetensors": b"another copy"}
+    check_on_hub("some/model", revision=None)
+    assert not list(resolve_configs("some/model").rglob("*.safetensors"))
+    folder = resolve_model("some/model")
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
+    assert found == {half, "text_encoder/model.safetensors"}
+    hub.requests.clear()
+    assert resolve_model("some/model") == folder
+    assert all(path.startswith("/api/") for _, path in hub.requests)
 
 
 def test_damaged_weights_in_the_cache_of_the_hub_are_refused(repository: Repository) -> None:
@@ -290,6 +304,10 @@ def test_a_full_disk_is_no_missing_model(
             },
         ),
         (
+            {"vae/model.fp16.safetensors", "vae/model.bin", "unet/model.fp16.safetensors"},
+            {"vae/model.fp16.safetensors", "unet/model.fp16.safetensors"},
+        ),
+        (
             {"LICENSE", "LICENCE", "NOTICE", "Dockerfile", "tokenizer/chat_template.jinja"},
             {"LICENSE", "LICENCE", "NOTICE", "tokenizer/chat_template.jinja"},
         ),
@@ -308,6 +326,4 @@ def test_a_full_disk_is_no_missing_model(
     ],
 )
 def test_only_what_would_be_loaded_is_taken_from_the_hub(there: set[str], wanted: set[str]) -> None:
-    skipped = [*HUB_SKIPPED, *HUB_VARIANTS]
-    found = filter_repo_objects(there, allow_patterns=HUB_FILES, ignore_patterns=skipped)
-    assert set(found) == wanted
+    assert set(files_to_fetch(there)) == wanted
