@@ -273,6 +273,8 @@ class Train(Section):
             )
         self._check_checkpoint_scores()
         self._check_cuda_graphs()
+        if self.attention in ("flash", "flash_3", "cudnn") and self.mixed_precision == "no":
+            raise ValueError(f"attention: {self.attention} requires mixed_precision: bf16")
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "
@@ -294,7 +296,7 @@ class Train(Section):
             raise ValueError("cuda_graphs requires processes: 1")
         if self.gradient_checkpointing != "none":
             raise ValueError("cuda_graphs requires gradient_checkpointing: none")
-        if self.lora.dropout:
+        if self.method == "lora" and self.lora.dropout:
             raise ValueError("cuda_graphs requires lora.dropout: 0")
 
     def _check_checkpoint_scores(self) -> None:

@@ -74,11 +74,13 @@ class Step:
         Returns:
             The micro-batch's part of the loss, a scalar.
         """
-        with self.autocast(), attention_kernel(self.settings.attention):
-            errors = inputs.errors(self.forward)
-        part = (inputs.weight * errors).sum() / denominator
-        # DDP and FSDP average gradients over processes; the step needs their sum.
-        (part * self.parallel.world).backward()
+        # The backward pass recomputes blocks, by the same kernel.
+        with attention_kernel(self.settings.attention):
+            with self.autocast():
+                errors = inputs.errors(self.forward)
+            part = (inputs.weight * errors).sum() / denominator
+            # DDP and FSDP average gradients over processes; the step needs their sum.
+            (part * self.parallel.world).backward()
         return part.detach()
 
     def release_graphs(self) -> None:

@@ -7,10 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtimes.families import Family
 
 Encoded = tuple[torch.Tensor | None, torch.Tensor | None]
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Encoded:
@@ -64,7 +71,9 @@ class FrozenTextEncoders(torch.nn.ModuleList):
             dtype: of the embeddings.
             ids: [B, n, T].
         """
-        with _without_autocast(ids.device.type):  # the encode stage has none
+        # The encode stage has no autocast, and chooses no kernel: `train.attention` may name one
+        # that float32 encoders lack.
+        with _without_autocast(ids.device.type), sdpa_kernel(KERNELS):
             states, pooled = encode_ids(family, self, ids)
         return _as_stored(states, dtype), _as_stored(pooled, dtype)
 

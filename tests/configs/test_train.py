@@ -72,7 +72,11 @@ def test_keys_of_adapters_are_those_of_before_their_base_had_a_precision() -> No
             "base_precision requires unsharded weights: set fsdp to 1",
         ),
         ({"lora": {"base_precision": "int8", "dora": True}}, "int8 requires dora: false"),
-        ({"cuda_graphs": True, "lora": {"dropout": 0.1}}, "requires lora.dropout: 0"),
+        (
+            {"cuda_graphs": True, "method": "lora", "lora": {"dropout": 0.1}},
+            "requires lora.dropout: 0",
+        ),
+        ({"attention": "cudnn"}, "attention: cudnn requires mixed_precision: bf16"),
         ({"method": "lora", "init": "random"}, "requires method: full"),
         ({"adam_betas": [0.9, 1.0]}, "less than 1"),
         ({"text_encoder_lr": 1e-5}, "train_text_encoder: true"),
@@ -88,7 +92,11 @@ def test_settings_that_contradict_are_refused(settings: dict[str, Any], words: s
 
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": "adafactor"}, {"timesteps": {"bias_strategy": "later", "bias_multiplier": 2.0}}],
+    [
+        {"optimizer": "adafactor"},
+        {"timesteps": {"bias_strategy": "later", "bias_multiplier": 2.0}},
+        {"cuda_graphs": True, "lora": {"dropout": 0.1}},  # full training has no adapters
+    ],
 )
 def test_resolved_settings_are_valid(settings: dict[str, Any]) -> None:
     resolved = Train(**settings)

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import MakeJob
+from jobs import MakeJob, start
+from tiny_models import make_text_config
 from torch.nn import attention
+from transformers import CLIPTextModel
 
 from runtimes.contract import WrongInput
+from runtimes.families import family_named
 from runtimes.torch.attention import FLASH_3, attention_kernel, check_attention
 from runtimes.torch.runtime import TheRuntime
+from runtimes.torch_models.encode_token_ids import FrozenTextEncoders, encode_ids
 
 #: Operators with the names and arguments of FlashAttention 3.
 FLASH_ATTENTION_3 = """
@@ -39,6 +43,26 @@ def test_attention_uses_the_kernel_of_the_settings() -> None:
         assert torch.backends.cuda.flash_sdp_enabled()
 
 
+def test_blocks_are_recomputed_by_the_kernel_of_their_forward_pass(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another kernel saves other tensors, which PyTorch's checkpoint refuses."""
+    monkeypatch.setattr("runtimes.torch.runtime.check_on_device", lambda *_: None)
+    runtime, batch = start(make_job(attention="math", gradient_checkpointing="blocks"))
+    assert torch.isfinite(runtime.step(batch(0), 1e-4).grad_norm)
+
+
+def test_frozen_text_encoders_may_use_any_kernel() -> None:
+    """Those in float32 have no flash attention. A CPU has no `efficient` one."""
+    encoders, family = FrozenTextEncoders([CLIPTextModel(make_text_config())]), family_named("sd")
+    ids = torch.zeros(2, 1, 77, dtype=torch.int32)
+    with attention_kernel("efficient"):
+        states, _ = encoders.encode(family, torch.float32, ids)
+        assert states is not None and states.shape == (2, 77, 32)
+        with pytest.raises(RuntimeError, match="No viable backend"):
+            encode_ids(family, encoders, ids)
+
+
 def test_flash_3_is_refused_where_it_cannot_run(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +88,7 @@ def test_the_runtime_replaces_pytorch_s_flash_attention(
     assert attention.current_flash_attention_impl() is None
     monkeypatch.setattr("runtimes.torch.runtime.check_on_device", lambda *_: None)
     try:
-        TheRuntime().load(make_job(attention="flash_3"))
+        TheRuntime().load(make_job(attention="flash_3", mixed_precision="bf16"))
         assert attention.current_flash_attention_impl() == "FA3"
     finally:
         attention.restore_flash_attention_impl()
