@@ -62,7 +62,7 @@ def record(plan: GpuPlan) -> RecipeMemory:
         checkpoint_bytes=plan.checkpoint_bytes,
         flops_per_image=executed_flops(plan.step),
         images=None if steps is None else steps * recipe.train.global_batch_size,
-        compute_dtype=recipe.train.compute_dtype,
+        product_dtype=recipe.train.product_dtype,
     )
 
 

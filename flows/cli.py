@@ -262,7 +262,7 @@ def plan(
     ] = None,
     override: Overrides = None,
     search: Annotated[
-        bool, typer.Option("--largest", help="Search for the largest batch that fits a slice.")
+        bool, typer.Option("--largest", help="Search for the largest batch that fits.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

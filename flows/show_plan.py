@@ -38,7 +38,7 @@ def show_plan(
     Args:
         topology: accelerator type of a slice, such as v5p-8; None: that of the recipe.
         gpu: memory or name of a GPU, such as 24GB or H100, instead of a slice.
-        search: search for the largest batch that fits a slice, even if the recipe's fits.
+        search: search for the largest batch that fits, even if it is larger than the recipe's.
 
     Raises:
         DoesNotFit: the recipe does not fit.
@@ -54,8 +54,10 @@ def show_plan(
         raise TwoPlaces("--gpu and --topology exclude each other")
     else:
         try:
-            on_gpu = plan_gpu_training(recipe, gpu, _say)
+            on_gpu = plan_gpu_training(recipe, gpu, search=search, say=_say)
         except (ModelNotFound, ModelAway) as error:
+            if search:  # a stored plan knows the recipe's own batch
+                raise
             _show_stored(recipe, parse_gpu(gpu), error, as_json=as_json)
             return
         show(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from tasks.evaluate.prompts import sample_prompts
 #: Increment when the recorded step or the meaning of its bytes changes.
 VERSION = 2
 PROCESSES = 2  # planners at once
+LARGEST = 2**20  # micro-batch of a search
 #: Train settings that affect the recorded step.
 STEP_SETTINGS = {
     *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
@@ -153,7 +155,9 @@ class Planner:
         if settings.sample_every_n_steps:
             batch = min(recipe.evaluate.batch_size, len(sample_prompts(recipe)))
             within = self._get(self._sampling(settings.compute_dtype)).peak(batch)
-            drawn = held + step.encoders + sum(within.values())
+            # Autocast keeps a copy of each trained weight until all pictures are drawn.
+            casts = 0 if settings.compute_dtype == "float32" else 2 * step.parameters
+            drawn = held + casts + step.encoders + sum(within.values())
         evaluated = self._get(self._sampling(recipe.evaluate.dtype))
         weights = evaluated.offloaded if recipe.evaluate.offload else evaluated.weights
         return Peaks(
@@ -164,15 +168,25 @@ class Planner:
             host=evaluated.weights if recipe.evaluate.offload else 0,
         )
 
-    def largest_micro_batch(self, recipe: Recipe, usable: int, most: int = 4096) -> int | None:
-        """The largest micro-batch that fits, of those that the global batch size permits."""
+    def largest_micro_batch(
+        self, recipe: Recipe, usable: int, most: int = 4096, *, enlarges: bool = False
+    ) -> int | None:
+        """The largest micro-batch that fits, of those that the global batch size permits.
+
+        Args:
+            enlarges: whether the global batch size may grow to one micro-batch per GPU.
+        """
         settings = recipe.train
         share = settings.global_batch_size // settings.processes
 
-        def fits(size: int) -> bool:
-            return self.peaks(with_train(recipe, {"micro_batch_size": size})).largest <= usable
+        def exceeds(size: int) -> bool:
+            batch = max(settings.global_batch_size, size * settings.processes)
+            sizes = {"micro_batch_size": size, "global_batch_size": batch}
+            return self.peaks(with_train(recipe, sizes)).largest > usable
 
-        sizes = (size for size in range(min(share, most), 0, -1) if fits(size))
+        if enlarges and not exceeds(share):
+            return bisect(range(share, LARGEST + 1), False, key=exceeds) + share - 1
+        sizes = (size for size in range(min(share, most), 0, -1) if not exceeds(size))
         return next(sizes, None)
 
 

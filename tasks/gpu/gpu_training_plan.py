@@ -20,7 +20,7 @@ from runtimes.torch.gpu_step_memory_records import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.base_training_plan import PlanFailed, TrainingPlan, config_folders
 from tasks.gpu.advice import Advice, advise
-from tasks.gpu.estimate_peak_memory import Peaks, Planner, executed_flops, optimizer_bytes
+from tasks.gpu.estimate_peak_memory import Peaks, Planner, executed_flops
 
 #: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
 #: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
@@ -72,13 +72,12 @@ class GpuPlan(TrainingPlan):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint on disk: weights, moments and average of trained arrays."""
-        weights, settings = 4 * self.step.parameters, self.recipe.train
-        return (
-            weights
-            + optimizer_bytes(self.step, settings)
-            + weights * (settings.ema_decay is not None)
-        )
+        """Bytes of a checkpoint on disk: weights, moments and average of trained arrays.
+
+        It holds each value in four bytes, those of 8-bit moments too.
+        """
+        weights, average = 4 * self.step.parameters, self.recipe.train.ema_decay is not None
+        return weights + self.step.optimizer + weights * average
 
     @property
     def step_seconds(self) -> float | None:
@@ -108,11 +107,14 @@ class GpuPlan(TrainingPlan):
         return text + f"it fits with {self.advice[0].options}"
 
 
-def plan_gpu_training(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> GpuPlan:
+def plan_gpu_training(
+    recipe: Recipe, gpu: str, *, search: bool, say: Callable[[str], None]
+) -> GpuPlan:
     """Plan a recipe's training on a GPU, by runtime torch.
 
     Args:
         gpu: memory, such as 24GB, or name, such as H100.
+        search: search for the largest micro-batch beyond the recipe's global batch size.
         say: receives a message before each computation, which takes seconds to a minute.
 
     Raises:
@@ -121,7 +123,7 @@ def plan_gpu_training(recipe: Recipe, gpu: str, say: Callable[[str], None]) -> G
     """
     there = parse_gpu(gpu)
     model, vae = config_folders(recipe)
-    return plan_for(recipe, there, model, vae, say)
+    return plan_for(recipe, there, model, vae, say, search=search)
 
 
 def plan_for(
@@ -130,6 +132,8 @@ def plan_for(
     model: Path,
     vae: Path | None,
     say: Callable[[str], None] = log.info,
+    *,
+    search: bool = False,
 ) -> GpuPlan:
     """`plan_gpu_training` for local folders; their configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
@@ -139,7 +143,7 @@ def plan_for(
     peaks, step = planner.peaks(recipe), planner.step(recipe.train)
     info = describe_encoders(model, vae)
     plan = GpuPlan(recipe, gpu, step, peaks, info, planner.seconds)
-    largest = planner.largest_micro_batch(recipe, plan.usable)
+    largest = planner.largest_micro_batch(recipe, plan.usable, enlarges=search)
     advice = () if plan.fits else tuple(advise(planner, recipe, plan.usable))
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class RecipeMemory:
     checkpoint_bytes: int  # on disk
     flops_per_image: float  # with recomputation
     images: int | None  # of all steps; None: known only with the number of pictures
-    compute_dtype: str
+    product_dtype: str  # of the recipe, whose train.allow_tf32 changes nothing else here
 
     @property
     def largest(self) -> int:
@@ -56,7 +56,7 @@ class RecipeMemory:
 
     def hours(self, gpu: GpuSpec) -> float | None:
         """Hours of training at TYPICAL_MFU; None if unknown."""
-        peak = gpu.peak(self.compute_dtype)
+        peak = gpu.peak(self.product_dtype)
         if peak is None or self.images is None:
             return None
         return self.images * self.flops_per_image / (peak * TYPICAL_MFU) / 3600
@@ -96,7 +96,8 @@ def read_table() -> Mapping[str, RecipeMemory]:
 
 def memory_of(recipe: Recipe) -> RecipeMemory | None:
     """The plan of a recipe with the settings of a shipped one; None if there is none."""
-    return None if recipe.runtime != "torch" else read_table().get(digest_settings(recipe))
+    found = None if recipe.runtime != "torch" else read_table().get(digest_settings(recipe))
+    return found and replace(found, product_dtype=recipe.train.product_dtype)
 
 
 def shipped_plans() -> list[RecipeMemory]:

@@ -214,6 +214,8 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
     assert refusal.startswith("kiln: sdxl needs 55.4 GiB, 24 GB has 22.1 GiB for tensors")
     other = here("plan", "sdxl", "--gpu", "24GB", "-o", "train.micro_batch_size=2", code=1)
     assert other.endswith("the hub cannot be reached\n"), "no plan of these settings"
+    search = here("plan", "sdxl", "--gpu", "H200", "--largest", code=1)
+    assert search.endswith("the hub cannot be reached\n"), "no search without the model"
 
 
 @pytest.mark.slow

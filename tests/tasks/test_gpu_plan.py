@@ -137,7 +137,34 @@ def test_samples_during_training_need_the_encoders_beside_the_state(
     plan: Callable[..., GpuPlan],
 ) -> None:
     assert plan(80).peaks.samples == 0
-    assert gib(plan(80, sample_every_n_steps=10).peaks.samples) == 3 + 1 + 1 / 4  # one prompt
+    found = plan(80, sample_every_n_steps=10, mixed_precision="no").peaks
+    assert gib(found.samples) == 3 + 1 + 1 / 4  # one prompt
+
+
+def test_autocast_keeps_casts_of_the_weights_while_samples_are_drawn(
+    plan: Callable[..., GpuPlan],
+) -> None:
+    assert gib(plan(80, sample_every_n_steps=10).peaks.samples) == 3 + 1 / 2 + 1 + 1 / 4
+
+
+def test_a_checkpoint_has_four_bytes_for_each_value(plan: Callable[..., GpuPlan]) -> None:
+    """A saved State has float32 arrays, of 8-bit moments too."""
+    assert gib(plan(80, optimizer="adamw_8bit", ema_decay=0.9).checkpoint_bytes) == 1 + 2 + 1
+
+
+def test_a_search_finds_the_largest_micro_batch_beyond_the_recipes(
+    tiny_sd: Path, tmp_path: Path, steps: Steps
+) -> None:
+    """The state has 3 GiB, gradients of several micro-batches 1 GiB, a picture 2.25 GiB."""
+
+    def largest(memory: float, *, search: bool, **train: Any) -> int | None:
+        gpu = Gpu("a GPU", int(memory * GIB / USABLE) + 1)
+        recipe = make_recipe(tiny_sd, tmp_path, **train)
+        return plan_for(recipe, gpu, tiny_sd, None, search=search).largest_micro_batch
+
+    assert [largest(3 + 10 * 2.25, search=search) for search in (False, True)] == [8, 10]
+    assert largest(4 + 10 * 2.25, search=True, processes=2) == 10
+    assert largest(4 + 3 * 2.25, search=True) == 3
 
 
 def test_selective_recomputation_is_planned_only_where_blocks_are_not_compiled(

@@ -13,7 +13,7 @@ from bench.recipe_memory import (
     recipe_memory_table,
 )
 from configs.load_and_extend_recipe import load_recipe
-from runtimes.torch_models.gpu_specs import GIB
+from runtimes.torch_models.gpu_specs import GIB, parse_gpu
 from tasks.gpu.recipe_memory import (
     digest_settings,
     memory_of,
@@ -44,6 +44,14 @@ def test_a_setting_that_changes_the_memory_has_no_stored_plan() -> None:
     assert memory_of(load_recipe("digits", {"model.path": "/models/flux/base"})) is None
     mine = load_recipe("sdxl-lora", {"source.path": "my/pictures", "store": "elsewhere"})
     assert memory_of(mine) is not None
+
+
+def test_stored_hours_are_those_of_the_recipes_arithmetic() -> None:
+    gpu = parse_gpu("H100").spec
+    plain = memory_of(load_recipe("digits"))
+    tf32 = memory_of(load_recipe("digits", {"train.allow_tf32": True}))
+    assert gpu and plain and tf32 and (hours := plain.hours(gpu)) and (faster := tf32.hours(gpu))
+    assert hours / faster == pytest.approx(989.5 / 2 / 67)
 
 
 def test_the_table_of_the_documents_is_that_of_the_plans() -> None:
