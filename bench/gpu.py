@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
@@ -38,6 +38,7 @@ TABLE = "| variant | card |"  # begins the header of its table
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
 WARM_UP = 5  # steps, compilation and capture included; without CUDA graphs 2 suffice
 LIMIT = 300.0  # seconds of a variant; the slowest ones needed 180
+END = 30.0  # seconds in which a signal ends its process
 #: Environment variables of a variant's process: stacks at SIGABRT, and memory as jax needs it.
 CHILD = {"PYTHONFAULTHANDLER": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 EAGER: dict[str, Any] = {"compile": "none"}
@@ -216,8 +217,12 @@ def _measure_alone(name: str, job: Path, steps: int, warm_up: int, limit: float 
         try:
             out, _ = child.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGABRT)  # Python then prints the stack of each thread
-            child.communicate()
+            # Python prints the stack of each thread, unless it hangs in the driver.
+            for end in (signal.SIGABRT, signal.SIGKILL):
+                child.send_signal(end)
+                with suppress(subprocess.TimeoutExpired):
+                    child.communicate(timeout=END)
+                    break
             return Row(name, failed=f"did not end within {limit:.0f} s: {_main_thread(log)}")
         if os.environ.get(PROFILE):
             report.log(_text(log))

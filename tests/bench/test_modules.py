@@ -3,6 +3,7 @@
 import json
 import os
 import pkgutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
@@ -91,6 +92,21 @@ def test_gpu_variants_are_measured_one_by_one(tmp_path: Path, tiny_sd: Path) -> 
     assert "cuda:99" in wrong.failed
     assert right.figures["images_per_second"] == pytest.approx(2 / right.figures["seconds"])
     assert right.figures["memory_gb"] > 0 and right.figures["tflop_per_image"] > 0
+
+
+def test_a_variant_that_prints_no_stacks_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that hangs in the driver, which SIGABRT does not end."""
+    deaf, number = tmp_path / "python", tmp_path / "number"
+    deaf.write_text(f"#!/bin/sh\ntrap '' ABRT\necho $$ > {number}\nexec sleep 60\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(gpu, "END", 1.0)
+    row = gpu._measure_alone("name", tmp_path / "job.json", 1, 1, limit=1.0)
+    assert row.failed.startswith("did not end within 1 s")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number.read_text()), 0)
 
 
 @pytest.mark.soak
