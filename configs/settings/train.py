@@ -275,6 +275,8 @@ class Train(Section):
         self._check_cuda_graphs()
         if self.attention in ("flash", "flash_3", "cudnn") and self.mixed_precision == "no":
             raise ValueError(f"attention: {self.attention} requires mixed_precision: bf16")
+        if self.attention == "cudnn" and self.deterministic:
+            raise ValueError("attention: cudnn requires deterministic: false")
         if self.global_batch_size % self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} must be a multiple of processes "

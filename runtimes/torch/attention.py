@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -18,17 +19,32 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+#: PyTorch's errors without a kernel, on CUDA and on a CPU.
+NO_KERNEL = ("No available kernel", "No viable backend")
 #: The module of FlashAttention 3, which no package of PyTorch contains.
 FLASH_3 = "flash_attn_interface"
 HOPPER = (9, 0)  # compute capability
 
 
-def attention_kernel(name: str) -> AbstractContextManager[None]:
+@contextmanager
+def attention_kernel(name: str) -> Iterator[None]:
     """Context in which scaled_dot_product_attention uses the kernel that `train.attention` names.
 
-    Without a kernel for the device and shapes, PyTorch raises RuntimeError.
+    Raises:
+        WrongInput: the kernel does not support the shapes, or a mask: flash attention takes none.
     """
-    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
+    if name == "auto":
+        yield
+        return
+    try:
+        with sdpa_kernel(KERNELS[name]):
+            yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in NO_KERNEL):
+            raise
+        raise WrongInput(
+            f"train.attention: {name} does not compute this model's attention: set auto"
+        ) from None
 
 
 def check_attention(name: str, device: torch.device) -> None:

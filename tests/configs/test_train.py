@@ -77,6 +77,10 @@ def test_keys_of_adapters_are_those_of_before_their_base_had_a_precision() -> No
             "requires lora.dropout: 0",
         ),
         ({"attention": "cudnn"}, "attention: cudnn requires mixed_precision: bf16"),
+        (
+            {"attention": "cudnn", "mixed_precision": "bf16", "deterministic": True},
+            "attention: cudnn requires deterministic: false",
+        ),
         ({"method": "lora", "init": "random"}, "requires method: full"),
         ({"adam_betas": [0.9, 1.0]}, "less than 1"),
         ({"text_encoder_lr": 1e-5}, "train_text_encoder: true"),

@@ -59,8 +59,13 @@ def test_frozen_text_encoders_may_use_any_kernel() -> None:
     with attention_kernel("efficient"):
         states, _ = encoders.encode(family, torch.float32, ids)
         assert states is not None and states.shape == (2, 77, 32)
-        with pytest.raises(RuntimeError, match="No viable backend"):
-            encode_ids(family, encoders, ids)
+    with (
+        pytest.raises(WrongInput, match="efficient does not compute this model's attention"),
+        attention_kernel("efficient"),
+    ):
+        encode_ids(family, encoders, ids)
+    with pytest.raises(RuntimeError, match="another"), attention_kernel("efficient"):
+        raise RuntimeError("another error")
 
 
 def test_flash_3_is_refused_where_it_cannot_run(
