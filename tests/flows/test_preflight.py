@@ -55,7 +55,7 @@ PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
         ({"train.mixed_precision": "fp16"}, "fp16 requires runtime mindspore"),
         ({"train.cuda_graphs": True, "train.device": "cpu"}, "cuda_graphs needs a CUDA device"),
         ({"train.allow_tf32": True, "train.device": "cpu"}, "allow_tf32 needs a CUDA device"),
-        ({"train.attention": "cudnn", "train.device": "cpu"}, "attention needs a CUDA device"),
+        ({"train.attention": "efficient", "train.device": "cpu"}, "attention needs a CUDA device"),
         (
             {"train.processes": 4, "train.fsdp": 3, "train.device": "cpu"},
             "train.fsdp 3 does not divide train.processes 4",

@@ -34,7 +34,7 @@ from runtimes.torch.device_hooks import DeviceHooks
         ({"optimizer": "adamw_8bit"}, 1, "needs bitsandbytes"),
         ({"cuda_graphs": True, "device": "cpu"}, 1, "cuda_graphs needs a CUDA device, not cpu"),
         ({"allow_tf32": True, "device": "cpu"}, 1, "allow_tf32 needs a CUDA device, not cpu"),
-        ({"attention": "cudnn", "device": "cpu"}, 1, "attention needs a CUDA device, not cpu"),
+        ({"attention": "efficient", "device": "cpu"}, 1, "attention needs a CUDA device, not cpu"),
         ({"fsdp": 3, "processes": 4, "device": "cpu"}, 0, "fsdp 3 does not divide"),
         ({"fsdp": 8, "processes": 4, "device": "cpu"}, 0, "fsdp 8 does not divide"),
         ({"fsdp": 2, "device": "cpu"}, 0, "fsdp 2 does not divide train.processes 1"),

@@ -338,7 +338,7 @@ def test_a_device_that_is_not_there_is_refused(make_job: MakeJob, device: str) -
 
 
 @pytest.mark.parametrize(
-    "settings", [{"attention": "flash"}, {"allow_tf32": True}, {"optimizer": "adamw_8bit"}]
+    "settings", [{"attention": "efficient"}, {"allow_tf32": True}, {"optimizer": "adamw_8bit"}]
 )
 def test_a_job_refuses_what_its_device_does_not_support(
     make_job: MakeJob, settings: dict[str, Any]
