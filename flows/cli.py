@@ -407,7 +407,8 @@ def main() -> None:
 
         if (why := wrong_prefect_setting(error)) is not None:
             _fail(why, WRONG_INPUT)
-        if type(error).__module__.partition(".")[0] == "httpx":  # no store's client has it
+        kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+        if "httpx" in kinds:  # no store's client has it
             why = f"Prefect's server does not answer ({one_line(error)})"
             _fail(f"{why}: run the same command to resume", FAILED)
         found = storage_error(None, error)

@@ -23,7 +23,7 @@ from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_
 from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
-from flows.send_stage import waiting_task
+from flows.send_stage import run_task
 from flows.task_settings import stage_task, without_edges
 from flows.task_states import compared_metrics, ended, rejected
 from tasks import download as download_stage
@@ -52,6 +52,9 @@ SHOWS = {
     module.STAGE: module.show
     for module in (download_stage, encode_stage, train_stage, evaluate_stage, publish_stage)
 }
+
+#: Reports of the flows that this process has ended: Prefect's server may be away then.
+reports: list[dict[str, Any]] = []
 
 
 @task(**stage_task("download"))
@@ -246,11 +249,11 @@ def finetune(
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
     recipe, given = run.recipe, without_edges(run)
-    yield (images := waiting_task(download, recipe)(given))
-    yield (latents := waiting_task(encode, recipe)(given, images))
-    yield (trained := waiting_task(train, recipe)(given, latents))
-    yield (evaluated := waiting_task(evaluate, recipe)(given, images, latents, trained))
-    yield publish(given, images, latents, trained, evaluated)
+    yield (images := run_task(download, recipe, given))
+    yield (latents := run_task(encode, recipe, given, images))
+    yield (trained := run_task(train, recipe, given, latents))
+    yield (evaluated := run_task(evaluate, recipe, given, images, latents, trained))
+    yield run_task(publish, recipe, given, images, latents, trained, evaluated)
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:
@@ -259,6 +262,7 @@ def final_state(report: dict[str, Any], last: State[Any]) -> Any:
     Args:
         last: state of the last stage; its message has the verdict.
     """
+    reports.append(report)
     if report["status"] == "rejected":  # a measured outcome, not a failure
         return Completed(name="Rejected", message=last.message, data=report)
     return report

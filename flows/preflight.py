@@ -40,6 +40,7 @@ from tasks.evaluate import stage as evaluate
 from tasks.evaluate.metric_names import metric_names
 from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
+from tasks.publish import stage as publish
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_rules
 from tasks.publish.sign_model import check_key
@@ -67,6 +68,7 @@ def prepare(
 
     Raises:
         RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
+        RegistryError: the champion is damaged.
     """
     if force is not None and not force.strip():
         raise RecipeError("force: give a reason: the model card and the history name it")
@@ -74,6 +76,8 @@ def prepare(
     check_gate_and_prompts(recipe)
     store = writable_store(recipe)
     built = STAGES[: 1 + STAGES.index(until)] if only is None else (only,)
+    if publish.STAGE in built:  # which a damaged champion would fail after all other stages
+        publish.registry_of(recipe).champion()
     stages = _stages_here(recipe, built)
     _check_runtime(recipe, stages)
     if "train" in stages:

@@ -25,7 +25,7 @@ from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_
 from flows.preflight import check_gate_rules, prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
-from flows.send_stage import waiting_task
+from flows.send_stage import run_task
 from flows.task_settings import may_pass, patiently, stage_task, without_edges
 from flows.task_states import ended
 from tasks import download as download_stage
@@ -164,26 +164,28 @@ def _announced_again(recipe: Recipe) -> Iterator[None]:
 
 
 def _retrain(run: Run) -> Any:
-    champion, changes, unchanged = compare(run)
+    champion, changes, unchanged = run_task(compare, run.recipe, run)
     run = replace(run, champion=champion)
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
         return _unchanged(run, changes, unchanged, facts)
     given = without_edges(run)
-    images: Any = waiting_task(download, run.recipe)(given)
-    latents: Any = waiting_task(encode, run.recipe)(given, images)
+    images = run_task(download, run.recipe, given)
+    latents = run_task(encode, run.recipe, given, images)
     if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
         return _unchanged(run, changes, why, facts)
     training = training_task(run.recipe, champion)
-    trained = waiting_task(training, run.recipe)(given, latents)
-    evaluated = waiting_task(evaluate, run.recipe)(given, images, latents, trained)
-    published = publish(given, images, latents, trained, evaluated)
+    trained = run_task(training, run.recipe, given, latents)
+    evaluated = run_task(evaluate, run.recipe, given, images, latents, trained)
+    published = run_task(publish, run.recipe, given, images, latents, trained, evaluated)
     states: list[Any] = [images, latents, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
-    if not conclude(run, changes, report, return_state=True).is_completed():
-        # The model is published, or measured and rejected: that stands.
-        log.warning("retrain: the decision is not recorded: an equal retraining may run again")
+    try:
+        run_task(conclude, run.recipe, run, changes, report)
+    except Exception as error:  # the model is published, or measured and rejected: that stands
+        again = "the decision is not recorded: an equal retraining may run again"
+        log.warning("retrain: %s: %s", again, one_line(error))
     _show(run, changes, report)
     return final_state(report, states[-1])
 

@@ -142,7 +142,17 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
         else:
             check_server(server)
         flow = getattr(import_module(f"flows.{name}"), name)
-        found: dict[str, Any] = flow(**arguments)
+        try:
+            found: dict[str, Any] = flow(**arguments)
+        except Exception as error:
+            from httpx import HTTPError
+
+            from flows.finetune import reports
+
+            if not reports or not isinstance(error, HTTPError):
+                raise
+            found = reports[-1]  # the model is published, or measured and rejected: that stands
+            logger.warning("Prefect does not show the end of the run: %s", one_line(error))
     return found
 
 
@@ -150,6 +160,7 @@ def _prepare_prefect() -> None:
     """Set Prefect's settings for our commands; Prefect reads them at its first import."""
     # Our display replaces Prefect's log lines; the console of a server would repeat them.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_INTERNAL_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     # As in pyproject.toml, which Prefect reads only in the checkout.

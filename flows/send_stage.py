@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import httpx
@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterType,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.utilities.urls import url_for
@@ -29,12 +30,12 @@ from configs.load_and_extend_recipe import RecipeError
 from configs.redact_errors_and_logs import one_line
 from configs.settings.place import PlacedStage
 from configs.settings.recipe import Recipe, StageName
+from flows.task_settings import patiently
 from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.progress import Progress
 
 log = logging.getLogger("kiln")
-AnyTask = TypeVar("AnyTask", bound=Task[Any, Any])
 
 FLOW = "kiln-stage"
 #: Crashed runs, none of which came further than those before, that end a try of a stage's task.
@@ -67,11 +68,42 @@ def check_deployments(recipe: Recipe, stages: Sequence[StageName]) -> None:
                 ) from None
 
 
-def waiting_task(task: AnyTask, recipe: Recipe) -> AnyTask:
-    """A stage's task; without its concurrency limit where it waits for another run of the stage."""
-    if task.task_run_name not in recipe.place.pools():
-        return task
-    return cast(AnyTask, task.with_options(tags={"sent"}))
+def run_task(
+    task: Task[Any, Any],
+    recipe: Recipe,
+    *arguments: Any,
+    name: str | None = None,
+) -> Any:
+    """Run a stage's task, once Prefect's server answers: it gives each task a slot.
+
+    A task that waits for another run of the stage has no concurrency limit.
+
+    Args:
+        name: of the task run; None: the task's.
+    """
+    if task.task_run_name in recipe.place.pools():
+        task = task.with_options(tags={"sent"})
+    if name is not None:
+        task = task.with_options(task_run_name=name)
+    return patiently(lambda: task(*arguments), is_away, _away_in_words)
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error is of a Prefect server that may answer later."""
+    cause = _cause(error)
+    if isinstance(cause, PrefectHTTPStatusError):
+        return cause.response.status_code in (408, 429) or cause.response.status_code >= 500
+    return isinstance(cause, httpx.TransportError)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The server's error, also if a task did not get its slot because of it."""
+    without_slot = isinstance(error, ConcurrencySlotAcquisitionError)
+    return error.__cause__ or error if without_slot else error
+
+
+def _away_in_words(error: Exception) -> str:
+    return f"Prefect's server does not answer ({one_line(_cause(error))})"
 
 
 def send_stage(
@@ -198,10 +230,8 @@ def _tell(
 
 def _check_away(stage: str, error: Exception) -> None:
     """Raise StageFailed for an answer of the server that waiting does not change, such as 401."""
-    if isinstance(error, PrefectHTTPStatusError):
-        status = error.response.status_code
-        if status not in (408, 429) and status < 500:
-            raise StageFailed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
+    if not is_away(error):
+        raise StageFailed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
 
 
 def _link(url: str | None, sent: FlowRun, pool: str, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_
 from flows.preflight import prepare
 from flows.prepare_process import prepare_process
 from flows.run import Run
-from flows.send_stage import waiting_task
+from flows.send_stage import run_task
 from flows.task_settings import patiently, without_edges
 from tasks.build_or_reuse import StageFailed, failing, is_ours
 from tasks.compare_sweep_trials import (
@@ -70,8 +70,8 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     settings = first.recipe.sweep
     recipe = first.recipe
     given = without_edges(first)
-    images: Any = waiting_task(download, recipe)(given)
-    latents: Any = waiting_task(encode, recipe)(given, images)
+    images = run_task(download, recipe, given)
+    latents = run_task(encode, recipe, given, images)
     data = [images, latents]
     with failing(STAGE):
         opened = patiently(lambda: open_latents(latents.result().load(first.store).uri))
@@ -86,7 +86,8 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     best = choose_best(outcomes, settings)
     if best is None:
         raise StageFailed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
-    published: Any = publish(without_edges(runs[best]), images, latents, *measured[best])
+    winner = without_edges(runs[best])
+    published = run_task(publish, recipe, winner, images, latents, *measured[best])
     report = report_of([one.result() for one in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
@@ -101,12 +102,10 @@ def _try(
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     try:
-        fit = waiting_task(train, run.recipe).with_options(task_run_name=f"train {number}")
         given = without_edges(run)
-        trained: Any = fit(given, latents)
-        measure = waiting_task(evaluate, run.recipe)
-        measure = measure.with_options(task_run_name=f"evaluate {number}")
-        evaluated: Any = measure(given, images, latents, trained)
+        trained = run_task(train, run.recipe, given, latents, name=f"train {number}")
+        inputs = (given, images, latents, trained)
+        evaluated = run_task(evaluate, run.recipe, *inputs, name=f"evaluate {number}")
         report = report_of([trained.result(), evaluated.result()])
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = patiently(lambda: read_curve(trained.result().load(run.store)))

@@ -93,18 +93,26 @@ def stage_task(name: str) -> dict[str, Any]:
     }
 
 
-def patiently(work: Callable[[], T]) -> T:
-    """What a flow itself reads, once the remote store answers: a flow has no retries.
+def patiently(
+    work: Callable[[], T],
+    passes: Callable[[BaseException], bool] = may_pass,
+    words: Callable[[Exception], str] = one_line,
+) -> T:
+    """What a flow itself does, once the remote store answers: a flow has no retries.
 
     The stages before it may have taken days.
+
+    Args:
+        passes: whether another attempt may succeed after an error.
+        words: an error in the log.
     """
     for seconds in PAUSES:
         try:
             return work()
         except Exception as error:
-            if not may_pass(error):
+            if not passes(error):
                 raise
-            log.warning("%s; next attempt in %g seconds", one_line(error), seconds)
+            log.warning("%s; next attempt in %g seconds", words(error), seconds)
             time.sleep(seconds)
     return work()
 

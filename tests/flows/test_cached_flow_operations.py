@@ -78,7 +78,7 @@ def test_a_cached_flows_operations_do_not_grow_with_the_store(
         monkeypatch.setattr(
             finetune, stage, lambda run, *before, task=task: task.fn(run, *map(result_of, before))
         )
-    monkeypatch.setattr(finetune, "waiting_task", lambda task, recipe: task)
+    monkeypatch.setattr(finetune, "run_task", lambda task, recipe, *given: task(*given))
     monkeypatch.setattr(finetune, "without_edges", lambda run: run)
     store = Path(small["store"])
     reuse_all(small)  # its first time in this process stages models

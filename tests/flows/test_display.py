@@ -1,8 +1,13 @@
 """The progress that `kiln run` prints without a terminal, and its bars at one."""
 
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
 import pytest
 
-from flows import runner
+from flows import finetune, runner
 from flows.runner import _Display
 
 #: An evaluation: (done, total, text), of pictures that are drawn, then measured.
@@ -65,3 +70,29 @@ def test_a_bar_belongs_to_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
         ("publish", 1, 3),
     ]
     assert ends == [*(phase[-1][2] for phase in (DRAWN, MEASURED, AGAIN)), "gate passed"]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_server_that_is_lost_at_the_end_fails_no_run(
+    has_ended: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prefect sends a run's final state after the model is published."""
+    report: dict[str, Any] = {"status": "published"}
+
+    def flow() -> None:
+        if has_ended:
+            finetune.final_state(report, SimpleNamespace())  # type: ignore[arg-type]
+        raise httpx.ConnectError("connection refused")
+
+    monkeypatch.setattr(finetune, "reports", [])
+    monkeypatch.setattr(logging.getLogger("kiln"), "level", logging.INFO)
+    monkeypatch.setattr(runner, "import_module", lambda _: SimpleNamespace(finetune=flow))
+    monkeypatch.setattr(runner, "configured_server", lambda: "http://127.0.0.1:9/api")
+    monkeypatch.setattr(runner, "check_server", lambda _: None)
+    if not has_ended:
+        with pytest.raises(httpx.ConnectError):
+            runner._run_flow("finetune", False)
+        return
+    assert runner._run_flow("finetune", False) == report
+    told = "warning: Prefect does not show the end of the run: connection refused\n"
+    assert capsys.readouterr().out == told

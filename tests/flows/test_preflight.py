@@ -10,6 +10,7 @@ from typing import Any
 import chips
 import pytest
 import torch
+from reused_runs import published_by, run_of_digits
 
 from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
@@ -25,7 +26,10 @@ from runtimes.hosts.host_memory import host_memory
 from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
+from tasks.publish.champion_history import RegistryError
 from tasks.publish.promotion_gate import GateError
+from tasks.publish.register import register
+from tasks.publish.stage import registry_of
 
 PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
 
@@ -210,6 +214,15 @@ def test_a_licence_is_required_and_one_that_contradicts_the_bases_is_named(
 def test_a_blank_reason_forces_no_publication(small: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecipeError, match="force: give a reason"):
         prepare(load_recipe("digits", small), force=reason)
+
+
+def test_a_damaged_champion_is_found_before_the_first_stage(tmp_path: Path) -> None:
+    run = run_of_digits(tmp_path)
+    register(run.recipe, run.base, run.store, published_by(run), {})
+    (Path(registry_of(run.recipe).url("v1")) / "manifest.json").write_bytes(b"{}")
+    prepare(run.recipe, until="evaluate")
+    with pytest.raises(RegistryError, match="the champion v1 is damaged"):
+        prepare(run.recipe)
 
 
 def test_sides_beyond_the_position_embeddings_are_refused(

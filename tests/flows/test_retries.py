@@ -211,8 +211,7 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     monkeypatch.setattr("flows.retrain.select_new_and_replayed.new_samples", away_once(3))
     assert retrain._has_new_samples(here, one, one) and waited == [10.0]
     state = SimpleNamespace(result=lambda: one)
-    stage = SimpleNamespace(with_options=lambda **_: lambda *_: state)
-    monkeypatch.setattr(sweep, "waiting_task", lambda *_: stage)
+    monkeypatch.setattr(sweep, "run_task", lambda *_, **__: state)
     monkeypatch.setattr(sweep, "report_of", lambda _: {"metrics": {}, "stages": {}})
     monkeypatch.setattr(sweep, "tuned_metrics", lambda *_: {})
     monkeypatch.setattr(sweep, "read_curve", away_once([(1, 0.5)]))

@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import pytest
 import typer.testing
+from prefect import Task
 from prefect.client.schemas.objects import State, StateType
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
 
@@ -21,7 +23,7 @@ from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import RecipeError, load_recipe
 from configs.settings.place import PLACED_STAGES
-from configs.settings.recipe import STAGES
+from configs.settings.recipe import STAGES, Recipe
 from configs.settings.source import UrlSource
 from flows import cli, finetune, run_sent_stage, send_stage
 from flows.preflight import _stages_here
@@ -336,15 +338,47 @@ def test_a_retraining_names_its_champion(run: Run) -> None:
     assert sending(run, "train")["champion"] is None
 
 
-def test_a_stage_that_waits_holds_no_slot_of_its_limit(run: Run) -> None:
+def test_a_stage_that_waits_holds_no_slot_of_its_limit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise the run on the pool would wait for the slot of the run that waits for it."""
     for task in (finetune.train, continue_from_champion, finetune.download):
-        assert send_stage.waiting_task(task, run.recipe).tags == {"sent"}
-    assert send_stage.waiting_task(finetune.encode, run.recipe).tags == {"accelerator"}
+        assert tags_of_run(task, run.recipe, monkeypatch) == {"sent"}
+    assert tags_of_run(finetune.encode, run.recipe, monkeypatch) == {"accelerator"}
     here = load_recipe("digits")
     for stage in PLACED_STAGES:
         task = getattr(finetune, stage)
-        assert send_stage.waiting_task(task, here) is task
+        assert tags_of_run(task, here, monkeypatch) == task.tags
+
+
+def tags_of_run(task: Task[Any, Any], recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "__call__", lambda task: task.tags)
+        return set(send_stage.run_task(task, recipe))
+
+
+def test_a_stage_begins_once_the_server_is_back(
+    waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect asks the server for a slot; the stages before may have taken days."""
+    without_slot = ConcurrencySlotAcquisitionError("tag:accelerator")
+    without_slot.__cause__ = httpx.ConnectError("refused")
+    answers = [without_slot, answer(503), "trained"]
+
+    def call(_: object, *given: object) -> object:
+        assert given == (1, 2)
+        if isinstance(found := answers.pop(0), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(Task, "__call__", call)
+    recipe = load_recipe("digits")
+    assert send_stage.run_task(finetune.train, recipe, 1, 2, name="train 3") == "trained"
+    assert waited == [10.0, 60.0]
+    answers += [answer(401), TransientError("of the stage, which Prefect has tried again")]
+    for kind in (PrefectHTTPStatusError, TransientError):
+        with pytest.raises(kind):
+            send_stage.run_task(finetune.train, recipe, 1, 2)
 
 
 def test_devices_of_sent_stages_are_not_checked_here(

@@ -72,14 +72,10 @@ def test_a_bug_in_a_trial_is_logged_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Failing:
-        def with_options(self, **_: Any) -> Callable[..., Any]:
-            def call(*_: Any) -> Any:
-                raise error
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
 
-            return call
-
-    monkeypatch.setattr(sweep_flow, "waiting_task", lambda *_: Failing())
+    monkeypatch.setattr(sweep_flow, "run_task", fail)
     none: Any = None
     run: Any = SimpleNamespace(recipe=none)
     with caplog.at_level("WARNING", logger="kiln"):

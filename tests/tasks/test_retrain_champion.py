@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prefect.states import Failed
 from waiting import wait_until
 
 from artifacts.artifact_key import KeyParts
@@ -325,15 +324,13 @@ def test_a_decision_that_cannot_be_recorded_fails_no_published_model(
         result = StageResult(name, "key", "uri", "digest", "built", 0.0)
         return lambda *_: SimpleNamespace(result=lambda: result)
 
-    def conclude(*_: Any, return_state: bool = False) -> Any:
-        if not return_state:
-            raise OSError("no route to host")
-        return Failed()
+    def conclude(*_: Any) -> Any:
+        raise OSError("no route to host")
 
     for name in ("download", "encode", "train", "evaluate", "publish"):
         monkeypatch.setattr(flow, name, stage(name))
     monkeypatch.setattr(flow, "compare", lambda run: flow.Compared(None, CHANGES, None))
     monkeypatch.setattr(flow, "conclude", conclude)
-    monkeypatch.setattr(flow, "waiting_task", lambda task, recipe: task)
+    monkeypatch.setattr(flow, "run_task", lambda task, recipe, *given: task(*given))
     assert flow._retrain(run)["status"] == "published"
     assert "the decision is not recorded" in caplog.text
