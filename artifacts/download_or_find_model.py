@@ -40,12 +40,13 @@ HTTP_MARKS = ("ETag", "Last-Modified")
 #: Names without effect on a model's digest: documentation and version control.
 IGNORED = {".git", ".cache", "README.md", ".gitattributes"}
 
+#: Weights of a model that is no pipeline.
+HUB_STANDALONE = ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
 #: Files that diffusers and transformers read: configs, the safetensors of a pipeline's parts, and
 #: those of a standalone model or of adapters at the top level; and the recipe that a published
 #: model comes with. Single-file checkpoints of pipelines are excluded.
 #: The hub matches with fnmatch, where * also matches /.
-HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*/*.safetensors"]
-HUB_FILES += ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
+HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*/*.safetensors", *HUB_STANDALONE]
 HUB_FILES += ["pytorch_lora_weights.safetensors", "recipe.yaml"]
 #: Texts that a derived model must come with; of the top level. Most have no suffix.
 LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
@@ -334,8 +335,9 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
         with caching(Path(constants.HF_HUB_CACHE), "HF_HOME"):
             folder = fetch(revision, files, HUB_VARIANTS)
-            if files == HUB_FILES and (parts := _without_weights(folder)):
-                fetch(folder.name, [f"{part}/*.safetensors" for part in parts], [])
+            if files == HUB_FILES and (lacking := _without_plain_weights(folder)):
+                # Without a match, as of the configs, the client would warn.
+                fetch(folder.name, [*HUB_CONFIGS, *lacking], [])
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
@@ -346,10 +348,17 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     return folder
 
 
-def _without_weights(folder: Path) -> list[str]:
-    """Parts of a pipeline with a config and no weights."""
-    parts = [path.parent for path in sorted(folder.glob("*/config.json"))]
-    return [part.name for part in parts if not any(part.glob("*.safetensors"))]
+def _without_plain_weights(folder: Path) -> list[str]:
+    """Patterns of the weights of a model, or a pipeline's parts, with a config and no plain ones.
+
+    A variant may be there in part, after an interruption.
+    """
+    patterns: list[str] = []
+    for config in [*folder.glob("config.json"), *sorted(folder.glob("*/config.json"))]:
+        part = config.parent
+        if all(_matches(path.name, HUB_VARIANTS) for path in part.glob("*.safetensors")):
+            patterns += HUB_STANDALONE if part == folder else [f"{part.name}/*.safetensors"]
+    return patterns
 
 
 def _check_blob(repo: str, path: Path) -> None:

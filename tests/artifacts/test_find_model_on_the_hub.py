@@ -152,6 +152,30 @@ def test_a_part_without_plain_weights_is_fetched_in_its_variant(
     assert all(path.startswith("/api/") for _, path in hub.requests)
 
 
+def test_an_interrupted_download_of_a_variant_is_completed(repository: Repository) -> None:
+    name = "unet/diffusion_pytorch_model"
+    shards = [f"{name}.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    del repository.files[f"{name}.safetensors"]
+    repository.files |= {shard: shard.encode() for shard in shards}
+    before = digest_model(folder := resolve_model("some/model"))
+    (folder / shards[1]).unlink()
+    assert digest_model(resolve_model("some/model")) == before
+
+
+def test_a_model_without_parts_may_have_a_variant_alone(
+    hub: HubServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights = "diffusion_pytorch_model.fp16.safetensors"
+    found = Repository({"config.json": b"{}", weights: b"vae", "x.fp16.safetensors": b"other"})
+    hub.repositories["some/vae"] = found
+    check_on_hub("some/vae", revision=None)
+    names = [path.name for path in resolve_model("some/vae").rglob("*.safetensors")]
+    assert names == [weights]
+    found.files = {"config.json": b"{}", "pytorch_model.bin": b"vae"}
+    assert not list(resolve_model("some/vae").rglob("*.safetensors"))
+    assert "No files matched" not in capfd.readouterr().err
+
+
 def test_damaged_weights_in_the_cache_of_the_hub_are_refused(repository: Repository) -> None:
     before = digest_model(folder := resolve_model("some/model"))
     weights = (folder / "unet/diffusion_pytorch_model.safetensors").resolve()
