@@ -19,8 +19,8 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-#: PyTorch's errors without a kernel, on CUDA and on a CPU.
-NO_KERNEL = ("No available kernel", "No viable backend")
+#: PyTorch's errors without a kernel, on CUDA and on a CPU, and cuDNN's own.
+NO_KERNEL = ("No available kernel", "No viable backend", "No execution plans support the graph")
 #: The module of FlashAttention 3, which no package of PyTorch contains.
 FLASH_3 = "flash_attn_interface"
 HOPPER = (9, 0)  # compute capability
@@ -36,8 +36,10 @@ def attention_kernel(name: str) -> Iterator[None]:
     if name == "auto":
         yield
         return
+    # PyTorch's cache of compiled programs does not tell the kernels in them apart.
+    programs = torch.compiler.config.patch(cache_key_tag=name)
     try:
-        with sdpa_kernel(KERNELS[name]):
+        with sdpa_kernel(KERNELS[name]), programs:
             yield
     except RuntimeError as error:
         if not any(words in str(error) for words in NO_KERNEL):

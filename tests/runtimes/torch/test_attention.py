@@ -64,6 +64,9 @@ def test_frozen_text_encoders_may_use_any_kernel() -> None:
         attention_kernel("efficient"),
     ):
         encode_ids(family, encoders, ids)
+    cudnn = "cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."
+    with pytest.raises(WrongInput, match="cudnn does not compute"), attention_kernel("cudnn"):
+        raise RuntimeError(cudnn)
     with pytest.raises(RuntimeError, match="another"), attention_kernel("efficient"):
         raise RuntimeError("another error")
 

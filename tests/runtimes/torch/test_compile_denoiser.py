@@ -10,10 +10,12 @@ import torch.distributed as dist
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from jobs import MakeJob, start
 from torch._dynamo.utils import counters
+from torch.profiler import profile
 
 from configs.settings.train import Train
 from runtimes.process.ranks import Ranks
 from runtimes.torch import parallel
+from runtimes.torch.attention import attention_kernel
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
@@ -168,3 +170,14 @@ def test_adapters_receive_activations_in_the_compute_dtype(make_job: MakeJob) ->
     runtime.step(batch(0), 1e-3)
     # Layer norm is float32 in CUDA's autocast only.
     assert found == {torch.bfloat16}
+
+
+def test_programs_of_a_kernel_are_not_those_of_another() -> None:
+    """Processes share PyTorch's cache on disk, of backend `inductor` alone."""
+    query, flash = torch.ones(1, 1, 8, 8), "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for name, is_flash in (("flash", True), ("math", False)):
+        torch._dynamo.reset()  # a program in memory is not asked for its kernel either
+        attend = torch.compile(torch.nn.functional.scaled_dot_product_attention)
+        with attention_kernel(name), profile() as found:
+            attend(query, query, query)
+        assert (flash in {event.key for event in found.key_averages()}) == is_flash
