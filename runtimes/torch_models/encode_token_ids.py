@@ -12,14 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from runtimes.families import Family
 
 Encoded = tuple[torch.Tensor | None, torch.Tensor | None]
-#: Every attention kernel of PyTorch, which then chooses one.
-KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.OVERRIDEABLE,  # those of NPU and HPU
-]
+#: Every attention kernel of PyTorch, which then chooses one; those of NPU and HPU are OVERRIDEABLE.
+KERNELS = list(SDPBackend.__members__.values())
 
 
 def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Encoded:

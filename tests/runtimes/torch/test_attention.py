@@ -14,7 +14,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import family_named
 from runtimes.torch.attention import FLASH_3, attention_kernel, check_attention
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.encode_token_ids import FrozenTextEncoders, encode_ids
+from runtimes.torch_models.encode_token_ids import KERNELS, FrozenTextEncoders, encode_ids
 
 #: Operators with the names and arguments of FlashAttention 3.
 FLASH_ATTENTION_3 = """
@@ -69,6 +69,13 @@ def test_frozen_text_encoders_may_use_any_kernel() -> None:
         raise RuntimeError(cudnn)
     with pytest.raises(RuntimeError, match="another"), attention_kernel("efficient"):
         raise RuntimeError("another error")
+
+
+def test_frozen_text_encoders_have_the_kernels_of_the_encode_stage() -> None:
+    """Also those of NPU and HPU, which have a kind of their own."""
+    usual = attention._cur_sdpa_kernel_backends()
+    with attention_kernel("efficient"), attention.sdpa_kernel(KERNELS):
+        assert attention._cur_sdpa_kernel_backends() == usual
 
 
 def test_flash_3_is_refused_where_it_cannot_run(
