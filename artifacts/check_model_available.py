@@ -92,7 +92,11 @@ def _ask_hub(repo: str, revision: str | None) -> str:
         listed = HfApi().model_info(repo, revision=revision, timeout=SECONDS).siblings or []
         names = sorted(files_to_fetch(file.rfilename for file in listed))
         if not any(name.endswith(".safetensors") for name in names):
-            raise ModelNotFound(f"model {repo}: on the hub it has no .safetensors weights")
+            raise ModelNotFound(
+                f"model {repo}: on the hub it has no .safetensors weights by the names of "
+                "diffusers or transformers (from_single_file and save_pretrained make them of a "
+                "checkpoint file)"
+            )
         # The hub lists the files of a gated model to everybody, and serves them to few.
         get_hf_file_metadata(hf_hub_url(repo, names[0], revision=revision), timeout=SECONDS)
     except ModelNotFound:

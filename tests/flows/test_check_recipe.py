@@ -97,9 +97,10 @@ def test_a_gated_model_that_lists_its_files_is_a_problem(sd2: Recipe, hub: HubSe
 
 
 def test_a_model_without_safetensors_is_a_problem(sd2: Recipe, hub: HubServer) -> None:
-    hub.repositories[sd2.model.path].files.pop(WEIGHTS)
+    files = hub.repositories[sd2.model.path].files
+    files["v2.safetensors"] = files.pop(WEIGHTS)  # a checkpoint file, which nothing reads
     (said,) = check(sd2)["problem"]
-    assert "it has no .safetensors weights" in said
+    assert "it has no .safetensors weights by the names of diffusers" in said
 
 
 def test_a_tar_of_a_range_that_is_gone_is_a_problem(sd2: Recipe, tmp_path: Path) -> None:
