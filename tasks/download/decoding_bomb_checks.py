@@ -1,9 +1,10 @@
-"""Checks of downloaded bytes before they are decoded: format, number of pixels, JPEG scans."""
+"""Checks of downloaded bytes before they are decoded: format, pixels, JPEG scans, PNG metadata."""
 
 from __future__ import annotations
 
 import re
 import struct
+import zlib
 from functools import cache
 from io import BytesIO
 from itertools import pairwise
@@ -23,6 +24,15 @@ BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 WIDTH, LENGTH, TILE_WIDTH, TILE_LENGTH = 256, 257, 322, 323  # TIFF tags
 #: TIFF types of a number of pixels -> where it is in the entry's four bytes.
 SIZE_TYPES = {3: "H2x", 4: "I"}
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+#: A PNG's chunks of metadata, and what is in front of a zlib stream in one (PNG 1.2, section 4.2).
+METADATA = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+PACKED = re.compile(rb"(?:zTXt|iCCP)[^\0]*\0.|iTXt[^\0]*\0[^\0].[^\0]*\0[^\0]*\0", re.DOTALL)
+#: Bytes of the unpacked metadata of a picture. Pillow refuses a picture with a larger chunk, and
+#: OpenCV unpacks a thousand of 8 MB each.
+MAX_METADATA = 2**20
 
 
 class Header(NamedTuple):
@@ -62,6 +72,37 @@ def check_picture(body: bytes, max_pixels: int) -> Header:
     if body.startswith(b"\xff\xd8") and len(SCAN.findall(body)) > MAX_SCANS:
         raise FetchFailed("too many scans")
     return header
+
+
+def bounded_metadata(body: bytes) -> bytes:
+    """A PNG without what it has of metadata beyond MAX_METADATA; else `body` itself.
+
+    Such are workflows of ComfyUI, which nothing reads here.
+    """
+    if not body.startswith(PNG):
+        return body
+    kept, start, at, room = list[bytes](), 0, len(PNG), MAX_METADATA
+    while at + 8 <= len(body):
+        size, kind = struct.unpack_from(">I4s", body, at)
+        end = at + size + 12  # with length, kind and checksum
+        if kind in METADATA:
+            room -= _unpacked_size(body, at + 4, end - 4, max(room, 1))
+            if room <= 0:
+                kept.append(body[start:at])
+                start = end
+        at = end
+    return b"".join([*kept, body[start:]]) if kept else body
+
+
+def _unpacked_size(body: bytes, start: int, end: int, limit: int) -> int:
+    """Bytes of a chunk of metadata, from its kind to its checksum; unpacked ones up to `limit`."""
+    packed = PACKED.match(body, start, end)
+    if packed is None:
+        return end - start
+    try:
+        return len(zlib.decompressobj().decompress(body[packed.end() : end], limit))
+    except zlib.error:  # Pillow and OpenCV leave it out
+        return 0
 
 
 def _tile_of_tiff(body: bytes) -> int:

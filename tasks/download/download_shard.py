@@ -42,7 +42,7 @@ from tasks.download.stage_errors import SourceError
 #: Rows of a shard in flight per connection: most of them wait for their hosts.
 ROWS_PER_CONNECTION = 4
 STAGE = "download"
-VERSION = 8
+VERSION = 9
 #: Settings that affect how a download runs, not its result: not part of a shard's key.
 NOT_IN_KEY = {
     "max_connections",

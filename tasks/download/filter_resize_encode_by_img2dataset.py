@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import Any
 
 from configs.settings.download import Download
-from tasks.download.decoding_bomb_checks import Header, check_picture
+from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
 from tasks.download.decoding_memory import DECODING
 from tasks.download.import_img2dataset_modules import img2dataset_module
 from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
@@ -94,6 +94,7 @@ class PictureResizer:
         Raises:
             FetchFailed: the body is no picture, or one that would take too much memory.
         """
+        body = bounded_metadata(body)
         header = check_picture(body, self.settings.max_pixels)
         scale = reduction(header, self.settings)
         if scale > 1 and (reason := self._refused(header)):

@@ -16,9 +16,9 @@ from picture_bytes import encode_picture, plain_picture
 from PIL import Image
 
 from configs.settings.download import Download
-from tasks.download.decoding_bomb_checks import Header, check_picture
+from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
 from tasks.download.decoding_memory import PixelBudget
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.download.retryable_and_final_failures import FetchFailed
 
 REAL, SHOWN = 8000, 64  # pixels a side: decoded, and as Pillow reads the header
@@ -134,6 +134,57 @@ def test_a_pixel_bomb_is_refused_by_its_header() -> None:
     bomb[16:24] = (60000).to_bytes(4, "big") * 2
     with pytest.raises(FetchFailed, match=r"too many pixels|not an image"):
         check_picture(bytes(bomb), max_pixels=178_956_970)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_with(*chunks: bytes, orientation: int = 1) -> bytes:
+    """A PNG of 64 x 32 pixels with these chunks in front of all others but its header."""
+    exif = Image.Exif()
+    exif[274] = orientation
+    body = encode_picture(Image.new("RGB", (64, 32), (9, 99, 200)), exif=exif)
+    return body[:33] + b"".join(chunks) + body[33:]
+
+
+PACKED = zlib.compress(b"a" * (2**20 + 1))
+LARGE = {
+    "packed text": chunk(b"zTXt", b"workflow\0\0" + PACKED),
+    "text of Pillow's limit": chunk(b"zTXt", b"workflow\0\0" + zlib.compress(b"a" * 2**20)),
+    "international text": chunk(b"iTXt", b"prompt\0\1\0en\0Wort\0" + PACKED),
+    "colour profile": chunk(b"iCCP", b"profile\0\0" + PACKED),
+    "many texts": b"".join(
+        chunk(b"zTXt", b"%d\0\0" % n + zlib.compress(bytes(2**20 - 9))) for n in range(70)
+    ),
+}
+
+
+@pytest.mark.parametrize("metadata", LARGE.values(), ids=LARGE.keys())
+def test_a_picture_with_large_metadata_is_a_picture(metadata: bytes) -> None:
+    resizer = PictureResizer(Download(encode_format="png", encode_quality=1, min_image_size=1))
+    plain = resizer.resize(png_with(orientation=6))
+    assert not isinstance(plain, str)
+    assert (plain.original_width, plain.original_height) == (32, 64)
+    assert resizer.resize(png_with(metadata, orientation=6)) == plain
+
+
+def test_metadata_within_the_limit_is_kept() -> None:
+    text = chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(bytes(2**20 - 100)))
+    for body in (png_with(text), png_with(chunk(b"zTXt", b"damaged\0\0no zlib")), saved("JPEG")):
+        assert bounded_metadata(body) is body
+    assert bounded_metadata(png_with(text, text)) == png_with(text)
+
+
+def test_a_bomb_of_metadata_takes_no_memory() -> None:
+    """OpenCV would unpack 700 MB of it."""
+    resizer = PictureResizer(Download(min_image_size=1))
+    resizer.resize(png_with())
+    bomb = chunk(b"iTXt", b"prompt\0\1\0\0\0" + zlib.compress(bytes(7 * 10**6)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert isinstance(resizer.resize(png_with(*[bomb] * 100)), Resized)
+    taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert taken < MOST_BYTES
 
 
 def test_a_jpeg_of_many_scans_is_refused_and_a_progressive_one_is_not() -> None:
