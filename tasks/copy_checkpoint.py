@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -78,9 +79,9 @@ def _artifacts(store: Store, stage: str) -> Iterator[Artifact]:
 def _checkpoint_folders(fs: AbstractFileSystem, path: str) -> dict[int, str]:
     """Folders of the committed checkpoints in a run's folder, by step."""
     names = subfolders(fs, f"{path}/checkpoints")
-    folders = [f"{path}/checkpoints/{name}" for name in names if name.startswith("step-")]
-    committed = [one for one in folders if MANIFEST in map(name_of, entries(fs, one))]
-    return {int(folder.rpartition("-")[2]): folder for folder in committed}
+    steps = {int(m[1]): m[0] for name in names if (m := re.fullmatch(r"step-(\d+)", name))}
+    folders = {step: f"{path}/checkpoints/{name}" for step, name in steps.items()}
+    return {n: f for n, f in folders.items() if MANIFEST in map(name_of, entries(fs, f))}
 
 
 def _without_steps(parts: dict[str, Any]) -> dict[str, Any]:

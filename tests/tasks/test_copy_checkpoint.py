@@ -1,6 +1,7 @@
 """A run with more steps continues a finished run of the same settings."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,15 @@ def test_more_steps_continue_a_finished_run(kind: str, url_of: UrlOf) -> None:
     finished_run(store, parts_of(11), 10)
     copy_checkpoint(draft, Train(steps=12))
     assert Checkpoints(draft.uri, 9)._steps() == [7], "a run continues from its own checkpoint"
+
+
+def test_a_copy_beside_a_checkpoint_is_none(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    finished_run(store, parts_of(8), 7)
+    (saved,) = tmp_path.glob("train/*/checkpoints/step-00000007")
+    for name in ("step-00000007-copy", "step-old-9"):
+        shutil.copytree(saved, saved.with_name(name))
+    assert continued(store, parts_of(12)) == [7]
 
 
 RULE = {
