@@ -84,11 +84,11 @@ class UrlSource(Section):
 
 
 class FolderSource(Section):
-    """A folder of pictures, with captions in `metadata.jsonl` or in one `<name>.txt` each."""
+    """A folder of pictures, with captions in tables `metadata.*` or in one `<name>.txt` each."""
 
     kind: Literal["folder"]
     path: ReadUrl = Field(description="Folder: local path or fsspec URL.")
-    caption_column: str = Field("text", description="Column of metadata.jsonl with the caption.")
+    caption_column: str = Field("text", description="Column of the tables with the caption.")
     aesthetic_column: AestheticColumn = None
     additional_columns: AdditionalColumns = ()
 
@@ -105,7 +105,8 @@ class DatasetSource(Section):
         None, description="Branch, tag or commit of a hub dataset; null: the default branch."
     )
     split: str = Field(
-        "train", description="Split: the prefix of the names of the files or folders to read."
+        "train",
+        description="Split: the whole name of its files, without their numbers, or of its folder.",
     )
     image_column: str = Field("image", description="Column with the encoded image.")
     caption_column: str = Field("text", description="Column with the caption.")

@@ -50,6 +50,10 @@ CHANGE_MARKERS = (
     "Last-Modified",
 )
 
+#: What hides a file below the folder that a person names: `.x`, `__x__`, and folders that macOS and
+#: Synology write. `.` and `..` are no names.
+HIDDEN = re.compile(r"(^|/)(\.(?!\.?(/|$))|(__[^/]*__|__MACOSX|@eaDir)(/|$))")
+
 #: Names that an error shows, their length in characters, and names that it is compared with.
 SHOWN, LONGEST, COMPARED = 20, 100, 1000
 
@@ -99,6 +103,8 @@ def open_file(name: str, compression: str | None = None) -> OpenFile:
 def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
     """Files at `path`, sorted by name: a file, a folder or a glob, local or at an fsspec URL.
 
+    Hidden files below the folder, or behind the first wildcard, are left out.
+
     Raises:
         SourceError: no file matches, or the location cannot be listed.
         SourceAway: it cannot be listed now.
@@ -109,16 +115,18 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
         is_local = isinstance(fs, LocalFileSystem)
         if is_pattern(fs, root):
             globbed = _glob(fs, root) if is_local else fs.glob(root, detail=True)
-            found = {name: info for name, info in globbed.items() if info["type"] != "directory"}
+            files = {name: info for name, info in globbed.items() if info["type"] != "directory"}
+            found = _visible(files, _fixed_part(root))
         elif is_folder(fs, root):
             files = _files(fs, root, math.inf) if is_local else find_files(fs, root)
-            found = {name: i for name, i in files.items() if name.lower().endswith(suffixes)}
+            visible = _visible(files, root)
+            found = {name: i for name, i in visible.items() if name.lower().endswith(suffixes)}
         else:
             info = find_info(fs, root)
             found = {} if info is None else {root: info}
         if not found:
             find_info(fs, root)
-            kinds = ", ".join(suffixes)
+            kinds = ", ".join(suffixes) or "visible"
             raise SourceError(
                 f"source.path: {path}: no such file, or no {kinds} files in the folder"
             )
@@ -171,6 +179,20 @@ def _beside(fs: AbstractFileSystem, paths: Sequence[str]) -> dict[str, dict[str,
     return found
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a name below a folder is of a hidden file or a system's copy, or in their folder."""
+    return HIDDEN.search(name) is not None
+
+
+def below(name: str, folder: str) -> str:
+    """The name of a listed file below a folder, which may lack the protocol of the name."""
+    return name.partition(f"{folder.rstrip('/')}/")[2] or name
+
+
+def _visible(files: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
+    return {name: info for name, info in files.items() if not is_hidden(below(name, folder))}
+
+
 def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[str, Any]]:
     """Every file below a local folder, by name; a folder behind links is listed once.
 
@@ -186,18 +208,23 @@ def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[
         for entry in sorted(list_folder.entries(fs, path), key=list_folder.name_of):
             if not list_folder.is_folder(fs, entry):
                 found[entry["name"]] = entry
-            elif depth > 1:
-                below = folders if entry["type"] == "directory" else links
-                below.append((entry["name"], depth - 1))
+            elif depth > 1 and not is_hidden(list_folder.name_of(entry)):  # a link may show it
+                queue = folders if entry["type"] == "directory" else links
+                queue.append((entry["name"], depth - 1))
     return found
 
 
 def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
     """Every file that matches. Raises as `_files`."""
-    folder = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    folder = _fixed_part(pattern)
     depth = math.inf if "**" in pattern else pattern.count("/") - folder.count("/")
     matches = re.compile(glob_translate(pattern)).match
     return {name: i for name, i in _files(fs, folder, depth).items() if matches(name)}
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folder in front of the first wildcard."""
+    return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
 
 
 def _is_utf8(name: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from configs.settings.source import DatasetSource
 from tasks.beam_workers import is_hub_id
 from tasks.download.list_files import (
     ListedFile,
+    below,
     is_pattern,
     list_files,
     open_file,
@@ -35,6 +37,8 @@ from tasks.download.source_protocol import (
 from tasks.download.stage_errors import SourceError
 
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
+#: Behind a split's name in that of a file: its number among `of` files, or any number.
+NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]?\d+)*)(?i:\.parquet)"
 
 
 class Dataset:
@@ -56,7 +60,7 @@ class Dataset:
         for file, wanted in _ascending(places):
             image = self.settings.image_column
             selected = set(wanted)
-            for number, values in _parquet_rows(file, [image], wanted[0], wanted[-1] + 1):
+            for number, values in parquet_rows(file, [image], wanted[0], wanted[-1] + 1):
                 if number in selected:
                     yield self._picture(values[image])
 
@@ -67,7 +71,7 @@ class Dataset:
         s = self.settings
 
         def rows() -> Iterator[dict[str, Any]]:
-            for number, values in _parquet_rows(file, list(named_columns(s).values())):
+            for number, values in parquet_rows(file, list(named_columns(s).values())):
                 captions = captions_of(values[s.caption_column])
                 score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
@@ -85,14 +89,15 @@ class Dataset:
         fs, root = url_to_fs(path)
         if [file.name for file in found] == [path] or is_pattern(fs, root):
             return found
-        # <split>-00000-of-00001.parquet, or <split>/0000.parquet in the hub's conversions
-        folder = root.rstrip("/")
-        chosen = [f for f in found if _is_of_split(f.name, folder, split)]
-        if not chosen and folder.rpartition("/")[2] == split:
+        chosen = [f for f in found if _is_of_split(below(f.name, root), split)]
+        if not chosen and root.rstrip("/").rpartition("/")[2] == split:
             return found
         if not chosen:
             names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
-            raise SourceError(f"source.split: {path} has no files of split {split!r} ({names})")
+            raise SourceError(
+                f"source.split: {path} has no files of split {split!r} ({names}): write the whole "
+                "name of a split, or a glob of its files as source.path"
+            )
         return chosen
 
     def _picture(self, image: Any) -> bytes | None:
@@ -119,14 +124,18 @@ def _ascending(places: Iterable[PictureLocation]) -> Iterator[tuple[str, list[in
         yield file, numbers
 
 
-def _is_of_split(name: str, folder: str, split: str) -> bool:
-    """Whether a file is of a split, by its name below the dataset's folder."""
-    below = name.partition(f"{folder}/")[2] or name
-    return any(part.startswith(split) for part in below.split("/")[-2:])
+def _is_of_split(name: str, split: str) -> bool:
+    """Whether a file is of a split, by its name below the dataset's folder.
+
+    As the hub writes them: <split>-00000-of-00001.parquet, or <split>/0000.parquet.
+    """
+    folder, _, file = name.rpartition("/")
+    is_named = re.fullmatch(re.escape(split) + NUMBER, file) is not None
+    return is_named or folder.rpartition("/")[2] == split
 
 
-def _parquet_rows(
-    file: str, columns: list[str], start: int = 0, stop: int | None = None
+def parquet_rows(
+    file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, values) of the rows in [start, stop), of which few are in memory at a time."""
     with reading(file), open_file(file) as stream:
@@ -136,7 +145,7 @@ def _parquet_rows(
         stop = int(sum(counts)) if stop is None else stop
         groups = [n for n, end in enumerate(ends) if end > start and end - counts[n] < stop]
         number = int(ends[groups[0]]) - counts[groups[0]] if groups else 0
-        for batch in table.iter_batches(PICTURES_AT_ONCE, row_groups=groups, columns=columns):
+        for batch in table.iter_batches(PICTURES_AT_ONCE, row_groups=groups, columns=[*columns]):
             for values in batch.to_pylist() if number < stop else []:
                 if start <= number < stop:
                     yield number, values

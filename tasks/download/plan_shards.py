@@ -38,7 +38,7 @@ from tasks.download.source_protocol import Piece, Source
 from tasks.download.stage_errors import SourceError
 
 STAGE = "plan"
-VERSION = 5
+VERSION = 6
 INDEX = "shards.parquet"
 #: Row groups whose hashes are kept while rows of many groups are read.
 RECENT_GROUPS = 64

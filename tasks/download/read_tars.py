@@ -12,6 +12,8 @@ import tarfile
 from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple
 
+from tasks.download.list_files import is_hidden
+
 BLOCK = 512  # bytes
 END = bytes(BLOCK)
 #: Bytes of an extended header: it has a name, or a few numbers.
@@ -20,8 +22,6 @@ MAX_EXTENDED = 2**16
 MOST_EXTENDED, MOST_FILES, MOST_SAMPLES = 16, 100, 2_000_000
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 DAMAGED, CUT_OFF = "it is no tar, or has a damaged header", "the tar is cut off"
-#: Files that WebDataset skips: they describe the tar.
-ABOUT_TAR = re.compile("__[^/]*__(/|$)")
 #: Beginnings of compressed files: gzip, bzip2, xz, zstd.
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
@@ -214,7 +214,7 @@ def _split(name: str) -> tuple[str, str]:
     """Key and extension as WebDataset has them: the first dot of the last part is between them."""
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
-    if not stem or ABOUT_TAR.match(name):
+    if not stem or is_hidden(name):  # WebDataset, too, skips `__x__`
         return "", ""
     return f"{folder}{slash}{stem}", extension.lower()
 

@@ -59,6 +59,39 @@ def test_the_name_of_a_datasets_folder_selects_no_split(tmp_path: Path, folder: 
     assert [row.captions for row in rows_of(recipe, tmp_path)] == [("train-0.parquet",)]
 
 
+SPLITS = ("test", "test_unique", "test-hard", "tests", "my.test")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("{}-00000-of-00001.parquet", "data/{}-00000-of-00002-a1b2c3d4.parquet", "{}.parquet"),
+        *("{}-0.PARQUET", "{}_00001.parquet", "{}7.parquet", "{}/0000.parquet"),
+        "default/{}/0000.parquet",
+    ],
+)
+def test_a_split_is_a_whole_name(tmp_path: Path, form: str) -> None:
+    for split in SPLITS:
+        file = tmp_path / "in" / form.format(split)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"image": [split.encode()], "text": [split]}), file)
+    for split in SPLITS:
+        recipe = make_recipe({"kind": "dataset", "path": f"{tmp_path}/in", "split": split})
+        assert [row.captions for row in rows_of(recipe, tmp_path)] == [(split,)]
+
+
+def test_a_number_in_front_of_a_shard_s_is_of_the_split(tmp_path: Path) -> None:
+    splits = ("test", "test_2")
+    for split in splits:
+        file = tmp_path / f"{split}-00000-of-00001.parquet"
+        pq.write_table(pa.table({"image": [split.encode()], "text": [split]}), file)
+    for split in splits:
+        recipe = make_recipe({"kind": "dataset", "path": str(tmp_path), "split": split})
+        assert [row.captions for row in rows_of(recipe, tmp_path)] == [(split,)]
+    with pytest.raises(SourceError, match=r"no files of split 'tes' \(test-0.*glob of its files"):
+        download.plan(make_recipe({"kind": "dataset", "path": str(tmp_path), "split": "tes"}))
+
+
 def test_a_folder_of_one_split_is_that_split(tmp_path: Path) -> None:
     place = tmp_path / "train"
     place.mkdir()
@@ -86,8 +119,8 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
     first = download.plan(recipe)
     reads: list[str] = []
-    read = parquet_dataset._parquet_rows
-    monkeypatch.setattr(parquet_dataset, "_parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
+    read = parquet_dataset.parquet_rows
+    monkeypatch.setattr(parquet_dataset, "parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
     assert download.plan(recipe) == first
     assert reads == []
     for damaged in (tmp_path / "store/plan/shards").iterdir():  # is not used

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from shortest_recipe import shortest_recipe
 from source_rows import ROWS, make_recipe, png, rows_of, write_list
 from web_sites import serving
 
@@ -41,6 +42,118 @@ def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
     assert [Path(row.file or "").read_bytes() for row in rows] == [png(0), png(2), png(1)]
     assert [Path(row.place).name for row in rows] == ["a.png", "c.png", "b.PNG"]
     assert rows[0].url == f"sha256:{hashlib.sha256(png(0)).hexdigest()}"
+
+
+HIDDEN = (
+    *("._a.png", "sub/.b.png", ".ipynb_checkpoints/a-checkpoint.png", "sub/.thumbnails/a.png"),
+    *("@eaDir/a.png/SYNOFILE_THUMB_M.png", "__MACOSX/in/a.png", "sub/__pycache__/a.png"),
+)
+SHOWN = ("@f.png", "__e.png", "a.png", "sub/_d_.png")
+
+
+@pytest.mark.parametrize("place", ["{}", "memory:/{}"])
+def test_hidden_files_and_copies_of_systems_are_no_rows(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / ".hidden/@eaDir/in"  # a person may name a hidden folder
+    _folder(folder, [*HIDDEN, *SHOWN])
+    fsspec.filesystem("memory").put(str(folder), f"memory:/{folder}", recursive=True)
+    path = place.format(folder)
+    for asked in (path, f"{path}/**/*.png", f"{path}/*"):
+        names = [file.name.rpartition("/in/")[2] for file in list_files(asked, (".png",))]
+        assert names == [n for n in SHOWN if "/" not in n or asked != f"{path}/*"]
+    rows = rows_of(make_recipe({"kind": "folder", "path": path}), tmp_path)
+    assert [row.place.rpartition("/in/")[2] for row in rows] == list(SHOWN)
+
+
+def test_a_link_shows_what_a_hidden_folder_has(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", [".store/a.png"])
+    (tmp_path / "in/photos").symlink_to(tmp_path / "in/.store")
+    (file,) = list_files(str(tmp_path / "in"), (".png",))
+    assert file.name == f"{tmp_path}/in/photos/a.png"
+
+
+def test_hidden_copies_of_lists_and_of_their_pictures_are_no_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in (".ipynb_checkpoints", "__MACOSX", "lists"):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        write_list(tmp_path / "in" / folder / "a.parquet", ROWS)
+        write_list(tmp_path / "in" / folder / "train.parquet", [{"image": png(1), "text": "a"}])
+    urls = make_recipe({"kind": "urls", "path": f"{tmp_path}/in/*/a.parquet"})
+    assert len(rows_of(urls, tmp_path)) == len(ROWS)
+    assert len(rows_of(make_recipe({"kind": "dataset", "path": f"{tmp_path}/in"}), tmp_path)) == 1
+    _folder(tmp_path / "listed", ["a.png", "._a.png"])
+    lines = [{"file_name": name, "text": name} for name in ("./a.png", "._a.png")]
+    write_list(tmp_path / "listed/metadata.jsonl", lines)
+    (row,) = rows_of(make_recipe({"kind": "folder", "path": f"{tmp_path}/listed"}), tmp_path)
+    assert row.captions == ("./a.png",)
+    assert "metadata.jsonl: 1 lines name hidden files" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["FOX.TXT", "FOX.Txt"])
+def test_captions_beside_pictures_may_be_in_capitals(tmp_path: Path, text: str) -> None:
+    _folder(tmp_path / "in", ["FOX.JPG"])
+    (tmp_path / "in" / text).write_text("a fox")
+    (row,) = rows_of(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}), tmp_path)
+    assert row.captions == ("a fox",)
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
+@pytest.mark.parametrize("place", ["", "train/", "a/train/"])
+def test_captions_are_read_from_the_tables_of_imagefolder(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    _folder(tmp_path / "in", [f"{place}fox.png", f"{place}sub/owl.png", f"{place}left_out.png"])
+    lines = [
+        {"file_name": "fox.png", "text": "a fox", "score": 5.5, "licence": "cc0"},
+        {"file_name": "sub/owl.png", "text": "an owl", "score": None, "licence": "by"},
+    ]
+    write_list(tmp_path / "in" / place / name, lines)
+    source: dict[str, Any] = {"kind": "folder", "path": f"{tmp_path}/in"}
+    source["aesthetic_column"] = "score"
+    source["additional_columns"] = ["licence"]
+    recipe = shortest_recipe(source=source, store="memory://s", train={"aesthetic_score": True})
+    download.check(recipe)
+    fox, owl = rows_of(recipe, tmp_path)
+    assert (fox.captions, owl.captions) == (("a fox",), ("an owl",))
+    assert (fox.aesthetic_score, owl.aesthetic_score) == (5.5, None)
+    assert (fox.additional["licence"], owl.additional["licence"]) == ("cc0", "by")
+    assert [Path(row.file or "").read_bytes() for row in (fox, owl)] == [png(0), png(1)]
+    write_list(tmp_path / "in" / place / name, [{"file_name": "fox.png", "prompt": "a fox"}])
+    with pytest.raises(download.SourceError, match=f"{name} has no column 'text'"):
+        download.check(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}))
+
+
+def test_each_part_of_a_folder_may_have_captions_of_its_own(tmp_path: Path) -> None:
+    _folder(tmp_path / "in", ["a/1.png", "b/2.png", "b/sub/3.png", "c.png"])
+    write_list(tmp_path / "in/a/metadata.csv", [{"file_name": "1.png", "text": "one"}])
+    write_list(tmp_path / "in/b/Metadata.jsonl", [{"file_name": "sub/3.png", "text": "three"}])
+    write_list(tmp_path / "in/b/sub/metadata.csv", [{"file_name": "3.png", "text": "again"}])
+    (tmp_path / "in/c.txt").write_text("sea")
+    rows = rows_of(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}), tmp_path)
+    assert [row.captions for row in rows] == [("one",), ("three",), ("sea",)]
+
+
+@pytest.mark.parametrize(
+    ("files", "unread"),
+    [
+        (["fox.caption", "owl.txt", "notes.md"], "fox.caption"),
+        (["fox.json", "metadata.xlsx", "fox.txt"], "fox.json, metadata.xlsx"),
+        (["fox.png.txt"], "fox.png.txt"),
+        (["metadata.csv", "metadata.jsonl", "fox.txt"], "fox.txt, metadata.csv"),
+        (["fox.txt", "FOX.TXT", ".fox.json"], None),
+    ],
+)
+def test_files_of_captions_that_are_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: list[str], unread: str | None
+) -> None:
+    _folder(tmp_path / "in", ["fox.png"])
+    for name in files:
+        (tmp_path / "in" / name).write_text("file_name,text\n")
+    if "metadata.jsonl" in files:
+        write_list(tmp_path / "in/metadata.jsonl", [{"file_name": "fox.png", "text": "a"}])
+    download.check(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}))
+    told = [record.getMessage().replace(f"{tmp_path}/in/", "") for record in caplog.records]
+    assert told == [] if unread is None else f"are not read ({unread}): captions are" in told[0]
 
 
 @pytest.mark.parametrize("status", [404, 410])

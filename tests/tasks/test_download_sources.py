@@ -230,6 +230,7 @@ def test_lists_and_pictures_are_read_from_a_bucket(
         assert rows == [Row(r["url"], (r["caption"],)) for r in ROWS]
     for name, data in {"a::1.png": png(1), "a::1.txt": b"a cat", "b.png": png(2)}.items():
         fs.pipe_file(f"{root}/pictures/{name}", data)
+        fs.pipe_file(f"{root}/pictures_unique/{name}", data)  # a folder is a whole name
     rows = rows_of(make_recipe({"kind": "folder", "path": f"{url}/pictures"}), tmp_path)
     assert [row.captions for row in rows] == [("a cat",), ("",)]
     assert [Path(row.file or "").read_bytes() for row in rows] == [png(1), png(2)]
@@ -308,7 +309,8 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
         ),
         "protocol": ({**urls, "path": "nowhere://a"}, "source: nowhere://a: cannot be read"),
         "no folder": ({"kind": "folder", "path": good}, "no such folder"),
-        "no pictures": ({"kind": "folder", "path": str(tmp_path / "empty")}, "or no .jpg"),
+        "no files": ({"kind": "folder", "path": str(tmp_path / "empty")}, "or no visible files"),
+        "no pictures": ({"kind": "folder", "path": str(tmp_path)}, r"has no pictures \(.jpg, "),
         "image column": (
             {"kind": "dataset", "path": good},
             r"source\.image_column: .* no column 'image' \(there are: url, caption\)",

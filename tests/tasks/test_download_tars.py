@@ -234,6 +234,20 @@ def test_files_beside_the_samples_are_counted_rows(tmp_path: Path) -> None:
     assert found == [("a", jpg(1)), ("", None), ("", None)]
 
 
+@pytest.mark.parametrize("root", ["", "./"])
+def test_hidden_members_and_hidden_tars_are_no_rows(tmp_path: Path, root: str) -> None:
+    hidden = ("._1", ".thumbnails/1", "@eaDir/1", "__MACOSX/a/1", "a/.cache/1", "a/__meta__/1")
+    shown = ("1", "a/2", "a/__3")
+    files = [(f"{root}{name}.jpg", jpg(n)) for n, name in enumerate((*shown, *hidden))]
+    tar = packed(tmp_path / "1.tar", files)
+    (tmp_path / ".trash").mkdir()
+    packed(tmp_path / "._1.tar", files)
+    packed(tmp_path / ".trash/1.tar", files)
+    for path in (tar, tmp_path):
+        rows = rows_of(make_recipe(path, caption_column=None), tmp_path)
+        assert rows == [("", jpg(n)) for n in range(len(shown))]
+
+
 def test_a_tar_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path) -> None:
     recipe = make_recipe(written(tmp_path / "0.tar", range(6)), tmp_path / "store")
     plan = download.plan(recipe)

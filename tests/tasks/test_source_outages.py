@@ -116,6 +116,7 @@ def test_an_outage_while_pictures_are_copied_may_pass(tmp_path: Path) -> None:
 def test_an_outage_is_no_folder_without_pictures(tmp_path: Path) -> None:
     """A file that cannot be opened now is not left out, as a missing one is."""
     pictures = {"/p/": b'<a href="a.png">', "/p/a.png": png(1)}
+    listed = {"/p/": b'<a href="a.png"><a href="metadata.jsonl">'}
     away = set[str]()
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -130,8 +131,9 @@ def test_an_outage_is_no_folder_without_pictures(tmp_path: Path) -> None:
     with serving(answer) as host:
         recipe = make_recipe({"kind": "folder", "path": f"http://{host}/p/"}, tmp_path / "store")
         assert download.plan(recipe).rows == 1
-        for path in ("/p/a.png", "/p/a.txt", "/p/metadata.jsonl", "/p/"):
+        for path in ("/p/a.png", "/p/a.txt", "/p/", "/p/metadata.jsonl"):
             away = {path}
+            pictures |= listed if path == "/p/metadata.jsonl" else {}
             recipe = make_recipe(recipe.source.model_dump(), tmp_path / f"store{path}")
             with pytest.raises(SourceAway, match="cannot be read now"):
                 download.plan(recipe)
