@@ -163,7 +163,10 @@ class _Local:
             return None
         # The newest file stays until a higher one exists. If others had already removed `number`
         # as outdated, a higher one is therefore here, and this file never counts.
-        *outdated, newest = self._numbers(path)
+        numbers = self._numbers(path)
+        if not numbers:  # the folder has been deleted since
+            return None
+        *outdated, newest = numbers
         for old in outdated:
             with suppress(FileNotFoundError):
                 os.unlink(f"{path}.{old}")

@@ -21,6 +21,7 @@ from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import without_secrets
 from configs.settings.recipe import Recipe
 from tasks.build_or_reuse import StorageAway
+from tasks.estimate_disk import in_words
 from tasks.publish.champion_history import RegistryError
 from tasks.publish.lineage import CHAMPION_EVALUATION, remeasured_champion
 from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
@@ -82,8 +83,9 @@ def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
         return
     for row in rows:
         names = [*row["recipes"], *(f"of {model}" for model in row["models"])]
+        size = in_words(row["bytes"])
         print(
-            f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {_size(row['bytes']):>9}"
+            f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {size:>9}"
             f"  {row['created']}  {', '.join(names)}".rstrip()
         )
     for found, version, alias in models:
@@ -216,7 +218,7 @@ def collect_garbage(
             facts = {"kind": item.kind, "stage": item.stage, "key": item.key, "bytes": item.size}
             found.append(facts)
             if not as_json:
-                print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {_size(item.size):>9}")
+                print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {in_words(item.size):>9}")
     except OSError as error:
         if not is_full(error):
             raise
@@ -232,12 +234,12 @@ def collect_garbage(
     print(
         f"kept: {_count(collector.needed, 'artifact')} that published models or runs of the last "
         f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours): "
-        f"{_size(collector.kept_bytes)} in finished artifacts"
+        f"{in_words(collector.kept_bytes)} in finished artifacts"
     )
     if not found and not delete:
         print("nothing to delete")
         return
-    total = f"{_count(len(found), 'thing')}, {_size(size)}"
+    total = f"{_count(len(found), 'thing')}, {in_words(size)}"
     print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")
 
 
@@ -378,14 +380,6 @@ def _row(artifact: Artifact, users: Mapping[str, Mapping[Key, set[str]]]) -> dic
         "bytes": sum(entry.size for entry in artifact.files),
         "created": artifact.manifest["run"]["created"],
     }
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def show_tpu(recipe: Recipe) -> None:

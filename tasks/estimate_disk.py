@@ -160,5 +160,11 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes, such as `139 MB` or `3.1 GB`."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.3g} MB"
+    """A number of bytes, such as `12 B`, `139 MB` or `3.1 GB`."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0
+    while size >= 999.5 and power < 4:
+        size /= 1000
+        power += 1
+    digits = f"{size:.1f}".removesuffix(".0") if size < 99.95 else f"{size:,.0f}"
+    return f"{digits} {units[power]}"

@@ -36,7 +36,7 @@ def why_built(store: Store, parts: KeyParts) -> str:
         found = []
     given = parts.as_dict()
     changed = [
-        (one.key, _changes(_shown({name: one.manifest[name] for name in given}), _shown(given)))
+        (one.key, _changes(_flat({name: one.manifest[name] for name in given}), _flat(given)))
         for one in found
         if one is not None
     ]
@@ -67,14 +67,6 @@ def _recent_keys(store: Store, stage: str) -> list[str]:
     keys = (key for key in subfolders(store.fs, folder) if key != SHARDS)
     found = sorted(filter(None, ask_at_once(store.fs, committed, keys)), reverse=True)
     return [key for _, key in found[:RECENT]]
-
-
-def _shown(parts: dict[str, Any]) -> dict[str, Any]:
-    """Dotted name -> value, without the default steps of a training by epochs."""
-    found = _flat(parts)
-    if found.get("settings.epochs") is not None:
-        del found["settings.steps"]
-    return found
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -6,7 +6,14 @@ import fractions
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from configs.settings.base_section import Fraction, Section
 from configs.settings.best_checkpoint import BestCheckpoint
@@ -85,8 +92,8 @@ class Train(Section):
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
         Field(
             "constant",
-            description="Learning rate schedule after warm-up; all but constant end at "
-            "`lr_min_ratio`.",
+            description="Learning rate schedule after warm-up; all but constant fall "
+            "towards `lr_min_ratio`, which the step after the last would have.",
         )
     )
     lr_min_ratio: Fraction = Field(
@@ -251,6 +258,14 @@ class Train(Section):
             raise ValueError(f"it is no flag: set {'blocks' if given else 'none'}")
         return given
 
+    @model_serializer(mode="wrap")
+    def _without_unused_steps(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A resolved recipe with `epochs` has no `steps`, since the two exclude each other."""
+        values: dict[str, Any] = serialize(self)
+        if self.epochs is not None:
+            values.pop("steps", None)
+        return values
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Train:
         if self.snr_gamma is not None and self.debiased_estimation_loss:
@@ -264,7 +279,7 @@ class Train(Section):
         if self.text_encoder_lr is not None and not self.train_text_encoder:
             raise ValueError("text_encoder_lr requires train_text_encoder: true")
         if self.epochs is not None:
-            if self.steps != type(self).model_fields["steps"].default:  # of a resolved recipe
+            if "steps" in self.model_fields_set:
                 raise ValueError("epochs and steps exclude each other: remove one of them")
         elif self.profile.steps and self.profile.start + self.profile.steps > self.steps:
             raise ValueError(

@@ -68,17 +68,21 @@ class Slice:
 
     def copy(self, file: Path, target: str) -> Command:
         """Copy a file to every worker."""
-        command = self._about("tpu-vm", "scp")
-        command[command.index(self.tpu.name)] = str(file)
         alive = [f"--scp-flag={flag}" for flag in ALIVE]
-        return [*command, *alive, f"{self.tpu.name}:{target}", "--worker=all"]
+        return [
+            *self._about("tpu-vm", "scp", str(file)),
+            *alive,
+            f"{self.tpu.name}:{target}",
+            "--worker=all",
+        ]
 
     def ssh(self, script: str) -> Command:
         """Run a shell script on every worker."""
         alive = [f"--ssh-flag={flag}" for flag in ALIVE]
         return [*self._about("tpu-vm", "ssh"), "--worker=all", *alive, f"--command={script}"]
 
-    def _about(self, kind: str, verb: str) -> Command:
+    def _about(self, kind: str, verb: str, operand: str | None = None) -> Command:
+        operand = operand or self.tpu.name
         project = [] if self.tpu.project is None else [f"--project={self.tpu.project}"]
         location = [f"--zone={self.tpu.zone}", *project]
-        return ["gcloud", "compute", "tpus", kind, verb, self.tpu.name, *location]
+        return ["gcloud", "compute", "tpus", kind, verb, operand, *location]

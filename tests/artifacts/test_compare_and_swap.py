@@ -86,6 +86,22 @@ def test_a_swap_in_a_deleted_folder_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "gone").exists()
 
 
+def test_a_swap_whose_folder_is_deleted_right_after_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs, root = url_to_fs(str(tmp_path / "locks"))
+    fs.makedirs(root)
+    create = cas.atomic_disk_writes.create
+
+    def create_and_delete(path: str, data: bytes) -> bool:
+        created = create(path, data)
+        fs.rm(root, recursive=True)
+        return created
+
+    monkeypatch.setattr(cas.atomic_disk_writes, "create", create_and_delete)
+    assert cas.swap(fs, f"{root}/state.json", cas.VersionedContent(None, 0), b"1") is None
+
+
 def test_an_error_of_the_disk_is_not_an_absence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

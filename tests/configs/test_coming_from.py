@@ -50,9 +50,7 @@ def test_error_for_a_setting_of_another_tool_names_ours(key: str, words: str) ->
 
 
 def test_epochs_are_converted_to_steps() -> None:
-    train = load_recipe(
-        "sdxl", {"train.steps": 1000, "train.epochs": 2.5, "train.global_batch_size": 16}
-    ).train
+    train = load_recipe("sdxl", {"train.epochs": 2.5, "train.global_batch_size": 16}).train
     resolved = train.with_steps(100)
     assert (resolved.steps, resolved.epochs) == (16, None)  # 250 samples, rounded up
     assert resolved.with_steps(7) is resolved

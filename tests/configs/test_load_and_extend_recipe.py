@@ -76,6 +76,7 @@ def test_documented_recipes_exist() -> None:
         ({"train.steps": 0}, "train.steps: Input should be greater than 0 (got 0)"),
         ({"train.steps": None}, "train.steps: Input should be a valid integer (got null)"),
         ({"train.epochs": 1, "train.steps": 5}, "train: epochs and steps exclude each other"),
+        ({"train.epochs": 1, "train.steps": 1000}, "train: epochs and steps exclude each other"),
         (
             {"train.lr_scheduler": "constant_with_warmup"},
             "'constant_with_warmup' is constant here, with train.lr_warmup_steps",
@@ -211,7 +212,7 @@ def test_a_recipe_with_epochs_does_not_inherit_steps(tmp_path: Path) -> None:
     for overrides in ({"train.epochs": 3}, {"train": {"epochs": 3}}):
         assert load_recipe("digits-lora", overrides).train == by_epochs.train
     assert load_recipe(str(path), {"train.steps": 7}).train.epochs is None
-    path.write_text(dump(by_epochs), encoding="utf-8")  # it has both, one by default
+    path.write_text(dump(by_epochs), encoding="utf-8")
     assert load_recipe(str(path)) == by_epochs
     assert load_recipe(str(path), {"train.steps": 7}).train.epochs is None
     path.write_text("extends: digits\ntrain: {epochs: 3, steps: 7}\n", encoding="utf-8")

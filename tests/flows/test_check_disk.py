@@ -17,7 +17,7 @@ from runtimes.families import detect_family
 from runtimes.hosts.detect_nvidia import NvidiaGpu
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.estimate_disk import estimate_disk
+from tasks.estimate_disk import estimate_disk, in_words
 
 Here = Callable[..., str]  # of conftest.py
 #: Estimates are at most so many times the bytes of a run, and at least these.
@@ -26,6 +26,22 @@ LARGEST, SMALLEST = 2.2, 0.9
 
 def base(recipe: Recipe) -> Path:
     return Path(recipe.model.path)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (999, "999 B"),
+        (1_500, "1.5 kB"),
+        (999_960, "1 MB"),
+        (139e6, "139 MB"),
+        (999_600_000, "1 GB"),
+        (3.14e9, "3.1 GB"),
+        (2.5e12, "2.5 TB"),
+    ],
+)
+def test_a_number_of_bytes_never_rounds_to_a_thousand_of_its_unit(size: float, words: str) -> None:
+    assert in_words(size) == words
 
 
 @pytest.fixture
@@ -72,7 +88,7 @@ def test_a_disk_that_cannot_hold_the_run_refuses_it(
     with caplog.at_level(logging.INFO, logger="kiln"):
         ask(recipe)
     assert "estimate: 1,000 rows, at most 198 MB of disk" in caplog.messages[0]
-    assert "1,000.0 GB are free" in caplog.messages[0]
+    assert "1 TB are free" in caplog.messages[0]
     free(10**7)
     with pytest.raises(DiskTooSmall) as refused:
         ask(recipe)
@@ -186,7 +202,7 @@ def test_prompts_of_a_file_are_drawn_like_those_of_the_recipe(tmp_path: Path) ->
 def test_samples_of_epochs_are_counted_by_the_rows() -> None:
     every = {"train.sample_every_n_steps": 10, "train.global_batch_size": 10}
     steps = load_recipe("digits", every | {"train.steps": 10_000})
-    epochs = load_recipe("digits", every | {"train.steps": 1000, "train.epochs": 2})
+    epochs = load_recipe("digits", every | {"train.epochs": 2})
     found = [estimate_disk(one, base(one), None, 50_000, STAGES) for one in (steps, epochs)]
     assert found[0] == found[1]
 

@@ -218,7 +218,6 @@ def test_after_a_failed_build_the_next_one_builds(store: Store) -> None:
         (parts({"images": "2" * 64}), "changed: images"),
         (parts(size=64, name="b"), "changed: name, size 32 → 64"),
         (parts(**dict.fromkeys("nopqrst", True)), SEVEN),
-        (parts(epochs=0.5, steps=1000), "changed: epochs null → 0.5"),  # the steps are a default
     ],
 )
 def test_the_reason_of_a_build_has_the_changes(store: Store, wanted: KeyParts, reason: str) -> None:

@@ -50,6 +50,13 @@ def test_the_commands_have_the_recipes_settings() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["compute", "tpus", "scp"])
+def test_a_slice_may_be_named_like_a_word_of_gcloud(name: str) -> None:
+    copy = Slice(Tpu(**(SLICE | {"name": name})), "a-run").copy(Path("job.json"), "there")
+    assert copy[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "scp", "job.json"]
+    assert f"{name}:there" in copy
+
+
 def test_the_packed_code_is_complete_and_deterministic() -> None:
     packed = pack_code()
     assert packed == pack_code()
