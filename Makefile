@@ -37,7 +37,7 @@ help:
 	@echo "make test    lint, types and tests (of some runtimes: RUNTIMES=\"torch jax\")"
 	@echo "make extended  tests of further runtimes, engines, stores and settings"
 	@echo "make soak    long tests: more kills, more model families, full-size models"
-	@echo "make faults  plant faults in a copy of the code; tests must catch each"
+	@echo "make faults  plant faults in a copy of the code; tests must catch each (CHANGED=1: fewer)"
 	@echo "make fuzz    read 100,000 damaged inputs; each must be refused or read correctly"
 	@echo "make chaos   500 faults on three kinds of store; nothing may be lost, wrong or hang"
 	@echo "make setup   create the environment (a minute, once)"
@@ -75,9 +75,10 @@ soak: environments setup-oldest setup-browser setup-fidelity
 	  echo "soak: no Chromium: the tests of pages are skipped: apt-get install chromium"
 	$(PYTEST) -rs -m soak $(IN_PARALLEL)
 
-# Some of the faults: SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
+# Some of the faults: CHANGED=1 is those that the last change concerns, and an eighth of the others;
+# SHARD=3/8 is the fourth of eight parts; 11/8 is the same part.
 faults: environments
-	$(BIN)/python tests/faults/run.py $(if $(SHARD),--shard $(SHARD))
+	$(BIN)/python tests/faults/run.py $(if $(CHANGED),--changed) $(if $(SHARD),--shard $(SHARD))
 
 # Fewer: make fuzz INPUTS=5000; others: KILN_TEST_SEED=1 make fuzz.
 fuzz: $(VENV)/dev.stamp

@@ -60,6 +60,10 @@ def losses(job: TrainJob) -> list[float]:
     return [line["loss"] for line in history(job)]
 
 
+def norms(job: TrainJob) -> list[float]:
+    return [line["grad_norm"] for line in history(job)]
+
+
 def weights(job: TrainJob) -> dict[str, bytes]:
     """Contents of the weight files of a job, by path relative to its output."""
     out = Path(job.out)

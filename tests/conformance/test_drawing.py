@@ -36,7 +36,7 @@ SAMPLER = {
     "num_inference_steps": 4,
     "guidance_scale": 5.0,
     "height": 32,
-    "width": 32,
+    "width": 40,  # not square: sides that are exchanged give other pictures
     "batch_size": 2,
 }
 #: Levels of 255: how far the picture of another prompt or noise is at least.
@@ -57,9 +57,10 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     longest = None if frozen is None else pipe.components[frozen.tokenizer].model_max_length
     config = pipe.vae.config
     channels = config.get("latent_channels", config.get("z_dim"))
+    height, width = SAMPLER["height"], SAMPLER["width"]
     noise = [
         generator(SAMPLER["seed"], Stream.PICTURE, number).standard_normal(
-            (channels, 8, 8), dtype=np.float32
+            (channels, height // 4, width // 4), dtype=np.float32
         )
         for number in range(len(prompts))
     ]
@@ -74,8 +75,8 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
         guidance |= {"negative_prompt": [""] * len(prompts)}
     drawn = pipe(
         prompt=list(prompts),
-        height=32,
-        width=32,
+        height=height,
+        width=width,
         num_inference_steps=SAMPLER["num_inference_steps"],
         latents=latents,
         **guidance,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
-LIST = Path(__file__).with_name("faults.yaml")
+LIST = Path("tests/faults/faults.yaml")  # below the root of a checkout
+#: Environment variable: the commit before a change. Unset: see `previous_commit`.
+BASE = "KILN_FAULTS_BASE"
+#: Seconds that a change takes: no clone of the main branch marks where it began.
+SESSION = 3 * 3600
+#: A change has this part of the faults that it does not concern planted.
+PARTS = 8
 
 
 class NotThere(ValueError):
@@ -47,10 +56,48 @@ class Fault:
         return "".join(lines)
 
 
-def read_faults() -> list[Fault]:
-    """All of them, in the order of the list."""
-    listed = yaml.safe_load(LIST.read_text(encoding="utf-8"))
-    return [Fault(**{**given, "caught_by": tuple(given["caught_by"])}) for given in listed]
+def read_faults(text: str | None = None) -> list[Fault]:
+    """All of them, in the order of the list or of another text of it."""
+    text = (ROOT / LIST).read_text(encoding="utf-8") if text is None else text
+    rows = yaml.load(text, yaml.CSafeLoader) or []
+    return [Fault(**{**row, "caught_by": tuple(row["caught_by"])}) for row in rows]
+
+
+def previous_commit(root: Path) -> str:
+    """The main branch before the change that HEAD ends; empty if the clone has no such commit.
+
+    Without KILN_FAULTS_BASE it is the newest first parent that is three hours older than HEAD.
+    """
+    if base := os.environ.get(BASE):
+        return base
+    last = int(_git(root, "show", "--no-patch", "--format=%ct", "HEAD"))
+    return _git(root, "rev-list", "-1", "--first-parent", f"--before={last - SESSION}", "HEAD")
+
+
+def faults_of_change(faults: Sequence[Fault], root: Path = ROOT) -> list[Fault]:
+    """The faults whose file, tests or row changed, and an eighth of the others, another a commit.
+
+    All of them if the clone lacks the commit before the change.
+    """
+    base = previous_commit(root)
+    if not base:
+        return list(faults)
+    changed = set(_git(root, "diff", "--name-only", base).splitlines())
+    listed = _git(root, "ls-tree", "--name-only", base, str(LIST))
+    before = set(read_faults(_git(root, "show", f"{base}:{listed}")) if listed else [])
+    concerned: list[Fault] = []
+    others: list[Fault] = []
+    for fault in faults:
+        files = {fault.file, *(test.partition("::")[0] for test in fault.caught_by)}
+        untouched = fault in before and changed.isdisjoint(files)
+        (others if untouched else concerned).append(fault)
+    part = int(_git(root, "rev-list", "--count", "HEAD")) % PARTS
+    return [*concerned, *others[part::PARTS]]
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
 
 
 def _span(source: str, name: str) -> tuple[int, int]:

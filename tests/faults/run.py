@@ -3,10 +3,11 @@
     python tests/faults/run.py                    all of faults.yaml
     python tests/faults/run.py --only gate lock   those whose sentence or file has one of the words
     python tests/faults/run.py --shard 3/8        every eighth, from the fourth on
-    python tests/faults/run.py --shard $(git rev-list --count HEAD)/8    another part a commit
+    python tests/faults/run.py --changed          those that the last change concerns, and an
+                                                  eighth of the others: another one a commit
 
 The tests first run without a fault, and must pass. Then each fault has a process of its own, forked
-from one that has imported what takes long: PyTorch, diffusers, transformers, Beam.
+from one that has imported what takes long: PyTorch, diffusers, transformers, Beam, Prefect.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from planted import ROOT, Fault, NotThere, read_faults
+from planted import ROOT, Fault, NotThere, faults_of_change, read_faults
 
 #: What takes long to import, and is none of ours.
 SLOW_TO_IMPORT = (
     "pytest",
+    "xdist.plugin",
     "numpy",
     "pyarrow.parquet",
     "PIL.Image",
@@ -46,6 +48,10 @@ SLOW_TO_IMPORT = (
     "duckdb",
     "hypothesis",
     "apache_beam",
+    "prefect.flows",
+    "moto.server",
+    "gcsfs",
+    "s3fs",
     "torch",
     "peft",
     "transformers.models.clip.modeling_clip",
@@ -242,8 +248,10 @@ def _line(fault: Fault, caught: bool, outcome: Outcome) -> str:
     return f"{words}{fault.fault}\n{'':17}by {by}" + (f": {outcome.words[:70]}" if failed else "")
 
 
-def _chosen(only: Sequence[str], shard: str | None) -> list[Fault]:
+def _chosen(only: Sequence[str], shard: str | None, changed: bool) -> list[Fault]:
     faults = read_faults()
+    if changed:
+        faults = faults_of_change(faults)
     if only:
         faults = [f for f in faults if any(word in f"{f.file} {f.fault}" for word in only)]
     if shard is not None:
@@ -261,9 +269,13 @@ def main() -> int:
         metavar="NUMBER/COUNT",
         help="a part of them; NUMBER counts from 0, and round again from COUNT on",
     )
-    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument(
+        "--changed", action="store_true", help="those that the last change concerns, and an eighth"
+    )
+    # More than cores, because many tests wait for servers and child processes.
+    parser.add_argument("--processes", type=int, default=min(4, 1 + (os.cpu_count() or 1)))
     given = parser.parse_args()
-    faults = _chosen(given.only, given.shard)
+    faults = _chosen(given.only, given.shard, given.changed)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # reading bytecode is faster than compiling
     os.environ |= {"OMP_NUM_THREADS": "1"}
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TRANSFORMERS_VERBOSITY": "error"}

@@ -11,8 +11,8 @@ import chips
 import pytest
 import torch
 from driver_process import DriverProcess
-from tolerances import LOSS
-from training import losses
+from tolerances import LOSS, NORM
+from training import losses, norms, train
 
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
@@ -68,11 +68,16 @@ def test_a_step_is_compiled_once_a_shape_and_a_resume_reads_the_programs(
 def test_micro_batches_that_devices_cannot_share_are_filled_up(
     driver: DriverProcess, make_job: MakeJob, write_latents: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Five pictures in threes, on four devices: one program, the last micro-batch included."""
+    """Five pictures in threes, on four devices: one program, the last micro-batch included. Each
+    picture has the weight that it has in torch's one batch."""
     latents = write_latents(tmp_path / "one", [{"train/8x8": 9}])
-    settings = {"global_batch_size": 5, "micro_batch_size": 3, "fsdp": 2}
-    job = make_job(steps=3, **settings, latents=latents)
+    settings = {"steps": 3, "global_batch_size": 5, "logging_steps": 1, "latents": latents}
+    job = make_job(**settings, micro_batch_size=3, fsdp=2)
+    expected = make_job(**settings, name="torch", runtime="torch")
+    train(expected)
     found = driver.call("train", asdict(job))
+    assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
+    assert norms(job) == pytest.approx(norms(expected), rel=NORM)
     assert found["by_step"] == [[1, 0, 0]]
     assert max(found["bytes"].values()) <= 1.05 * found["whole"] / 2
 

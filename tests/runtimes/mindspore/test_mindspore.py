@@ -21,8 +21,8 @@ from jobs import SAMPLER, MakeJob, lora
 from loopback_server import free_port
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from tolerances import LOSS
-from training import history, losses, roll_back, train, weights
+from tolerances import LOSS, NORM
+from training import history, losses, norms, roll_back, train, weights
 
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.process.job import TrainJob, write_job
@@ -151,6 +151,18 @@ def test_text_encoders_follow_torch(
     train(expected)
     driver.call("train", asdict(job))
     assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
+
+
+def test_unequal_micro_batches_train_as_one_batch_of_torch(
+    driver: DriverProcess, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(steps=2, global_batch_size=5, micro_batch_size=3)
+    whole = replace(job, runtime="torch")
+    expected = elsewhere(whole, tmp_path / "torch", micro_batch_size=None)
+    train(expected)
+    driver.call("train", asdict(job))
+    assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
+    assert norms(job) == pytest.approx(norms(expected), rel=NORM)
 
 
 @pytest.mark.extended

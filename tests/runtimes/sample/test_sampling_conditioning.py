@@ -36,7 +36,12 @@ def test_rows_without_and_with_the_caption_lie_in_turns(encoder: Encoder) -> Non
         np.testing.assert_allclose(rows[1::2], expected[:2], atol=1e-6)
         filled = second.conditioning[name][1::2]
         np.testing.assert_allclose(filled, expected[[2, 2]], atol=1e-6)
-    assert first.conditioning["add_time_ids"].tolist() == [[32, 32, 0, 0, 32, 32]] * 4
+
+
+def test_sizes_are_height_then_width(encoder: Encoder) -> None:
+    first = started(encoder, guidance_scale=3.0, height=32, width=48)[0]
+    assert first.noise.shape[2:] == (8, 12)
+    assert first.conditioning["add_time_ids"].tolist() == [[32, 48, 0, 0, 32, 48]] * 4
 
 
 def test_a_negative_prompt_is_what_is_led_away_from(encoder: Encoder) -> None:

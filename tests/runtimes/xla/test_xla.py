@@ -18,8 +18,8 @@ import pytest
 from driver_process import DriverProcess
 from jobs import SAMPLER
 from safetensors import safe_open
-from tolerances import LOSS
-from training import losses, train
+from tolerances import LOSS, NORM
+from training import losses, norms, train
 
 from runtimes.process.job import TrainJob
 from runtimes.registry import interpreter
@@ -129,6 +129,18 @@ def test_pictures_are_compiled_once_and_are_those_of_diffusers(
         assert furthest <= 1e-4 < 1e-2 < one["by prompts"], (name, one)
         assert one["second"] == 0, (name, one)
     assert sum(one["first"] for one in found["drawn"].values()) > 0  # schedulers may share one
+
+
+def test_unequal_micro_batches_train_as_one_batch_of_torch(
+    driver: DriverProcess, make_job: MakeJob
+) -> None:
+    settings = {"steps": 2, "global_batch_size": 5, "logging_steps": 1}
+    expected = make_job("torch", **settings, runtime="torch")
+    train(expected)
+    job = make_job(**settings, micro_batch_size=3)
+    driver.call("train", asdict(job))
+    assert losses(job) == pytest.approx(losses(expected), rel=LOSS)
+    assert norms(job) == pytest.approx(norms(expected), rel=NORM)
 
 
 def test_rows_of_a_host_are_put_in_their_order(driver: DriverProcess) -> None:
