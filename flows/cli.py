@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Annotated, Any, Literal
 
 import typer
@@ -368,6 +369,15 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(nothing, "w" if number else "r"))
 
 
+def _print_any_character() -> None:
+    """Write as an escape what a terminal's encoding lacks, here and in child processes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    # Their encoding is the locale's, in which this process reads their pipes.
+    os.environ["PYTHONIOENCODING"] = ":backslashreplace"
+
+
 def _close_stderr() -> None:
     """Discard what native libraries write to stderr when the interpreter ends.
 
@@ -384,6 +394,7 @@ def main() -> None:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     _open_closed_streams()
+    _print_any_character()
     atexit.register(_close_stderr)
     collect_garbage_rarely()
     redact_logs()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from configs.redact_urls import without_secrets
+from flows.prefect_settings import wrong_prefect_setting
 
 
 @contextmanager
@@ -16,6 +17,7 @@ def error_as_json(as_json: bool) -> Iterator[None]:
         yield
     except Exception as error:
         if as_json:
-            found = {"status": "failed", "error": without_secrets(str(error))}
+            message = wrong_prefect_setting(error) or str(error)
+            found = {"status": "failed", "error": without_secrets(message)}
             print(json.dumps(found), flush=True)
         raise

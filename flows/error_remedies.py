@@ -52,6 +52,12 @@ FREQUENT = (
         "[coming-from.md](coming-from.md) those of other tools.",
     ),
     Frequent(
+        "Prefect cannot read it",
+        "Prefect reads `.env`, `prefect.toml` and `pyproject.toml` of the folder where a command "
+        "starts, and its profile.",
+        "Correct or remove the file, or start in another folder.",
+    ),
+    Frequent(
         "is building it",
         "This is not an error. Another run builds the same artifact; this one waits or helps.",
         "Wait. The lock of a killed builder expires at once on the same host, and after 30 seconds "
@@ -184,7 +190,8 @@ REMEDIES = {
     "DoesNotFit": "Use the settings of the message ([gpu.md](gpu.md)).",
     "TopologyMissing": "Add `--gpu` or `--topology`.",
     "TwoPlaces": "Give `--gpu` or `--topology`, not both.",
-    "NoOwnServer": "Set `PREFECT_HOME` to a folder that can be written, or use a lasting server.",
+    "HomeNotWritable": "Set `HOME` or `PREFECT_HOME`, or use a lasting server.",
+    "NoOwnServer": "Run again, or use a lasting server.",
     "ServerAway": "Start the Prefect server, or unset `PREFECT_API_URL`.",
     "SliceUnavailable": "Prefect retries. Choose another zone or capacity ([tpu.md](tpu.md)).",
     "Outage": "Prefect retries. Run again when the network or the hosts are back.",

@@ -102,6 +102,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
     summary, settings = result.load(run.store).summary, run.recipe.encode
     encode_stage.check(summary, settings.max_bad)
     encode_stage.warn_of_few_held_out(summary, settings.holdout)
+    encode_stage.tell_cut_captions(summary)
     return ended(run.store, run.model_name, result, encode_stage.show)
 
 

@@ -16,6 +16,10 @@ class NoOwnServer(RuntimeError):
     """Prefect's own server does not start."""
 
 
+class HomeNotWritable(NoOwnServer, ValueError):
+    """The folder of Prefect's own server cannot be written."""
+
+
 def start_server() -> None:
     """Start Prefect's own server in a session of its own.
 
@@ -24,7 +28,8 @@ def start_server() -> None:
     *Running* for good.
 
     Raises:
-        NoOwnServer: Prefect's home cannot be written, or the server did not answer in time.
+        HomeNotWritable: Prefect's home cannot be written.
+        NoOwnServer: the server did not answer in time.
     """
     check_home()
     port = _free_port()
@@ -49,7 +54,7 @@ def start_server() -> None:
 
 
 def check_home() -> None:
-    """Raise NoOwnServer unless the folder of the server's database can be written.
+    """Raise HomeNotWritable unless the folder of the server's database can be written.
 
     Otherwise the server would print its tracebacks until Prefect's time limit.
     """
@@ -60,7 +65,7 @@ def check_home() -> None:
         home.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=home).close()
     except OSError as error:
-        raise NoOwnServer(
+        raise HomeNotWritable(
             f"Prefect's own server cannot write {home} ({error.strerror}): set PREFECT_HOME to a "
             "folder that can be written, or PREFECT_API_URL to a server"
         ) from error

@@ -245,6 +245,7 @@ class PipelineEncoder(Protocol):
     """A pipeline's VAE and text encoders on a device. Arguments and results are on the host."""
 
     info: dict[str, Any]  # see pipeline_folder.describe_encoders
+    limits: dict[str, int]  # see pipeline_folder.describe_encoders.caption_limits
 
     def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
         """VAE posterior of images [B, 3, H, W] in [-1, 1]: mean and log-variance [B, C, h, w]."""
@@ -255,8 +256,11 @@ class PipelineEncoder(Protocol):
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] from the pipeline's n CLIP tokenizers."""
 
-    def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption before truncation."""
+    def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
+        """Text encoder -> number of tokens of each caption before it is cut.
+
+        The encoder with the longest limit comes last.
+        """
 
 
 class Pipeline(Protocol):

@@ -31,6 +31,7 @@ from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
 from tasks.check_guidance import check_guidance, ignores_guidance
 from tasks.child_process import run_job
+from tasks.cut_captions import cut_facts, tell_cut_prompts
 from tasks.evaluate.draw_pictures import (
     EvalModel,
     RunJob,
@@ -197,6 +198,8 @@ def build(
         settings: of `with_sampler`.
     """
     prompts = ordered(settings)
+    negative = filter(None, [settings.negative_prompt])
+    cuts = tell_cut_prompts(STAGE, model.folder, (*prompts, *negative))
     with scratch(draft) as folder:
         job = _job(settings, model, prompts, folder, draft)
         result = run(job, progress_callback(progress))
@@ -212,6 +215,7 @@ def build(
     return {
         "pictures": len(prompts),
         "num_images_per_prompt": settings.num_images_per_prompt,
+        "cut": cuts,
         **{name: result[name] for name in ("drawn", "seconds", "first_seconds", "compile_seconds")},
         "run": runtime_facts(settings.runtime),
     }
@@ -241,7 +245,7 @@ def show(artifact: Artifact) -> list[Panel]:
     title = f"Pictures ({len(found['pictures'])})"
     return [
         PicturePanel("Grid", grid(artifact, artifact.summary["num_images_per_prompt"], SHOWN)),
-        Facts("Drawn", artifact.summary),
+        Facts("Drawn", artifact.summary | {"cut": cut_facts(artifact.summary.get("cut", {}))}),
         Facts("Settings", {k: v for k, v in found["settings"].items() if v is not None}),
         Table(title, found["pictures"][:SHOWN]),
     ]

@@ -29,6 +29,7 @@ class StandIn:
             "vae_scale_factor": FACTOR,
             "caption_tokens": TOKENS,
         }
+        self.limits = {"text_encoder": TOKENS}
 
     def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
         time.sleep(self.seconds)
@@ -41,8 +42,8 @@ class StandIn:
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         return np.zeros((len(captions), 1, TOKENS), np.int64)
 
-    def token_counts(self, captions: Sequence[str]) -> list[int]:
-        return [len(caption.split()) for caption in captions]
+    def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
+        return {"text_encoder": [len(caption.split()) for caption in captions]}
 
 
 def open_encoder(job: EncodeJob) -> StandIn:

@@ -16,7 +16,7 @@ from flows.doctor import check_python_driver_and_disk as machine
 from flows.doctor.check_python_driver_and_disk import PINNED, TRAPS
 from flows.doctor.check_recipe import recipe_checks
 from flows.doctor.findings import Check, Finding, collect, named, problem
-from flows.own_prefect_server import NoOwnServer, check_home
+from flows.own_prefect_server import HomeNotWritable, check_home
 from flows.preflight import devices_here, stages_without_pool
 from flows.runner import ServerAway, check_server, configured_server
 from runtimes.check_support import probe_runtime
@@ -122,7 +122,7 @@ def _server() -> tuple[str, list[Finding]]:
             state = "embedded, during a run"
             try:
                 check_home()
-            except NoOwnServer as error:
+            except HomeNotWritable as error:
                 yield problem(str(error))
             return
         state = f"{without_secrets(url)} (does not answer)"

@@ -18,9 +18,14 @@ from runtimes.families import family_named
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.encode_token_ids import encode_ids, pooled_outputs
 from runtimes.mindspore.load_diffusers_weights import load_text_encoder, load_vae, text_config
-from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH, describe_encoders, vae_path
+from runtimes.pipeline_folder.describe_encoders import (
+    TEXT_BATCH,
+    caption_limits,
+    describe_encoders,
+    vae_path,
+)
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
+from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary
 
 Float32 = NDArray[np.float32]
 
@@ -55,17 +60,21 @@ class Encoder:
     ) -> None:
         self._image_rows, self._caption_rows = images, captions
         self.info = describe_encoders(model_folder, vae_folder)
+        self.limits = caption_limits(model_folder)
         self._dtype = dtype
         self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
         self.tokenizers = dict[str, Any]()
+        self._tokenizers = list[TextTokenizer]()
         self.text_encoders = dict[str, Any]()
         self._family = family_named(self.info["family"])
         for text_encoder in self._family.clip:
             part, name = text_encoder.component, text_encoder.tokenizer
-            self.tokenizers[name] = _tokenizer(model_folder, name, part)
+            self.tokenizers[name] = tokenizer = _tokenizer(model_folder, name, part)
+            self._tokenizers.append(
+                TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
+            )
             if embeds:
                 self.text_encoders[part] = load_text_encoder(model_folder, part, dtype)
-        self._tokens = LockedTokenizers()
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
@@ -96,12 +105,12 @@ class Encoder:
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
-        rows = [self._tokens.ids(t, captions) for t in self.tokenizers.values()]
+        rows = [tokenizer.ids(captions)[0] for tokenizer in self._tokenizers]
         return np.stack(rows, axis=1)
 
-    def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption before truncation, special tokens included."""
-        return self._tokens.counts(next(iter(self.tokenizers.values())), captions)
+    def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
+        """Text encoder -> number of tokens of each caption before it is cut, special ones too."""
+        return {t.encoder.component: t.counts(captions) for t in self._tokenizers}
 
 
 def open_encoder(job: EncodeJob) -> Encoder:

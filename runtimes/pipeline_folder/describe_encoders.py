@@ -173,6 +173,16 @@ def text_length(model_folder: Path) -> int:
     return min(tokens, int(config.get("model_max_length", tokens)))
 
 
+def caption_limits(model_folder: Path) -> dict[str, int]:
+    """Text encoder -> tokens of a caption that it reads; first CLIP's, then that of a T5 or LLM."""
+    family = detect_family(model_folder)
+    configs = {name: read_part_config(model_folder, name) for name in family.clip_encoders}
+    limits = {name: int(found["max_position_embeddings"]) for name, found in configs.items()}
+    if family.frozen_text is not None and has_frozen_text(model_folder):
+        limits[family.frozen_text.component] = text_length(model_folder)
+    return limits
+
+
 def unusual_text_length(model_folder: Path) -> int | None:
     """The maximum caption length if it is not the default of the pipeline's call."""
     encoder = detect_family(model_folder).frozen_text

@@ -17,18 +17,17 @@ from runtimes.data.padding import pad_rows
 from runtimes.families import TextEncoder, family_named
 from runtimes.objective.sample_and_scale_latents import LatentScale
 from runtimes.pipeline_folder.describe_encoders import (
+    caption_limits,
     describe_encoders,
-    has_frozen_text,
-    text_length,
     vae_path,
 )
 from runtimes.pipeline_folder.vae_dtype import vae_overflows
 from runtimes.pipeline_folder.weight_files import weight_variant
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
-from runtimes.torch_models.frozen_text import TOKENIZERS, FrozenText, frozen_states
+from runtimes.torch_models.frozen_text import FrozenText, frozen_states
 from runtimes.torch_models.loading import SAFE, empty_text_encoder, load_text_encoder
 from runtimes.torch_models.micro_batches import Send, sender
-from runtimes.torch_models.tokenize import LockedTokenizers, check_vocabulary
+from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary, load_tokenizer
 
 Float32 = NDArray[np.float32]
 #: Prompt embeddings of K captions: [K, T, D] or, where lengths vary, K of [T, D].
@@ -64,6 +63,7 @@ class Encoder:
         embeds: bool = True,
     ) -> None:
         self.info = describe_encoders(model_folder, vae_folder)
+        self.limits = caption_limits(model_folder)
         self.family = family_named(self.info["family"])
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
@@ -86,14 +86,17 @@ class Encoder:
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def _load_texts(self, folder: Path, embeds: bool) -> None:
-        self._tokens = LockedTokenizers()
-        self._clip = [self._load_text(encoder, folder, embeds) for encoder in self.family.clip]
+        self._clip: list[tuple[TextTokenizer, Any]] = []
+        for encoder in self.family.clip:
+            tokenizer, model = self._load_text(encoder, folder, embeds)
+            length = tokenizer.model_max_length
+            self._clip.append((TextTokenizer(self.family, encoder, tokenizer, length), model))
         self._frozen: FrozenText | None = None
         frozen = self.family.frozen_text
-        if embeds and frozen is not None and has_frozen_text(folder):
+        if embeds and frozen is not None and frozen.component in self.limits:
             tokenizer, model = self._load_text(frozen, folder, embeds)
-            length = text_length(folder)
-            self._frozen = FrozenText(self.family, tokenizer, model, length, self._tokens)
+            length = self.limits[frozen.component]
+            self._frozen = FrozenText(self.family, tokenizer, model, length)
 
     def _load_text(self, encoder: TextEncoder, folder: Path, embeds: bool) -> tuple[Any, Any]:
         """The tokenizer and the model."""
@@ -102,9 +105,8 @@ class Encoder:
             model = model.to(self.device).requires_grad_(False)
         else:  # on `meta`, for its vocabulary's size
             model = empty_text_encoder(folder, encoder.component)
-        name, kind = encoder.tokenizer, TOKENIZERS[encoder.kind]
-        tokenizer = kind.from_pretrained(folder / name, local_files_only=True)
-        check_vocabulary(name, tokenizer, model.config.get_text_config().vocab_size)
+        tokenizer = load_tokenizer(folder, encoder)
+        check_vocabulary(encoder.tokenizer, tokenizer, model.config.get_text_config().vocab_size)
         return tokenizer, model
 
     @torch.no_grad()
@@ -177,17 +179,14 @@ class Encoder:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
         if not self._clip:
             return np.zeros((len(captions), 0, 0), np.int64)
-        rows = [self._tokens.ids(t, captions) for t, _ in self._clip]
+        rows = [tokenizer.ids(captions)[0] for tokenizer, _ in self._clip]
         return np.stack(rows, axis=1)
 
-    def token_counts(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens per caption before truncation, with special tokens.
-
-        The frozen encoder's tokenizer counts where there is one: it accepts the longest captions.
-        """
-        if self._frozen is not None:
-            return self._frozen.counts(captions)
-        return self._tokens.counts(self._clip[0][0], captions)
+    def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
+        """Text encoder -> number of tokens of each caption before it is cut, special ones too."""
+        frozen = [] if self._frozen is None else [self._frozen]
+        tokenizers = [*(tokenizer for tokenizer, _ in self._clip), *frozen]
+        return {t.encoder.component: t.counts(captions) for t in tokenizers}
 
 
 class PaddedEncoder(Encoder):

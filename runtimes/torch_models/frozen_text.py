@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 
 from runtimes.families import Family, TextEncoder
-from runtimes.torch_models.tokenize import LockedTokenizers
-
-#: Classes of transformers that read the tokenizers of the published pipelines.
-TOKENIZERS = {
-    "clip": transformers.CLIPTokenizer,
-    "t5": transformers.T5TokenizerFast,
-    "llm": transformers.Qwen2Tokenizer,
-}
+from runtimes.torch_models.tokenize import TextTokenizer
 
 
-class FrozenText:
-    """Tokenizes captions for a family's frozen text encoder.
+class FrozenText(TextTokenizer):
+    """A family's frozen text encoder, with its tokenizer.
 
     Args:
         family: with such an encoder.
         tokenizer: of transformers.
         model: the encoder.
         length: maximum number of tokens of a caption.
-        tokenizers: locks the tokenizer.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        tokenizer: Any,
-        model: Any,
-        length: int,
-        tokenizers: LockedTokenizers,
-    ) -> None:
+    def __init__(self, family: Family, tokenizer: Any, model: Any, length: int) -> None:
         assert family.frozen_text is not None
-        self.encoder: TextEncoder = family.frozen_text
+        super().__init__(family, family.frozen_text, tokenizer, length)
         self.model = model
-        self._family, self._tokenizer, self._tokens = family, tokenizer, tokenizers
-        self._length = length + self.encoder.prefix
-
-    def ids(self, captions: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Token ids and mask (1: no padding) of K captions, each [K, T] int64."""
-        texts = [self._family.chat(self._tokenizer, caption) for caption in captions]
-        return self._tokens.ids_and_mask(self._tokenizer, texts, self._length)
-
-    def counts(self, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption before truncation, those of the template included."""
-        texts = [self._family.chat(self._tokenizer, caption) for caption in captions]
-        found = self._tokens.counts(self._tokenizer, texts)
-        return [count - self.encoder.prefix for count in found]
 
     def kept(self, mask: NDArray[Any]) -> list[NDArray[Any]] | None:
         """Places of the tokens to store of each caption; None: all, with those of padding."""

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
+from runtimes.families import Family, TextEncoder, detect_family
+from runtimes.pipeline_folder.describe_encoders import caption_limits
 
+#: Classes of transformers that read the tokenizers of the published pipelines.
+TOKENIZERS = {
+    "clip": transformers.CLIPTokenizer,
+    "t5": transformers.T5TokenizerFast,
+    "llm": transformers.Qwen2Tokenizer,
+}
 #: Size of CLIP's byte alphabet. A tokenizer with no more tokens has loaded without its vocabulary.
 MIN_VOCABULARY = 256
 
@@ -30,31 +40,58 @@ def check_vocabulary(name: str, tokenizer: Any, vocabulary: int) -> None:
         raise WrongInput(f"{name} has {len(tokenizer)} tokens, its text encoder {vocabulary}")
 
 
-class LockedTokenizers:
-    """Calls tokenizers under a lock: padding and truncation are state of a fast tokenizer."""
+class TextTokenizer:
+    """Tokenizes captions for one text encoder of a pipeline.
 
-    def __init__(self) -> None:
+    Args:
+        family: of the pipeline.
+        encoder: reads the tokens.
+        tokenizer: of transformers.
+        length: tokens of a caption that the encoder reads, special ones included.
+    """
+
+    def __init__(self, family: Family, encoder: TextEncoder, tokenizer: Any, length: int) -> None:
+        self.encoder = encoder
+        self.length = length
+        self._family, self._tokenizer = family, tokenizer
+        # Padding and truncation are state of a fast tokenizer.
         self._tokenizing = threading.Lock()
 
-    def ids(self, tokenizer: Any, captions: Sequence[str]) -> NDArray[np.int64]:
-        """Token ids [K, T] int64 of K captions, padded or cut to the tokenizer's length."""
-        return self.ids_and_mask(tokenizer, captions, tokenizer.model_max_length)[0]
-
-    def ids_and_mask(
-        self, tokenizer: Any, captions: Sequence[str], length: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """As `ids`, of `length` tokens, with the mask [K, T] int64 (1: no padding)."""
+    def ids(self, captions: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids and mask (1: no padding) of K captions, each [K, T] int64, padded or cut."""
         with self._tokenizing:
-            found = tokenizer(
-                list(captions),
+            found = self._tokenizer(
+                self._texts(captions),
                 padding="max_length",
-                max_length=length,
+                max_length=self.length + self.encoder.prefix,
                 truncation=True,
                 return_tensors="np",
             )
         return np.asarray(found.input_ids, np.int64), np.asarray(found.attention_mask, np.int64)
 
-    def counts(self, tokenizer: Any, captions: Sequence[str]) -> list[int]:
-        """Number of tokens of each caption before truncation, special tokens included."""
+    def counts(self, captions: Sequence[str]) -> list[int]:
+        """Number of tokens of each caption before it is cut, special ones included."""
         with self._tokenizing:
-            return [len(ids) for ids in tokenizer(list(captions), verbose=False).input_ids]
+            found = self._tokenizer(self._texts(captions), verbose=False).input_ids
+        return [len(ids) - self.encoder.prefix for ids in found]
+
+    def _texts(self, captions: Sequence[str]) -> list[str]:
+        if self.encoder.kind == "clip":
+            return list(captions)
+        return [self._family.chat(self._tokenizer, caption) for caption in captions]
+
+
+def load_tokenizer(model_folder: Path, encoder: TextEncoder) -> Any:
+    """The tokenizer of a pipeline's text encoder. Raises OSError or ValueError."""
+    kind = TOKENIZERS[encoder.kind]
+    return kind.from_pretrained(model_folder / encoder.tokenizer, local_files_only=True)
+
+
+def text_tokenizers(model_folder: Path) -> list[TextTokenizer]:
+    """The tokenizers of all text encoders of a pipeline, in the order of `caption_limits`."""
+    family, limits = detect_family(model_folder), caption_limits(model_folder)
+    return [
+        TextTokenizer(family, encoder, load_tokenizer(model_folder, encoder), limits[name])
+        for encoder in family.text_encoders
+        if (name := encoder.component) in limits
+    ]

@@ -77,8 +77,9 @@ class ShardEncoder:
 
         The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
         distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of
-        the bin: n}, "truncated": captions above the encoder's limit}. Where lengths vary, "longest"
-        is the largest number of rows of a caption's embeddings.
+        the bin: n}, "cut": {text encoder: captions above its limit}, "truncated": that of the last
+        encoder}. Where lengths vary, "longest" is the largest number of rows of a caption's
+        embeddings.
 
         On one machine, a shard always has the same bytes.
 
@@ -252,12 +253,18 @@ def _encode_captions(distinct: list[str], encoder: PipelineEncoder) -> tuple[Tex
 
 
 def _caption_lengths(captions: list[str], encoder: PipelineEncoder) -> dict[str, Any]:
-    """Histogram of caption lengths in tokens, special tokens included, and truncated captions."""
+    """Histogram of caption lengths in tokens, special ones included, and the captions cut.
+
+    The lengths are those of the encoder that reads the longest captions.
+    """
     lengths: Counter[int] = Counter()
-    truncated = 0
+    cut: Counter[str] = Counter()
     for start in range(0, len(captions), TEXT_BATCH):
-        for tokens in encoder.token_counts(captions[start : start + TEXT_BATCH]):
-            lengths[tokens // TOKEN_BIN * TOKEN_BIN] += 1
-            truncated += tokens > encoder.info["caption_tokens"]
+        counts = encoder.token_counts(captions[start : start + TEXT_BATCH])
+        for name, tokens in counts.items():
+            cut[name] += sum(count > encoder.limits[name] for count in tokens)
+        *_, longest = counts.values()
+        lengths.update(count // TOKEN_BIN * TOKEN_BIN for count in longest)
     histogram = {str(lowest): count for lowest, count in sorted(lengths.items())}
-    return {"caption_tokens": histogram, "truncated": truncated}
+    *_, truncated = 0, *cut.values()
+    return {"caption_tokens": histogram, "cut": dict(cut), "truncated": truncated}

@@ -15,10 +15,15 @@ from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.settings.recipe import Recipe
 from runtimes.data.padding import TOKEN_STEP, padded_rows
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
+from runtimes.pipeline_folder.describe_encoders import (
+    caption_limits,
+    describe_encoders,
+    digest_encoders,
+)
 from runtimes.process.job import EncodeJob
 from tasks.beam_workers import Workers, beam_options, workers_of
 from tasks.build_or_reuse import runtime_facts
+from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encoder_process import EncodingPlan
@@ -61,8 +66,8 @@ def build(
     """
     given = (recipe, images, model_folder, vae_folder)
     shards = encode_missing(*given, draft.store, f"{draft.path}/{REPORTS}", progress)
-    info = describe_encoders(model_folder, vae_folder)
-    summary = summarise(shards, info["vae_scale_factor"])
+    info, limits = describe_encoders(model_folder, vae_folder), caption_limits(model_folder)
+    summary = summarise(shards, info["vae_scale_factor"], limits)
     check(summary, recipe.encode.max_bad)
     if summary["uncaptioned"]:
         log.warning(
@@ -143,16 +148,25 @@ def batch_tokens(shards: list[Shard]) -> dict[str, int]:
     return {"tokens": padded_rows(max(longest), TOKEN_STEP)} if longest else {}
 
 
-def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:
-    """Counts over all shards. `captions` are distinct within their shard, not over all."""
+def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[str, Any]:
+    """Counts over all shards. `captions` are distinct within their shard, not over all.
+
+    Args:
+        factor: pixels per latent pixel.
+        limits: tokens of a caption that each text encoder reads; the last one's is the longest.
+    """
+    *_, last = limits
     groups: Counter[str] = Counter()
     buckets: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     tokens: Counter[int] = Counter()
+    cut: Counter[str] = Counter()
     for shard in shards:
         groups.update(shard.meta["groups"])
         bad.update(shard.meta["bad_reasons"])
         tokens.update({int(k): n for k, n in shard.meta["caption_tokens"].items()})
+        # Shards of earlier releases counted for the last encoder alone.
+        cut.update(shard.meta.get("cut", {last: shard.meta["truncated"]}))
     for group, count in groups.items():
         height, width = (int(side) * factor for side in group.partition("/")[2].split("x"))
         buckets[f"{height}x{width}"] += count
@@ -165,6 +179,7 @@ def summarise(shards: list[Shard], factor: int) -> dict[str, Any]:
         "captions": sum(shard.meta["captions"] for shard in shards),
         "caption_tokens": {str(lowest): n for lowest, n in sorted(tokens.items())},
         "uncaptioned": sum(shard.meta["uncaptioned"] for shard in shards),
+        "cut": cuts_of(cut, limits),
         "truncated": sum(shard.meta["truncated"] for shard in shards),
         "bad": dict(sorted(bad.items())),
         "shards": len(shards),
@@ -205,11 +220,17 @@ def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
         )
 
 
+def tell_cut_captions(summary: dict[str, Any]) -> None:
+    """Log how many captions each text encoder cuts."""
+    total = sum(summary["caption_tokens"].values())
+    tell_cuts(STAGE, summary.get("cut", {}), total, "captions")  # an earlier release's has none
+
+
 def show(artifact: Artifact) -> list[Panel]:
     """Counts, buckets and caption lengths."""
     summary = artifact.summary
     counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
-    facts = {name: summary[name] for name in counts}
+    facts = {name: summary[name] for name in counts} | cut_facts(summary.get("cut", {}))
     facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
     buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
     lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]

@@ -24,6 +24,7 @@ from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.check_weights_and_vocabulary import check_vocabulary_files
 from runtimes.pipeline_folder.read_configs import read_config
 from runtimes.pipeline_folder.weight_files import weight_shapes
+from tasks.cut_captions import tell_cuts
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Float32 = NDArray[np.float32]
@@ -237,18 +238,22 @@ class Clip:
     def texts(self, prompts: Sequence[str]) -> Float32:
         """Projected text features, f32 [N, D], not normalised.
 
-        Prompts are truncated to the text encoder's maximum length.
+        Prompts are truncated to the text encoder's maximum length; the log has how many.
         """
         import torch
 
         distinct = list(dict.fromkeys(prompts))
+        length = int(self._model.config.text_config.max_position_embeddings)
+        counts = map(len, self._tokenizer(distinct, verbose=False).input_ids)
+        cut = {"tokens": length, "cut": sum(count > length for count in counts)}
+        tell_cuts("evaluate", {"evaluate.clip": cut}, len(distinct), "prompts")
         rows: list[Float32] = []
         with torch.inference_mode():
             for batch in batches(distinct, BATCH):
                 inputs = self._tokenizer(
                     batch,
                     padding="max_length",
-                    max_length=self._model.config.text_config.max_position_embeddings,
+                    max_length=length,
                     truncation=True,
                     return_tensors="pt",
                 ).to(self._device)

@@ -23,6 +23,7 @@ from runtimes.pipeline_folder.read_configs import read_denoiser_config
 from runtimes.sample import initial_noise
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job
+from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate import before_after_grid, draw_pictures
 from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
@@ -124,6 +125,7 @@ def build(
         shards = draw_pictures.draw(
             models, spec, store, folder, run, draw_pictures.progress_callback(progress)
         )
+    cuts = tell_cut_prompts(STAGE, models[0].folder, spec.prompts)
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given, store, progress)
     base, tuned = (
@@ -149,7 +151,8 @@ def build(
     draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
     run_facts = runtime_facts(given.recipe.runtime)
     drawn = {model: shard.key for model, shard in zip(MODELS, shards, strict=True)}
-    return {"pictures": len(spec.prompts), "drawn": drawn, **facts, "run": run_facts}
+    counts = {"pictures": len(spec.prompts), "cut": cuts, "drawn": drawn}
+    return {**counts, **facts, "run": run_facts}
 
 
 def _check_finite(models: Mapping[str, Estimates]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from kiln_command import environment, python
 from store_servers import UrlOf
 from terminal import Terminal
 
@@ -287,3 +288,33 @@ def test_commands_on_a_store_speak_json(here: Here, place: Path) -> None:
         told = json.loads(here(*words, *stored, code=1))
         (fault,) = [one["fault"] for one in told["checked"] if one["fault"] is not None]
         assert "model_index.json" in fault and not told["whole"]
+
+
+#: `kiln`, then a child process that prints as little careful code does.
+PRINTING = """
+import subprocess, sys
+from contextlib import suppress
+from flows.cli import main
+with suppress(SystemExit):
+    main()
+subprocess.run([sys.executable, "-c", "print(chr(0x65e5))"], check=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "terminal",
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}],
+    ids=["latin-1", "ascii"],
+)
+def test_no_character_ends_a_command_or_its_child_process(
+    tmp_path: Path, terminal: dict[str, str]
+) -> None:
+    recipe = tmp_path / "sun.yaml"
+    recipe.write_text("extends: digits\nname: sun\ndescription: \u65e5\n", encoding="utf-8")
+    env = {**environment(tmp_path), **terminal}
+    done = python("-c", PRINTING, "recipes", str(recipe), env=env)
+    assert done.returncode == 0, done.stderr
+    assert "description: \\u65e5\n" in done.stdout
+    printed = done.stdout.splitlines()[-1]
+    assert printed == ("\\u65e5" if "LC_ALL" in terminal else "\u65e5")

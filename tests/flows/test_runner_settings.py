@@ -1,5 +1,6 @@
 """Settings of Prefect hold for our commands, whatever imports Prefect first."""
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from kiln_command import ROOT, environment, is_running, processes_below, python
 from loopback_server import LoopbackServer
 
 from flows import own_prefect_server, runner
+from flows.prefect_settings import wrong_prefect_setting
 
 pytestmark = pytest.mark.slow
 PATIENCE = 180  # seconds, for a machine that does much else
@@ -102,6 +104,7 @@ time.sleep(600)
 STARTING = """
 import sys
 from flows import own_prefect_server, runner
+from flows.prefect_settings import wrong_prefect_setting
 
 def serve(port):
     print("prefect.server.api.server" in sys.modules)
@@ -148,10 +151,79 @@ def test_a_prefect_home_that_cannot_be_written_is_one_line(
     home = tmp_path / "file" / "prefect"
     env = environment(tmp_path) | {"PREFECT_HOME": str(home)}
     done = python("-m", "flows.cli", *command, env=env)
-    assert done.returncode == 1
+    assert done.returncode == (1 if command == ["doctor"] else 2), "doctor lists it"
     said = f"Prefect's own server cannot write {home} (Not a directory): set PREFECT_HOME"
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("prefect.toml", b"a = = 1"),
+        ("prefect.toml", b"a = '\xff'"),
+        ("pyproject.toml", b"[tool"),
+        ("pyproject.toml", None),
+        ("home/profiles.toml", None),
+    ],
+)
+def test_a_file_that_prefect_cannot_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, content: bytes | None
+) -> None:
+    """None is a folder of that name."""
+    from prefect.context import root_settings_context
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises((OSError, ValueError)) as raised:
+        root_settings_context()
+    wrong = wrong_prefect_setting(raised.value)
+    assert wrong is not None and wrong.startswith(f"{path}: Prefect cannot read it (")
+    assert wrong.endswith("): correct or remove it")
+
+
+def in_folder(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """`kiln` in a folder, with Prefect's files in that of HOME."""
+    env = environment(folder) | {"HOME": str(folder), "PYTHONPATH": str(ROOT), **more}
+    del env["PREFECT_HOME"]
+    return python("-m", "flows.cli", *words, env=env, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "content"),
+    [
+        ("run digits --json", "pyproject.toml", b"[tool"),
+        ("doctor", ".env", b"A=\xff"),
+        ("watch digits", ".prefect/profiles.toml", b"active = ["),
+    ],
+)
+def test_a_folder_in_which_prefect_cannot_start_is_one_line(
+    tmp_path: Path, words: str, file: str, content: bytes
+) -> None:
+    (tmp_path / ".prefect").mkdir()
+    (tmp_path / file).write_bytes(content)
+    done = in_folder(tmp_path, *words.split())
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    line = f"{tmp_path / file}: Prefect cannot read it ("
+    assert done.stderr.splitlines()[-1].startswith(f"kiln: {line}")
+    if "--json" in words:
+        assert json.loads(done.stdout)["error"].startswith(line)
+
+
+def test_a_missing_home_is_one_line(tmp_path: Path) -> None:
+    """Python finds HOME to be `~` where it is not set and the user has no home folder."""
+    done = in_folder(tmp_path, "run", "digits", HOME="~")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("kiln: HOME is not set, and this user has no ")
+
+
+def test_a_command_that_needs_no_prefect_does_not_read_its_files(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"A=\xff")
+    done = in_folder(tmp_path, "recipes", HOME="~")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_server_that_does_not_answer_in_time_is_one_line(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ class _SlowEncoder:
         "vae_scale_factor": 4,
         "caption_tokens": 77,
     }
+    limits = {"text_encoder": 77}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()
@@ -128,8 +129,8 @@ class _SlowEncoder:
     def input_ids(self, captions: list[str]) -> np.ndarray:
         return np.zeros((len(captions), 1, 77), np.int64)
 
-    def token_counts(self, captions: list[str]) -> list[int]:
-        return [1] * len(captions)
+    def token_counts(self, captions: list[str]) -> dict[str, list[int]]:
+        return {"text_encoder": [1] * len(captions)}
 
 
 def test_the_next_shard_is_read_while_the_device_encodes(tmp_path: Path) -> None:

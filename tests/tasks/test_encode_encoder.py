@@ -132,12 +132,16 @@ def test_input_ids_are_the_tokenizers_own(tiny_sdxl: Path, tiny_sd: Path) -> Non
 
 def test_token_counts_are_those_before_truncation(tiny_sdxl: Path) -> None:
     # letters without merges: one token each, spaces none, and the two marks
-    assert Encoder(tiny_sdxl, device="cpu").token_counts(["a cat", "", "long " * 60]) == [6, 2, 242]
+    counts = Encoder(tiny_sdxl, device="cpu").token_counts(["a cat", "", "long " * 60])
+    assert counts == {name: [6, 2, 242] for name in ("text_encoder", "text_encoder_2")}
 
 
-def test_t5_counts_tokens_where_it_reads_farthest(tiny_sd3: Path) -> None:
-    # a mark before each word, and one at the end
-    assert Encoder(tiny_sd3, device="cpu").token_counts(["a cat", ""]) == [7, 1]
+def test_each_text_encoder_counts_its_tokens_up_to_its_limit(tiny_sd3: Path) -> None:
+    # T5: a mark before each word, and one at the end
+    encoder = Encoder(tiny_sd3, device="cpu")
+    clip = {name: [6, 2] for name in ("text_encoder", "text_encoder_2")}
+    assert encoder.token_counts(["a cat", ""]) == clip | {"text_encoder_3": [7, 1]}
+    assert encoder.limits == {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": 20}
     assert describe_encoders(tiny_sd3)["caption_tokens"] == 20
 
 

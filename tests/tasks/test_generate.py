@@ -90,6 +90,17 @@ def test_size_rounds_and_fixed_noise(draw: Callable[..., Artifact]) -> None:
     assert (rounds[:4] != rounds[4:]).any()
 
 
+def test_prompts_that_are_cut_are_told_the_negative_one_too(
+    draw: Callable[..., Artifact], caplog: pytest.LogCaptureFixture
+) -> None:
+    artifact = draw(prompts=["a cat", "x" * 90], negative_prompt="y" * 90)
+    (line,) = (one.message for one in caplog.records if " cut at " in one.message)
+    assert line.startswith("generate: 2 of 3 prompts are cut at 77 tokens, the limit of text_enc")
+    assert artifact.summary["cut"]["text_encoder"] == {"tokens": 77, "cut": 2}
+    shown = generate.show(artifact)[1]
+    assert shown.values["cut"] == {"cut at 77 by text_encoder": 2, "cut at 77 by text_encoder_2": 2}
+
+
 def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> None:
     artifact = draw()
     size = 32 + generate.GAP

@@ -40,5 +40,5 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
     assert len({len(one) for one in ours}) == 4
     for one, other, kept in zip(ours, theirs, mask.bool(), strict=True):
         torch.testing.assert_close(torch.from_numpy(one), other[kept], atol=1e-6, rtol=1e-5)
-    assert encoder.token_counts(captions)[:3] == [len(one) for one in ours[:3]]
+    assert encoder.token_counts(captions)["text_encoder"][:3] == [len(one) for one in ours[:3]]
     assert_latents_of_vae(encoder, pipe.vae, frames=True)

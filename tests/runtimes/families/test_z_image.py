@@ -41,7 +41,7 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
     assert len({len(one) for one in ours}) == 4
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(torch.from_numpy(one), other)
-    assert encoder.token_counts(captions)[:3] == [len(one) for one in theirs[:3]]
+    assert encoder.token_counts(captions)["text_encoder"][:3] == [len(one) for one in theirs[:3]]
     write_latent_shard(tmp_path / "shard", {}, Texts(ours, None, encoder.input_ids(captions), True))
     shard = LatentShard(tmp_path / "shard")
     for row, one in enumerate(ours):
