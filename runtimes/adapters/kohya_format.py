@@ -39,6 +39,8 @@ def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any])
         text = names.text_prefixes.get(component)
         for layer, adapter in found.items():
             place = names.place(layer, denoiser) if text is None else KohyaLayer(layer)
+            if place is None:
+                raise ValueError(f"{layer} has no name in the layout of {names.trainer}")
             key = f"{text or 'lora_unet'}_{place.layer.replace('.', '_')}"
             layers.setdefault(key, []).append((place, adapter))
     arrays: Arrays = {}
@@ -51,6 +53,41 @@ def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any])
             shape = (-1, *[1] * (adapter.down.ndim - 1))
             arrays[f"{key}.dora_scale"] = adapter.magnitude.reshape(shape)
     return arrays
+
+
+def kohya_header(
+    adapters: Adapters,
+    names: KohyaNames,
+    denoiser: Mapping[str, Any],
+    *,
+    prediction_type: str,
+    name: str,
+) -> dict[str, str]:
+    """The header of a kohya file, by which web UIs show adapters beside their base alone.
+
+    A header without these fields is one of Stable Diffusion 1 to them. Keys `ss_` are those of the
+    trainer, keys `modelspec.` those of Stability AI's specification.
+
+    Args:
+        adapters, names, denoiser: as for `to_kohya`.
+        prediction_type: of the scheduler that the adapters are used with.
+        name: of the adapters, for people.
+    """
+    base = names.base(denoiser, prediction_type)
+    layer = next(iter(next(iter(adapters.values())).values()))
+    rank = len(layer.down)
+    return {
+        "format": "pt",
+        "modelspec.architecture": f"{base.architecture}/lora",
+        "modelspec.implementation": base.implementation,
+        "modelspec.title": name,
+        "ss_base_model_version": base.version,
+        "ss_network_alpha": str(layer.scale * rank),
+        "ss_network_dim": str(rank),
+        "ss_network_module": names.network_module,
+        "ss_output_name": name,
+        "ss_v2": str(base.version.startswith("sd_v2")),
+    }
 
 
 def _fused(key: str, placed: Sequence[LayerAdapter]) -> Adapter:

@@ -69,12 +69,23 @@ class KohyaLayer:
 
 
 @dataclass(frozen=True)
+class KohyaBase:
+    """The names of a base in headers of adapters, by which web UIs show adapters beside it."""
+
+    version: str  # the trainer's, ss_base_model_version: sdxl_base_v1-0
+    architecture: str  # Stability AI's modelspec.architecture: stable-diffusion-xl-v1-base
+    implementation: str  # modelspec.implementation: the code that defines the architecture
+
+
+@dataclass(frozen=True)
 class KohyaNames:
     """The names of a family's adapters in kohya's layout, and what reads them."""
 
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
-    #: (layer name in diffusers, denoiser's config) -> the layer's place in sd-scripts.
-    place: Callable[[str, Mapping[str, Any]], KohyaLayer]
+    #: (layer name in diffusers, denoiser's config) -> the layer's place in the trainer; None: none.
+    place: Callable[[str, Mapping[str, Any]], KohyaLayer | None]
+    #: (denoiser's config, prediction type of the scheduler's) -> the base's names.
+    base: Callable[[Mapping[str, Any], str], KohyaBase]
     trainer: str = "kohya's sd-scripts"
     network_module: str = "networks.lora"  # of the trainer
     ignored: str = "layers outside of blocks"  # by the trainer

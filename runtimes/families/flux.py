@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.family import Family, KohyaBase, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.patch_transformer import PATCH, TEXT_STREAM, PatchTransformer, pack, unpack
 
 _TOP = {
@@ -58,8 +58,8 @@ def original_layer(
     double: Mapping[str, str] = _DOUBLE,
     single: Mapping[str, str] = _SINGLE,
     fused_single: Mapping[str, tuple[str, int]] = _FUSED_SINGLE,
-) -> KohyaLayer:
-    """Where Black Forest Labs' code has a layer of diffusers' transformer.
+) -> KohyaLayer | None:
+    """Where Black Forest Labs' code has a layer of diffusers' transformer, or None.
 
     Their code fuses query, key and value, and in single blocks also the MLP's first layer.
 
@@ -70,9 +70,6 @@ def original_layer(
         double: names of layers that double blocks do not fuse.
         single: the same of single blocks.
         fused_single: layers that single blocks fuse, as _FUSED_DOUBLE has them.
-
-    Raises:
-        ValueError: their code has no such layer, or it orders the outputs differently.
     """
     if layer in top:
         return KohyaLayer(top[layer])
@@ -83,7 +80,7 @@ def original_layer(
     if rest in plain:
         return KohyaLayer(f"{block}.{plain[rest]}")
     if rest not in fused:
-        raise ValueError(f"{layer} has no name in the layout of sd-scripts")
+        return None
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     name, position = fused[rest]
     rows = width * (3 + _MLP_RATIO if is_single else 3)
@@ -117,6 +114,11 @@ class Flux(PatchTransformer):
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         *({"text_encoder": "lora_te1"}, original_layer),
+        lambda transformer, prediction_type: KohyaBase(
+            "flux1",
+            "flux-1-dev" if transformer.get("guidance_embeds") else "flux-1-schnell",
+            "https://github.com/black-forest-labs/flux",
+        ),
         network_module="networks.lora_flux",
         ignored="`final_layer`",  # it makes modules for the weights of blocks and of inputs
     )

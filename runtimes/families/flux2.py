@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from artifacts.safetensors import read_named_floats
 from runtimes.contract import WrongInput
-from runtimes.families.family import Family, KohyaNames, TextEncoder
+from runtimes.families.family import Family, KohyaBase, KohyaNames, TextEncoder
 from runtimes.families.flux import original_layer, positions
 from runtimes.families.patch_transformer import (
     PATCH,
@@ -44,6 +44,15 @@ _DOUBLE = {
     "ff_context.linear_out": "txt_mlp.2",
 }
 _SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
+
+_WIDTH_OF_9B = 4096  # of the transformer; 4B's is 3072
+
+
+def _kohya_base(transformer: Mapping[str, Any], prediction_type: str) -> KohyaBase:
+    width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+    size = "9b" if width == _WIDTH_OF_9B else "4b"
+    code = "https://github.com/black-forest-labs/flux2"
+    return KohyaBase(f"flux_2_klein_{size}", f"Flux.2-klein-{size}", code)
 
 
 class Flux2(PatchTransformer):
@@ -76,6 +85,7 @@ class Flux2(PatchTransformer):
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         {},
         partial(original_layer, top=_TOP, double=_DOUBLE, single=_SINGLE, fused_single={}),
+        _kohya_base,
         *("musubi-tuner", "networks.lora_flux_2"),
     )
 

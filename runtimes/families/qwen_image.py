@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.families.family import Family, KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.family import Family, KohyaBase, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.patch_transformer import (
     PATCH,
     TEXT_STREAM,
@@ -46,6 +46,9 @@ class QwenImage(PatchTransformer):
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         *({}, lambda layer, config: KohyaLayer(layer)),
+        lambda transformer, prediction_type: KohyaBase(
+            *("qwen_image", "Qwen-Image", "https://github.com/QwenLM/Qwen-Image")
+        ),
         *("musubi-tuner", "networks.lora_qwen_image"),
     )
 

@@ -5,8 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from runtimes.families.family import ClipStates, Family, KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.family import (
+    ClipStates,
+    Family,
+    KohyaBase,
+    KohyaLayer,
+    KohyaNames,
+    TextEncoder,
+)
 from runtimes.families.inpainting_and_scores import latent_channels
+
+OPENCLIP_WIDTH = 1024  # of the text encoder of version 2
+
+
+def kohya_base(unet: Mapping[str, Any], prediction_type: str) -> KohyaBase:
+    """Version 1 or 2, with the suffixes of sd-scripts for v-prediction."""
+    is_v = prediction_type == "v_prediction"
+    suffix = "_v" if is_v else ""
+    if unet["cross_attention_dim"] != OPENCLIP_WIDTH:
+        return KohyaBase(f"sd_v1{suffix}", "stable-diffusion-v1", "diffusers")
+    size = "768-v" if is_v else "512"
+    return KohyaBase(f"sd_v2{suffix}", f"stable-diffusion-v2-{size}", "diffusers")
 
 
 class SD(Family):
@@ -29,7 +48,7 @@ class SD(Family):
         "requires_safety_checker": False,
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        {"text_encoder": "lora_te"}, lambda layer, config: KohyaLayer(layer)
+        *({"text_encoder": "lora_te"}, lambda layer, config: KohyaLayer(layer), kohya_base)
     )
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:

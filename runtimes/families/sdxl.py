@@ -13,6 +13,7 @@ from runtimes.families.family import (
     Captioned,
     ClipStates,
     Conditioning,
+    KohyaBase,
     KohyaLayer,
     KohyaNames,
     TextEncoder,
@@ -97,6 +98,10 @@ class SDXL(SD):
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
         lambda layer, unet: KohyaLayer(stability_name(layer, unet)),
+        lambda unet, prediction_type: KohyaBase(
+            *("sdxl_base_v1-0", "stable-diffusion-xl-v1-base"),
+            "https://github.com/Stability-AI/generative-models",
+        ),
     )
 
     def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from runtimes.families.family import KohyaLayer, KohyaNames, TextEncoder
+from runtimes.families.family import KohyaBase, KohyaLayer, KohyaNames, TextEncoder
 from runtimes.families.patch_transformer import PATCH, PatchTransformer, calling, chat_of_qwen3
 
 #: Name of the embedder and the final layer: a patch's side, and its frames.
@@ -43,6 +43,9 @@ class ZImage(PatchTransformer):
     }
     kohya: ClassVar[KohyaNames | None] = KohyaNames(
         *({}, lambda layer, config: KohyaLayer(layer)),
+        lambda transformer, prediction_type: KohyaBase(
+            *("z_image", "Z-Image", "https://github.com/Tongyi-MAI/Z-Image")
+        ),
         *("musubi-tuner", "networks.lora_zimage"),
         in_comfyui=False,
     )

@@ -78,6 +78,9 @@ def read_scheduler_config(folder: Path) -> dict[str, Any]:
         raise WrongInput(f"{path}: {error}") from None
     if not isinstance(config, dict):
         raise WrongInput(f"{path}: not a scheduler's config")
+    kind = config.get("_class_name", "none")
+    if not (isinstance(kind, str) and kind.isidentifier()):  # the card's code imports it
+        raise WrongInput(f"{path}: {kind!r} is no name of a class: the model may be hostile")
     return config
 
 

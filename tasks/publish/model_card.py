@@ -18,15 +18,23 @@ from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families import Family, detect_family
 from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.describe_encoders import absent_text_parts, unusual_text_length
-from runtimes.pipeline_folder.weight_files import pipeline_variant
+from runtimes.pipeline_folder.weight_files import pipeline_variant, weight_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.promotion_gate import Verdict, as_rows
-from tasks.publish.published_settings import base_name, hub_id, is_local, published_settings
+from tasks.publish.published_settings import (
+    base_name,
+    hub_id,
+    is_local,
+    place_in_code,
+    published_settings,
+)
 from tasks.publish.write_adapters import KOHYA_SUFFIX
 from tasks.result_files import GRID
 from tasks.trained_weights import TrainedWeights
 
+FOLDER = "path/to/this/folder"  # of the card, in its code
+VAES = "path/to/vae"  # of a local VAE, in the card's code: its name may be the base's
 TAG = "kilnworks"  # by which a push knows its own repositories
 UNKNOWN_LICENSE = "other"
 LICENSE_FIELDS = ("license", "license_name", "license_link")
@@ -40,13 +48,16 @@ class Weights:
     adapters: bool = False
     scheduler: str | None = None  # class of a scheduler that differs from the base's
     variant: str | None = None  # of the base's weight files, such as fp16
+    vae_variant: str | None = None  # of the weight files of the recipe's VAE
     absent: tuple[str, ...] = ()  # text encoders and tokenizers that the pipeline goes without
     kohya: bool = False  # whether the adapters are there in kohya's layout, too
     family: Family | None = None  # its pipeline may have other arguments of guidance
     caption_tokens: int | None = None  # T5's maximum, where it is not the pipeline's default
 
     @classmethod
-    def of(cls, tuned: TrainedWeights, base: Path, out: Path, *, merged: bool) -> Weights:
+    def of(
+        cls, tuned: TrainedWeights, base: Path, vae: Path | None, out: Path, *, merged: bool
+    ) -> Weights:
         """Of the folder `out`, in which the weights are."""
         has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
@@ -55,6 +66,7 @@ class Weights:
             adapters=has_lora,
             scheduler=scheduler,
             variant=pipeline_variant(base),
+            vae_variant=None if vae is None else weight_variant(vae),
             absent=absent_text_parts(base),
             kohya=any(out.rglob(f"*{KOHYA_SUFFIX}")),
             family=detect_family(base),
@@ -134,7 +146,7 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    given, named = recipe.evaluate, base_name(recipe.model.path)
+    given, vae = recipe.evaluate, recipe.model.vae
     scores = [given.negative_aesthetic_score, given.aesthetic_score]
     card = ModelCard.from_template(
         _metadata(recipe, base, measured, weights),
@@ -142,8 +154,10 @@ def write_card(
         recipe=recipe,
         settings=dump_yaml(published_settings(recipe)),
         base=_base(recipe, lineage.get("base")),
-        base_path=f"path/to/{named}" if is_local(recipe.model.path) else named,
-        vae=None if recipe.model.vae is None else base_name(recipe.model.vae),
+        folder=FOLDER,
+        lora_weights=LORA_WEIGHTS,
+        base_path=place_in_code(recipe.model.path),
+        vae=None if vae is None or weights.pipeline else place_in_code(vae, VAES),
         weights=weights,
         adapter_rows=_adapter_rows(recipe, weights),
         prompt=next(iter(_first_prompts(recipe)), "a prompt"),

@@ -50,6 +50,11 @@ def base_name(path: str) -> str:
     return Path(path).absolute().name if is_local(path) else without_secrets(path)
 
 
+def place_in_code(path: str, folder: str = "path/to") -> str:
+    """A model as the card's code names it: `base_name`, which of a local folder is in `folder`."""
+    return f"{folder}/{base_name(path)}" if is_local(path) else base_name(path)
+
+
 def is_local(path: str) -> bool:
     """Whether only this machine has what is at a path."""
     return bool(ABSOLUTE.match(path)) or ("://" not in path and hub_id(path) is None)

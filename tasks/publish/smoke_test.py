@@ -1,10 +1,11 @@
-"""The smoke test: a published folder loads and draws by plain diffusers in a clean process.
+"""The smoke test: the code of a model's card draws by plain diffusers in a clean process.
 
 `check` runs this file as a script, isolated from the project's path and from the network.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -26,7 +27,7 @@ SAMPLE_SIZE = 128  # latents' side where the denoiser's config has none, as of p
 LARGEST_SIDE = 256  # of the picture, pixels
 STEPS = 2
 INDEX = "model_index.json"
-ADAPTERS = "pytorch_lora_weights.safetensors"
+CARD = "README.md"
 #: Free memory that a picture in float32 needs, as a multiple of the weights.
 HEADROOM = 1.5
 #: Files with the free memory of the machine and the limit of its container, and their units.
@@ -49,10 +50,10 @@ class SmokeTestFailed(ValueError):
 
 
 def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
-    """Raise SmokeTestFailed unless a folder loads and draws a finite picture.
+    """Raise SmokeTestFailed unless the code of a folder's card draws a finite picture.
 
     Args:
-        folder: the published files: a pipeline, or adapters of `base`.
+        folder: the published files and their card: a pipeline, or adapters of `base`.
         base: local pipeline folder.
         vae: folder of the VAE that replaces the base's own.
 
@@ -97,99 +98,89 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
 
 def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
-    from runtimes.pipeline_folder.describe_encoders import absent_text_parts
-    from runtimes.pipeline_folder.weight_files import (
-        pipeline_variant,
-        weight_shapes,
-        weight_variant,
-    )
+    from runtimes.pipeline_folder.weight_files import weight_shapes
+    from tasks.publish.model_card import FOLDER, VAES
+    from tasks.publish.published_settings import place_in_code
 
     pipeline = folder if (folder / INDEX).is_file() else base
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
-    given = recipe.evaluate
+    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base)}
+    if vae is not None and recipe.model.vae is not None:
+        places[place_in_code(recipe.model.vae, VAES)] = str(vae)
     return {
-        "folder": str(folder),
-        "base": str(base),
-        "variant": pipeline_variant(pipeline),
-        "absent": absent_text_parts(pipeline),
-        "vae": None if vae is None else str(vae),
-        "vae_variant": None if vae is None else weight_variant(vae),
+        "card": str(folder / CARD),
+        "places": places,
         "float32_bytes": 4 * sum(map(math.prod, shapes)),
-        "dtype": given.dtype,
-        "device": given.device,
-        "aesthetic_scores": [given.negative_aesthetic_score, given.aesthetic_score],
+        "device": recipe.evaluate.device,
     }
 
 
 def draw(job: dict[str, Any]) -> None:
-    """Load the job's folder, draw a picture and check it."""
+    """Run the code of the job's card, in a small size and few steps, and check its picture."""
     import numpy as np
-    import torch
 
-    pipe = _load(job)
-    denoiser = getattr(pipe, "unet", None) or pipe.transformer
-    if getattr(denoiser.config, "class_embed_type", None):  # aesthetic scores: see the card
-        labels = torch.tensor(job["aesthetic_scores"], device=pipe.device)
-        denoiser.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, kwargs | {"class_labels": labels}), with_kwargs=True
-        )
-    generator = torch.Generator().manual_seed(0)  # a retry has the same verdict
-    pictures = pipe(
-        **_inputs(pipe, denoiser.config),
-        num_inference_steps=STEPS,
-        output_type="np",
-        generator=generator,
-    ).images
-    if not np.isfinite(pictures).all():
+    *loading, drawing = card_code(job)
+    names: dict[str, Any] = {}
+    _run(loading, names)
+    pipe = _prepare(names["pipe"], job)
+    names |= {"pipe": lambda **given: pipe(**given | _smaller(pipe))}
+    names |= dict.fromkeys(("picture", "mask"), _blank(pipe))  # of inpainting, which a user has
+    _run([drawing], names)
+    if not np.isfinite(names["image"]).all():
         raise ValueError("the picture is not finite")
-    if np.ptp(pictures) == 0:
+    if np.ptp(names["image"]) == 0:
         raise ValueError("the picture has one colour only")
 
 
-def _load(job: dict[str, Any]) -> Any:
-    """The pipeline on its device.
+def card_code(job: dict[str, Any]) -> list[ast.stmt]:
+    """The statements of the card's code, with the job's folders in place of the card's."""
+    text = Path(job["card"]).read_text(encoding="utf-8")
+    code = text.partition("\n```python\n")[2]  # from a line's begin: metadata quote prompts
+    tree = ast.parse(code.partition("\n```")[0])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            node.value = job["places"].get(node.value, node.value)
+    return tree.body
 
-    One that fits as float32 is loaded without further arguments. A larger one is loaded in the
-    dtype of the evaluation, which has drawn with it.
-    """
-    import diffusers
+
+def _run(statements: list[ast.stmt], names: dict[str, Any]) -> None:
+    exec(compile(ast.Module(statements, []), CARD, "exec"), names)
+
+
+def _prepare(pipe: Any, job: dict[str, Any]) -> Any:
+    """The pipeline on its device, in float32 if that fits: some processors have no bfloat16."""
     import torch
 
-    folder = Path(job["folder"])
-    device = "cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu"
-    fits = HEADROOM * job["float32_bytes"] <= _free_bytes(device)
-    dtype = torch.float32 if fits else getattr(torch, job["dtype"])
-    given: dict[str, Any] = dict.fromkeys(job["absent"])  # diffusers requires a None for each
-    if (folder / INDEX).is_file():
-        given |= {} if fits else {"dtype": dtype}
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
-    else:  # a base may store its text encoders in half precision, and not load bare
-        given |= {"dtype": dtype, "variant": job["variant"]}
-        given |= {} if job["vae"] is None else {"vae": _load_vae(job, dtype)}
-        pipe = diffusers.DiffusionPipeline.from_pretrained(job["base"], **given)
-        pipe.load_lora_weights(folder, weight_name=ADAPTERS)
-        if (folder / "scheduler").is_dir():
-            config = json.loads((folder / "scheduler/scheduler_config.json").read_text())
-            pipe.scheduler = getattr(diffusers, config["_class_name"]).from_config(config)
     pipe.set_progress_bar_config(disable=True)
     if getattr(pipe, "safety_checker", None) is not None:
         pipe.safety_checker = None  # it blackens what it takes for unsafe, such as noise
-    return pipe.to(device)
+    device = "cuda" if job["device"] != "cpu" and torch.cuda.is_available() else "cpu"
+    fits = HEADROOM * job["float32_bytes"] <= _free_bytes(device)
+    return pipe.to(device, torch.float32) if fits else pipe.to(device)
 
 
-def _inputs(pipe: Any, denoiser: Any) -> dict[str, Any]:
-    """A prompt and a size, for a denoiser's config; an inpainting UNet needs a picture too."""
+def _smaller(pipe: Any) -> dict[str, Any]:
+    """The arguments that replace those of the card's call."""
+    import torch
+
+    side = _side(pipe)
+    generator = torch.Generator().manual_seed(0)  # a retry has the same verdict
+    size = {"height": side, "width": side, "num_inference_steps": STEPS}
+    return size | {"output_type": "np", "generator": generator}
+
+
+def _side(pipe: Any) -> int:
+    denoiser = getattr(pipe, "unet", None) or pipe.transformer
+    size = getattr(denoiser.config, "sample_size", None)
+    size = size or getattr(pipe, "default_sample_size", SAMPLE_SIZE)
+    return int(min(size * pipe.vae_scale_factor, LARGEST_SIDE))
+
+
+def _blank(pipe: Any) -> Any:
     from PIL import Image
 
-    size = getattr(denoiser, "sample_size", None)
-    size = size or getattr(pipe, "default_sample_size", SAMPLE_SIZE)
-    side = min(size * pipe.vae_scale_factor, LARGEST_SIDE)
-    inputs: dict[str, Any] = {"prompt": "a", "height": side, "width": side}
-    if denoiser.in_channels == 9:
-        blank = Image.new("RGB", (side, side))
-        inputs |= {"image": blank, "mask_image": blank.convert("L")}
-    return inputs
+    return Image.new("RGB", (_side(pipe), _side(pipe)))
 
 
 def _free_bytes(device: str) -> float:
@@ -203,15 +194,6 @@ def _free_bytes(device: str) -> float:
     if device == "cuda":
         found.append(torch.cuda.mem_get_info()[0])
     return min(found)
-
-
-def _load_vae(job: dict[str, Any], dtype: Any) -> Any:
-    """The recipe's VAE, of the class that the base's index names."""
-    import diffusers
-
-    index = json.loads(Path(job["base"], INDEX).read_text(encoding="utf-8"))
-    vae_class = getattr(diffusers, index["vae"][1])
-    return vae_class.from_pretrained(job["vae"], dtype=dtype, variant=job["vae_variant"])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft
 from configs.settings.recipe import Recipe
 from configs.strict_yaml import dump_yaml
-from runtimes.adapters.initialise_lora import alpha
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.pipeline_folder.read_configs import read_index
 from tasks.build_or_reuse import TransientError
@@ -90,11 +89,11 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
     Adapters alone need their base: the manifest says where it is.
     """
     settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
-    has_lora, lora = recipe.train.method == "lora", recipe.train.lora
+    has_lora = recipe.train.method == "lora"
     if has_lora and not recipe.publish.merge:
         settings["base"] = recipe.model.model_dump(mode="json")
-    if has_lora and alpha(lora) != lora.rank:
-        settings["alpha"] = "in the weights"  # earlier files have it in their header alone
+    if has_lora:
+        settings["kohya"] = "with header"  # web UIs hide earlier files, which have none
     return settings | ({} if force is None else {"force": force})
 
 
@@ -309,7 +308,7 @@ def _write_folder(
     recipe, base = given.recipe, given.base
     with local_weights(given.trained) as tuned:
         _write_weights(given, tuned, out)
-        weights = model_card.Weights.of(tuned, base, out, merged=recipe.publish.merge)
+        weights = model_card.Weights.of(tuned, base, given.vae, out, merged=recipe.publish.merge)
     training = model_card.training_facts(given.trained.manifest["run"], given.trained.summary)
     about = (recipe, base, measured, verdicts, given.lineage, weights, training)
     card = model_card.write_card(*about, forced=forced)

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.safetensors import Arrays
+from artifacts.tensor_header import header_bytes
 from runtimes.adapters import kohya_format as kohya
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters, with_alpha_in_weights
 from runtimes.families import detect_family
+from runtimes.objective.scheduler_config import read_scheduler_config
 from tasks.publish.assemble_pipeline import cast
 
 log = logging.getLogger("kiln")
 KOHYA_SUFFIX = "_kohya.safetensors"
+#: Element types as PyTorch and safetensors name them.
+DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
 
 def write_adapters(
@@ -44,29 +48,31 @@ def write_adapters(
     _save(tensors, out / LORA_WEIGHTS, dtype, header)
     if scheduler is not None:
         shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
-    if arrays := _as_kohya(lora, base):
-        _save(arrays, out / f"{name}{KOHYA_SUFFIX}", dtype, {"format": "pt"})
+    arrays, header = _as_kohya(lora, base, scheduler or base / "scheduler", name)
+    if arrays:
+        _save(arrays, out / f"{name}{KOHYA_SUFFIX}", dtype, header)
 
 
-def _as_kohya(lora: Path, base: Path) -> Arrays:
-    """The adapters in kohya's layout; empty, with a warning, if it has no names for them."""
+def _as_kohya(lora: Path, base: Path, scheduler: Path, name: str) -> tuple[Arrays, dict[str, str]]:
+    """The arrays and header in kohya's layout; none, with a warning, if it has no names."""
     family = detect_family(base)
     if family.kohya is None:
         log.warning("publish: no file in kohya's layout: it does not support %s", family.name)
-        return {}
+        return {}, {}
     config = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
+    adapters = read_adapters(lora)
+    kind = read_scheduler_config(scheduler).get("prediction_type", "epsilon")
+    header = kohya.kohya_header(adapters, family.kohya, config, prediction_type=kind, name=name)
     try:
-        return kohya.to_kohya(read_adapters(lora), family.kohya, config)
+        return kohya.to_kohya(adapters, family.kohya, config), header
     except ValueError as error:
         log.warning("publish: no file in kohya's layout: %s", error)
-        return {}
+        return {}, {}
 
 
-def _save(
-    arrays: Mapping[str, Any], path: Path, dtype: str, metadata: dict[str, str] | None
-) -> None:
+def _save(arrays: Mapping[str, Any], path: Path, dtype: str, header: Mapping[str, str]) -> None:
+    """Write safetensors, deterministically: its own library orders a header by chance."""
     import torch
-    from safetensors.torch import save_file
 
     tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
     tensors = {
@@ -74,4 +80,10 @@ def _save(
         name: tensor if name.endswith(".alpha") else cast(name, tensor, dtype)
         for name, tensor in tensors.items()
     }
-    save_file(tensors, path, metadata=metadata)
+    # The wider first, as the library has them: readers map a tensor at a multiple of its size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    with path.open("wb") as stream:
+        places = ((n, DTYPES[str(t.dtype)], t.shape, t.nbytes) for n, t in ordered)
+        stream.write(header_bytes(places, dict(sorted(header.items()))))
+        for _, tensor in ordered:
+            stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)

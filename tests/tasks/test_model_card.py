@@ -61,7 +61,9 @@ def test_aliases_in_a_base_s_card_do_not_expand(tmp_path: Path) -> None:
 def test_the_code_of_every_kind_of_card_is_python(
     weights: Weights, inpainting: bool, score: bool, tmp_path: Path
 ) -> None:
-    recipe = load_recipe("digits", {"model.vae": "a/vae", "model.revision": "r2"})
+    weights = replace(weights, family=family_named("sdxl"), vae_variant="fp16")
+    given = {"model.vae": "a/vae", "model.revision": "r2", "evaluate.dtype": "float16"}
+    recipe = load_recipe("digits", given)
     train = recipe.train.model_copy(update={"inpainting": inpainting, "aesthetic_score": score})
     recipe = recipe.model_copy(update={"train": train})
     card = write_card(
@@ -70,12 +72,16 @@ def test_the_code_of_every_kind_of_card_is_python(
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     ast.parse(code)
     assert ("mask_image=mask" in code) == inpainting
-    assert ('kwargs | {"class_labels": scores}' in code) == score
+    assert ('kwargs | {"class_labels": scores.to(unet.device)}' in code) == score
+    assert "dtype=torch.float16)\n" in code, "as it was evaluated"
     assert ("revision='r2'" in code) == (not weights.pipeline)
-    assert ("load_lora_weights" in code) == ("VAE 'a/vae'" in code) == (not weights.pipeline)
+    file = f", weight_name='{LORA_WEIGHTS}')"
+    vae = "vae = AutoencoderKL.from_pretrained('a/vae', variant='fp16', dtype="
+    alone = [part in code for part in ("load_lora_weights", file, vae, ", vae=vae, ")]
+    assert alone == [not weights.pipeline] * 4
     assert ("pipe.scheduler = DDIMScheduler.from_pretrained" in code) == bool(weights.scheduler)
-    assert ("variant='fp16'" in code) == bool(weights.variant)
-    assert (", text_encoder_3=None, tokenizer_3=None, dtype" in code) == bool(weights.absent)
+    assert ("variant='fp16', vae=vae" in code) == bool(weights.variant)
+    assert (", text_encoder_3=None, tokenizer_3=None, " in code) == bool(weights.absent)
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
     # A base that stores half precision does not draw without a dtype.

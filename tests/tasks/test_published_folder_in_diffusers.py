@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kiln_command import python
+from kiln_command import ROOT, python
 from safetensors import safe_open
 from tiny_adapters import make_lora
+from toy_recipes import digits
 
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.model_card import Weights, write_card
 from tasks.publish.write_adapters import write_adapters
+from tasks.trained_weights import TrainedWeights
 
 #: Packages of requirements/oldest.txt: `make setup-oldest`.
 OLDEST = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-oldest")
@@ -116,6 +121,50 @@ def test_the_oldest_supported_versions_draw_what_the_pinned_ones_draw(
     for name, picture in now.items():
         atol = 1e-4 if "float32" in name else 0.05
         np.testing.assert_allclose(oldest[name], picture, atol=atol, err_msg=name)
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "packages",
+    [
+        None,
+        pytest.param(
+            OLDEST,
+            marks=[
+                pytest.mark.soak,
+                pytest.mark.skipif(not OLDEST.is_dir(), reason=f"no {OLDEST.name}"),
+            ],
+        ),
+    ],
+    ids=["pinned", "oldest"],
+)
+def test_the_code_of_cards_and_pages_draws_offline(
+    packages: Path | None,
+    published: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = tmp_path / "base"
+    recipe = digits(tmp_path, **{"model.path": str(base)})
+    registry = tmp_path / "store/registry"
+    monkeypatch.setenv("PYTHONPATH", str(packages or ""))
+    for folder, lora, name in zip(published, (None, base), ("digits", "mine"), strict=True):
+        weights = Weights.of(TrainedWeights(lora=lora), base, None, folder, merged=False)
+        card = write_card(recipe, base, {"metrics": {}, "differences": {}}, [], {}, weights)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        smoke_test.check(folder, base, None, recipe)
+        (registry / name).mkdir(parents=True)
+        (registry / name / "champion").symlink_to(folder)
+    page, readme = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("docs/publishing.md", "README.md")
+    )
+    block = page.partition("```python\n")[2].partition("```")[0]
+    (loading,) = re.findall(r"`(pipe\.load_lora_weights\(.+?\))`", readme)
+    code = f"import torch\nfrom diffusers import DiffusionPipeline\n{block}\n{loading}\n"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = python("-P", "-c", code, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_text_encoders_have_the_names_that_every_transformers_reads(

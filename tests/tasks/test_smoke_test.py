@@ -16,11 +16,23 @@ from diffusers import (
 from toy_recipes import digits
 from transformers import CLIPImageProcessor
 
+from configs.settings.recipe import Recipe
 from tasks.build_or_reuse import TransientError
 from tasks.publish import smoke_test
+from tasks.publish.model_card import Weights, write_card
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
+from tasks.trained_weights import BASE
 
 pytestmark = pytest.mark.slow
+
+
+def job_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """The job for a pipeline with its card."""
+    weights = Weights.of(BASE, folder, None, folder, merged=False)
+    measured: dict[str, Any] = {"metrics": {}, "differences": {}}
+    card = write_card(recipe, folder, measured, [], {}, weights)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    return smoke_test.describe(folder, folder, None, recipe)
 
 
 def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -29,9 +41,44 @@ def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_
     with torch.no_grad():
         unet.conv_out.weight.fill_(float("nan"))
     unet.save_pretrained(folder / "unet")
-    job = smoke_test.describe(folder, tiny_sdxl, None, digits(tmp_path))
     with pytest.raises(ValueError, match="the picture is not finite"):
+        smoke_test.draw(job_of(folder, digits(tmp_path)))
+
+
+def test_the_code_of_the_card_is_what_draws_offline(tmp_path: Path, tiny_sdxl: Path) -> None:
+    folder = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
+    recipe = digits(tmp_path, **{"evaluate.prompts.new.prompts": ["a\n```python\nraise OSError"]})
+    job = job_of(folder, recipe)
+    smoke_test.draw(job)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+
+    def insert(line: str) -> None:
+        code = card.replace("\nimage = pipe(", f"\n{line}\nimage = pipe(")
+        (folder / "README.md").write_text(code, encoding="utf-8")
+
+    insert("raise ValueError('the code fails')")
+    with pytest.raises(ValueError, match="the code fails"):
         smoke_test.draw(job)
+    insert("pipe.load_lora_weights('nobody/none')")
+    with pytest.raises(SmokeTestFailed, match="offline mode"):
+        smoke_test.check(folder, folder, None, recipe)
+
+
+def test_the_card_of_a_unet_with_extra_inputs_draws(
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture, a mask and aesthetic scores."""
+    folder = Path(shutil.copytree(tiny_model("tiny-sd"), tmp_path / "model"))
+    config = UNet2DConditionModel.load_config(folder / "unet")
+    inputs = {"in_channels": 9, "class_embed_type": "timestep"}
+    UNet2DConditionModel.from_config({**config, **inputs}).save_pretrained(folder / "unet")
+    index = (folder / "model_index.json").read_text(encoding="utf-8")
+    inpainting = index.replace("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
+    (folder / "model_index.json").write_text(inpainting, encoding="utf-8")
+    recipe = digits(tmp_path)
+    extra = recipe.train.model_copy(update={"inpainting": True, "aesthetic_score": True})
+    monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
+    smoke_test.draw(job_of(folder, recipe.model_copy(update={"train": extra})))
 
 
 class Blackens(torch.nn.Module):
@@ -44,7 +91,7 @@ class Blackens(torch.nn.Module):
 def test_a_safety_checker_of_the_base_has_no_say(
     tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny_model("tiny-sd")
+    folder = Path(shutil.copytree(tiny_model("tiny-sd"), tmp_path / "model"))
     load = StableDiffusionPipeline.from_pretrained
 
     def with_checker(*given: Any, **named: Any) -> Any:
@@ -54,7 +101,7 @@ def test_a_safety_checker_of_the_base_has_no_say(
 
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", with_checker)
     monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
-    smoke_test.draw(smoke_test.describe(folder, folder, None, digits(tmp_path)))
+    smoke_test.draw(job_of(folder, digits(tmp_path)))
 
 
 def test_the_smoke_test_has_the_packages_of_pythonpath(
@@ -84,19 +131,20 @@ def test_every_family_passes_the_smoke_test_in_a_dtype_that_fits(
     """A FLUX transformer's config has no sample_size."""
     monkeypatch.setattr(smoke_test, "LARGEST_SIDE", 32)
     monkeypatch.setattr(smoke_test, "_free_bytes", lambda device: free)
-    folder = tiny_model(name)
+    folder = Path(shutil.copytree(tiny_model(name), tmp_path / "model"))
     recipe = digits(tmp_path, **{"evaluate.dtype": "bfloat16"})
-    dtypes = set()
+    loaded = []
     load = DiffusionPipeline.from_pretrained
 
     def spy(*given: Any, **more: Any) -> Any:
-        pipe = load(*given, **more)
-        dtypes.update(part.dtype for part in (pipe.vae, pipe.text_encoder))
-        return pipe
+        loaded.append(load(*given, **more))
+        assert {part.dtype for part in (loaded[0].vae, loaded[0].text_encoder)} == {torch.bfloat16}
+        return loaded[0]
 
     monkeypatch.setattr(DiffusionPipeline, "from_pretrained", spy)
-    smoke_test.draw(smoke_test.describe(folder, folder, None, recipe))
-    assert dtypes == {getattr(torch, drawn_in)}
+    smoke_test.draw(job_of(folder, recipe))
+    (pipe,) = loaded
+    assert {part.dtype for part in (pipe.vae, pipe.text_encoder)} == {getattr(torch, drawn_in)}
 
 
 def test_free_memory_is_the_least_of_machine_container_and_gpu(

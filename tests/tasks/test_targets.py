@@ -23,7 +23,7 @@ def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None
 
 
 def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
-    tiny_flux: Path, caplog: pytest.LogCaptureFixture
+    tiny_flux: Path, tiny_flux2: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def warned(**lora: object) -> str:
         given = {f"train.lora.{name}": value for name, value in lora.items()}
@@ -33,8 +33,12 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
 
     assert warned() == warned(target_modules=["attn.to_q", "proj_out", "context_embedder"]) == ""
     found = warned(target_modules=["to_q", "norm_out.linear"])
-    assert "norm_out.linear has no name in the layout of sd-scripts" in found
+    assert "norm_out.linear has no name in the layout of kohya's sd-scripts" in found
     assert "DoRA adapts a part of it" in warned(target_modules=["attn.to_q"], dora=True)
+    caplog.clear()
+    modulated = {"train.lora.target_modules": ["to_q", "norm_out.linear"]}
+    warn_of_kohya(load_recipe("flux2-klein", modulated), tiny_flux2)
+    assert "norm_out.linear has no name in the layout of musubi-tuner" in caplog.text
 
 
 def test_a_guidance_scale_without_effect_is_refused(

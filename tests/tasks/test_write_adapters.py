@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,28 @@ import torch
 import yaml
 from diffusers import StableDiffusionXLPipeline
 from huggingface_hub import ModelCard
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from store_drafts import commit
 from tiny_adapters import RANK, make_lora
 
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelAway, ModelNotFound
+from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, Store
 from configs.load_and_extend_recipe import load_recipe
+from configs.settings.lora import Lora
 from configs.settings.recipe import Recipe
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
+from runtimes.families import detect_family, family_named
 from tasks.evaluate.bootstrap import Estimate, to_npz
 from tasks.evaluate.load_published_model import load_published_model
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.stage import Publication, build, registry_of, settings_for_key, show
+from tasks.publish.write_adapters import write_adapters
 from tasks.train import STAGE as TRAIN
 from tasks.trained_weights import local_weights, weights_content
 
@@ -58,7 +64,7 @@ def train(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
     return commit(Store(recipe.store), TRAIN, files)
 
 
-def publish(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
+def publish(folder: Path, recipe: Recipe, vae: Path | None = None, **more: bytes) -> Artifact:
     store = Store(recipe.store)
     models = {"base": METRICS, "tuned": METRICS}
     measured = {"metrics": metrics_by_name(models), "fingerprint": "f"}
@@ -71,7 +77,7 @@ def publish(folder: Path, recipe: Recipe, **more: bytes) -> Artifact:
     draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
     base = Path(recipe.model.path)
     trained = train(folder, recipe, **more)
-    given = Publication(recipe, trained, evaluated, {"base": "b"}, base, None)
+    given = Publication(recipe, trained, evaluated, {"base": "b"}, base, vae)
     summary = build(given, lambda v: {}, draft, lambda *a: None)
     return draft.commit(summary, {"parents": {}})
 
@@ -173,13 +179,117 @@ def test_both_files_have_the_trained_strength_without_the_header(
     assert kohya[f"{layer}.alpha"] == 2.5 * RANK
 
 
-def test_adapters_with_another_alpha_are_not_those_of_an_earlier_layout(
-    tmp_path: Path, tiny_sdxl: Path
+Header = Mapping[str, str]
+
+
+def version_for_automatic1111(header: Header) -> str:
+    """Of the base that its LoRA page shows adapters beside; beside others it hides them."""
+    if header.get("ss_base_model_version", "").startswith("sdxl_"):
+        return "SDXL"
+    return "SD2" if header.get("ss_v2") == "True" else "SD1"
+
+
+def version_for_forge(header: Header) -> str | None:
+    """The same of Forge, which shows what it does not know beside every base."""
+    architecture = header.get("modelspec.architecture")
+    if header.get("modelspec.implementation") == "https://github.com/black-forest-labs/flux":
+        return "Flux"
+    if architecture == "stable-diffusion-xl-v1-base/lora":
+        return "SDXL"
+    if header.get("ss_v2") == "True":
+        return "SD2"
+    return "SD1" if architecture == "stable-diffusion-v1/lora" else None
+
+
+FLUX = {"num_attention_heads": 24, "attention_head_dim": 128}
+PLACE = "transformer_blocks.0.attn.to_out.0"
+#: Family, denoiser's config, a layer; version in its trainer, for AUTOMATIC1111 and for Forge.
+BASES = [
+    ("sd", {"cross_attention_dim": 768}, "conv_in", "sd_v1", "SD1", "SD1"),
+    ("sd", {"cross_attention_dim": 1024}, "conv_in", "sd_v2", "SD2", "SD2"),
+    ("sdxl", {"layers_per_block": 2}, "conv_in", "sdxl_base_v1-0", "SDXL", "SDXL"),
+    ("flux", {**FLUX, "guidance_embeds": True}, PLACE, "flux1", None, "Flux"),
+    ("flux", {**FLUX, "guidance_embeds": False}, PLACE, "flux1", None, "Flux"),
+    ("flux2", FLUX, PLACE, "flux_2_klein_4b", None, None),
+    ("flux2", {**FLUX, "num_attention_heads": 32}, PLACE, "flux_2_klein_9b", None, None),
+    ("z_image", {}, "layers.0.attention.to_q", "z_image", None, None),
+    ("qwen_image", {}, PLACE, "qwen_image", None, None),
+]
+
+
+def write_base(folder: Path, name: str, config: Mapping[str, Any], **scheduler: str) -> Path:
+    """The configs of a base, without weights."""
+    family = family_named(name)
+    index = {"_class_name": family.pipelines[0]}
+    parts = {"scheduler/scheduler_config": scheduler, f"{family.denoiser}/config": config}
+    for path, content in {"model_index": index, **parts}.items():
+        file = folder / f"{path}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def kohya_header(folder: Path, base: Path, layer: str) -> dict[str, str]:
+    """The header of the file in kohya's layout for adapters of one layer."""
+    part = detect_family(base).denoiser
+    sides = {"A": np.ones((4, 8), np.float32), "B": np.ones((8, 4), np.float32)}
+    arrays = {f"{part}.{layer}.lora_{side}.weight": array for side, array in sides.items()}
+    with (folder / "lora.safetensors").open("wb") as stream:
+        write_arrays(stream, arrays, metadata(arrays, Lora(rank=4, alpha=2.0)))
+    given = {"name": "foxes", "dtype": "float16", "scheduler": None}
+    write_adapters(folder / "lora.safetensors", base, folder / "out", **given)
+    with safe_open(folder / "out/foxes_kohya.safetensors", "np") as stored:
+        return dict(stored.metadata())
+
+
+@pytest.mark.parametrize(("family", "config", "layer", "version", "automatic1111", "forge"), BASES)
+def test_web_uis_show_adapters_beside_their_base(
+    family: str,
+    config: dict[str, Any],
+    layer: str,
+    version: str,
+    automatic1111: str | None,
+    forge: str | None,
+    tmp_path: Path,
 ) -> None:
-    given = {None: False, RANK: False, 5.0: True}
-    for alpha, differs in given.items():
-        recipe = digits(tmp_path, tiny_sdxl, **{"train.lora.alpha": alpha})
-        assert ("alpha" in settings_for_key(recipe)) == differs
+    header = kohya_header(tmp_path, write_base(tmp_path, family, config), layer)
+    if automatic1111 is not None:  # it has none of the later bases
+        assert version_for_automatic1111(header) == automatic1111
+    assert version_for_forge(header) == forge
+    names = family_named(family).kohya
+    assert names is not None
+    fields = {name.removeprefix("ss_"): header[name] for name in header if name.startswith("ss_")}
+    assert fields == {
+        "base_model_version": version,
+        "network_alpha": "2.0",
+        "network_dim": "4",
+        "network_module": names.network_module,
+        "output_name": "foxes",
+        "v2": str(version == "sd_v2"),
+    }
+
+
+def test_the_header_of_a_v_predicting_base_says_so(tmp_path: Path) -> None:
+    config = {"cross_attention_dim": 1024}
+    base = write_base(tmp_path, "sd", config, prediction_type="v_prediction")
+    header = kohya_header(tmp_path, base, "conv_in")
+    assert header["ss_base_model_version"] == "sd_v2_v"
+    assert header["modelspec.architecture"] == "stable-diffusion-v2-768-v/lora"
+
+
+def test_files_of_adapters_are_the_same_bytes_each_time(tmp_path: Path, tiny_sdxl: Path) -> None:
+    lora = make_lora(tmp_path / "lora.safetensors")
+    given = {"name": "x", "dtype": "float16", "scheduler": None}
+    for number in range(12):
+        write_adapters(lora, tiny_sdxl, tmp_path / f"{number}", **given)
+    for name in (LORA_WEIGHTS, "x_kohya.safetensors"):
+        assert len({(tmp_path / f"{number}" / name).read_bytes() for number in range(12)}) == 1
+
+
+def test_adapters_are_not_those_of_an_earlier_layout(tmp_path: Path, tiny_sdxl: Path) -> None:
+    for method in ("lora", "full"):
+        recipe = digits(tmp_path, tiny_sdxl, **{"train.method": method})
+        assert ("kohya" in settings_for_key(recipe)) == (method == "lora")
 
 
 def test_published_adapters_are_read_with_the_trained_strength(
@@ -278,8 +388,8 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
     job = smoke_test.describe(Path(alone.path), tiny_sdxl, None, digits(tmp_path, tiny_sdxl))
     smoke_test.draw(job)
-    Path(alone.path, name).write_text(json.dumps({**config, "_class_name": "NoScheduler"}))
-    with pytest.raises(AttributeError, match="NoScheduler"):
+    Path(alone.path, name).unlink()
+    with pytest.raises(OSError, match=r"scheduler_config\.json"):
         smoke_test.draw(job)
 
 
@@ -325,7 +435,8 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_
         tensors = {name: tensor.half() for name, tensor in load_file(file).items()}
         save_file(tensors, file.with_suffix(".fp16.safetensors"), {"format": "pt"})
         file.unlink()
-    vae = (half / "vae").rename(tmp_path / "vae")
-    recipe = digits(tmp_path, tiny_sdxl)
-    version = registry_of(recipe).publish(publish(tmp_path, recipe))
+    (tmp_path / "other").mkdir()
+    vae = (half / "vae").rename(tmp_path / "other/half")  # of the base's name
+    recipe = digits(tmp_path, half, **{"model.vae": str(vae)})
+    version = registry_of(recipe).publish(publish(tmp_path, recipe, vae))
     smoke_test.draw(smoke_test.describe(Path(version.uri), half, vae, recipe))

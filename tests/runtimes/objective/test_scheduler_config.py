@@ -163,5 +163,8 @@ def test_a_scheduler_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_schedule(tmp_path)
     with pytest.raises(WrongInput, match=r"scheduler_config\.json: .*beta_schedule 'cosine'"):
         read_schedule(write(tmp_path, {"beta_schedule": "cosine"}))
+    for hostile in ("DDIMScheduler\nraise SystemExit", ["DDIMScheduler"]):
+        with pytest.raises(WrongInput, match="no name of a class: the model may be hostile"):
+            read_schedule(write(tmp_path, {"_class_name": hostile}))
     with pytest.raises(WrongInput, match="the scheduler NoSuch is not of this version"):
         make_scheduler({"_class_name": "NoSuch"})
