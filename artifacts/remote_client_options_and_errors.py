@@ -35,6 +35,23 @@ _NO_LOG_IN = {
     *("LoginRefreshRequired", "LoginTokenLoadError"),
 }
 
+MEMORY = (
+    "this machine has too little memory: free some, raise the limit (`ulimit -v`, or the "
+    "container's), or lower download.max_pixels"
+)
+#: Errors of the system that are the machine's, neither a row's nor a store's -> what is to be done.
+SHORTAGES = {
+    errno.ENOMEM: MEMORY,
+    errno.EMFILE: "this process can open no more files and connections: raise its limit "
+    "(`ulimit -n`), or lower download.max_connections",
+    errno.ENFILE: "this machine can open no more files and connections: raise its limit (`sysctl "
+    "fs.file-max`), or close other programs",
+    errno.ENOBUFS: "this machine has no memory for more connections: lower "
+    "download.max_connections",
+    errno.EADDRNOTAVAIL: "this machine has no free port for more connections: close other "
+    "programs, or lower download.max_connections",
+}
+
 
 def protocols(fs: AbstractFileSystem) -> set[str]:
     """The URL schemes of a filesystem."""
@@ -123,6 +140,13 @@ def lacks_credentials(error: BaseException) -> bool:
 def is_full(error: BaseException) -> bool:
     """Whether a disk, or the share of it that this user may have, is full."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def shortage(error: BaseException) -> str | None:
+    """What this machine lacks and what is to be done, by an error; None if it lacks nothing."""
+    if isinstance(error, MemoryError):
+        return MEMORY
+    return SHORTAGES.get(getattr(error, "errno", None) or 0)
 
 
 def target_of(error: Exception) -> str | None:
