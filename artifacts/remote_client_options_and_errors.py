@@ -1,4 +1,4 @@
-"""Clients of remote stores: their options, packages and errors."""
+"""Clients of remote stores: their requests, packages and errors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from fsspec import AbstractFileSystem
-from fsspec.config import conf as fsspec_config
-
-from artifacts.concurrent_requests import AT_ONCE
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = (
     *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
     *("google.api_core", "google.auth", "google.cloud", "google.resumable_media", "requests"),
 )
-#: Clients of web servers and of the hub, whose answers 4xx are final, but for those of _PASSING.
+#: Clients of web servers and of the hub.
 _WEB_CLIENTS = ("aiohttp", "httpx", "httpx2", "huggingface_hub", "requests")
+#: The answers 4xx that may pass. All others are final, and 501.
 _PASSING = {408, 425, 429}
+#: Codes of S3's answers 400 and 409 that may pass.
+_PASSING_OF_S3 = {"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"}
 #: Their answers that there is no such file, or no longer.
 _ABSENT = {404, 410}
 #: Errors of botocore and google.auth: there are no credentials. Machines of a cloud ask a service
@@ -35,13 +35,22 @@ _NO_LOG_IN = {
     *("LoginRefreshRequired", "LoginTokenLoadError"),
 }
 
-
-def client_options(url: str) -> dict[str, Any]:
-    """Options of a filesystem's client, beside fsspec's config: S3's opens ten connections."""
-    if not url.startswith("s3://"):
-        return {}
-    configured = fsspec_config.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": AT_ONCE, **configured}}
+MEMORY = (
+    "this machine has too little memory: free some, raise the limit (`ulimit -v`, or the "
+    "container's), or lower download.max_pixels"
+)
+#: Errors of the system that are the machine's, neither a row's nor a store's -> what is to be done.
+SHORTAGES = {
+    errno.ENOMEM: MEMORY,
+    errno.EMFILE: "this process can open no more files and connections: raise its limit "
+    "(`ulimit -n`), or lower download.max_connections",
+    errno.ENFILE: "this machine can open no more files and connections: raise its limit (`sysctl "
+    "fs.file-max`), or close other programs",
+    errno.ENOBUFS: "this machine has no memory for more connections: lower "
+    "download.max_connections",
+    errno.EADDRNOTAVAIL: "this machine has no free port for more connections: close other "
+    "programs, or lower download.max_connections",
+}
 
 
 def protocols(fs: AbstractFileSystem) -> set[str]:
@@ -133,6 +142,13 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
+def shortage(error: BaseException) -> str | None:
+    """What this machine lacks and what is to be done, by an error; None if it lacks nothing."""
+    if isinstance(error, MemoryError):
+        return MEMORY
+    return SHORTAGES.get(getattr(error, "errno", None) or 0)
+
+
 def target_of(error: Exception) -> str | None:
     """The file that an error of the system names: of a copy, the one that was to be written."""
     files = (getattr(error, name, None) for name in ("filename2", "filename"))
@@ -184,20 +200,31 @@ def _answer(error: BaseException) -> Any:
     """The HTTP status in a client's error, if any: aiohttp's `code` is deprecated for `status`."""
     if not is_of_client(error):
         return None
+    if reply := _reply_of_s3(error):
+        return reply.get("ResponseMetadata", {}).get("HTTPStatusCode")
     if (response := getattr(error, "response", None)) is not None:  # the hub's
         return getattr(response, "status_code", None)
     return getattr(error, "status" if hasattr(error, "status") else "code", None)
 
 
+def _reply_of_s3(error: BaseException) -> dict[str, Any]:
+    """What S3 answered, which s3fs has in the cause of its error; empty if it is no answer."""
+    reply = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    return reply if isinstance(reply, dict) else {}
+
+
 def _is_final(error: BaseException) -> bool:
-    """Whether a web server, or the hub, would answer the same again, or the URL is none."""
+    """Whether a server would answer the same again, or the URL is none."""
     if type(error).__name__ == "ParamValidationError":  # botocore's, of a bucket's name
         return True
-    if not _is_of(_WEB_CLIENTS, type(error).__module__):
+    if _reply_of_s3(error).get("Error", {}).get("Code") in _PASSING_OF_S3:
         return False
     answer = _answer(error)
+    is_web = _is_of(_WEB_CLIENTS, type(error).__module__)
+    if answer == 401 and not is_web:  # of gcsfs without credentials, which may come back
+        return False
     refused = isinstance(answer, int) and 400 <= answer < 500 and answer not in _PASSING
-    return refused or isinstance(error, ValueError)
+    return refused or answer == 501 or (is_web and isinstance(error, ValueError))
 
 
 def _is_of(packages: tuple[str, ...], module: str) -> bool:

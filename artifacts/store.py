@@ -50,7 +50,7 @@ from artifacts.file_stamps import present_stamp
 from artifacts.hashing import digest_bytes
 from artifacts.list_folder import new_probe, subfolders
 from artifacts.lock import Lock, hold, is_alive
-from artifacts.remote_client_options_and_errors import client_options, make_folder_of, protocols
+from artifacts.remote_client_options_and_errors import make_folder_of, protocols
 from configs.redact_errors_and_logs import one_line
 from configs.redact_urls import check_stored_url, check_unchained, without_secrets
 
@@ -261,8 +261,8 @@ class Store:
             raise StoreError("store: it has no name: give a folder or a URL")
         try:
             # Listings that a client remembers say nothing of what others have done since.
-            more = client_options(check_unchained(url))
-            self.fs, root = url_to_fs(check_stored_url(url), use_listings_cache=False, **more)
+            known = check_stored_url(check_unchained(url))
+            self.fs, root = url_to_fs(known, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:  # some clients connect or open at once
             raise StoreError(f"store {without_secrets(url)}: {one_line(error)}") from None
         self.root = root.rstrip("/")

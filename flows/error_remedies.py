@@ -75,6 +75,18 @@ FREQUENT = (
         "resumes.",
     ),
     Frequent(
+        "can open no more files",
+        "A process, or the machine, has as many files and connections as its limit allows.",
+        "Raise the limit that the message names, or lower `download.max_connections`. No row is "
+        "lost: the run resumes.",
+    ),
+    Frequent(
+        "has too little memory",
+        "A picture could not be decoded or fetched for want of memory; it is not recorded as bad.",
+        "Free memory, raise the limit (`ulimit -v`, or the container's), or lower "
+        "`download.max_pixels`.",
+    ),
+    Frequent(
         "no Prefect server answers",
         "`PREFECT_API_URL` is set, and its server is down.",
         "Start it (`make ui`), or unset the variable: a run then starts a server of its own.",
@@ -167,6 +179,7 @@ REMEDIES = {
     "JobFailed": "Read the reason in the message. Run again: the run resumes.",
     "StageFailed": "Change what the message names. The stages before it are kept.",
     "TransientError": "Prefect retries. Run again later if it gave up.",
+    "MachineShort": "Prefect retries. Free memory, or raise the limit that the message names.",
     "StorageError": "Correct the store's URL, permissions or credentials.",
     "StorageAway": "Prefect retries. Free space, or wait until the store answers.",
     "StoreError": "Correct `store` or `--store`: a folder, `s3://` or `gs://`.",

@@ -20,7 +20,7 @@ from artifacts.store import Store
 from configs.redact_errors_and_logs import one_line
 from tasks.beam_options import make_pipeline, quiet_beam
 from tasks.beam_workers import Workers, is_dask, workers_of
-from tasks.build_or_reuse import StorageAway, StorageError, TransientError
+from tasks.build_or_reuse import MachineShort, StorageAway, StorageError, TransientError
 from tasks.import_beam_quietly import quiet_import
 from tasks.worker_reports import WorkerReports, progress_text, shard_counts
 
@@ -41,7 +41,7 @@ LOST = re.compile(
 
 #: The error of a runner that has no space for its own files.
 FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
-KNOWN = (WorkerDiffers, LockLost, StorageAway, StorageError)
+KNOWN = (WorkerDiffers, LockLost, MachineShort, StorageAway, StorageError)
 
 
 class WorkersLost(TransientError):
@@ -92,6 +92,7 @@ def run_linear(
         BeamOptionsError: Beam rejects the options.
         LockLost: another builder took the lock of this thread over; no further shard was begun.
         StorageError: the store is not writable; StorageAway if it is full or does not answer.
+        MachineShort: a worker lacks memory, open files or ports.
         WorkerDiffers: a worker has other code or packages than this process.
         WorkersLost: the runner lost workers; another run does the shards that are missing.
     """

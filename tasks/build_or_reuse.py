@@ -28,6 +28,7 @@ from artifacts.remote_client_options_and_errors import (
     is_outage,
     lacks_credentials,
     remedy,
+    shortage,
     target_of,
 )
 from artifacts.store import Artifact, Draft, Store
@@ -56,6 +57,10 @@ class StorageError(RuntimeError):
 
 class StorageAway(StorageError, TransientError):
     """The store is full, does not answer or has no credentials for us now: retry."""
+
+
+class MachineShort(TransientError):
+    """This machine lacks memory, open files or ports; the message has the remedy: retry."""
 
 
 class StageFailed(RuntimeError):
@@ -227,7 +232,7 @@ def is_ours(error: Exception) -> bool:
 
 @contextmanager
 def storing(store: Store) -> Iterator[None]:
-    """Convert errors of the store to StorageError; other errors pass through."""
+    """Convert errors of the store to StorageError, of the machine to MachineShort; not others."""
     try:
         yield
     except Exception as error:
@@ -238,12 +243,14 @@ def storing(store: Store) -> Iterator[None]:
 
 
 def storage_error(store: Store | None, error: Exception) -> Exception:
-    """The StorageError of a store's error, or the error itself if it has another cause.
+    """The StorageError or MachineShort of an error, or the error itself if it has another cause.
 
     Args:
         store: None: one that is not known here. An error of the system must then name a file.
     """
     number, file = getattr(error, "errno", None), target_of(error)
+    if lacking := shortage(error):
+        return MachineShort(f"{lacking}, then run again ({one_line(error)})")
     if store is None and number is not None and file is None and not is_of_client(error):
         return error
     url = "the store" if store is None else store.url

@@ -26,11 +26,23 @@ def collect_garbage_rarely() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
-def raise_open_file_limit() -> None:
-    """Allow as many open files as the system does: each mapped shard keeps a file descriptor.
+def check_memory(size: int) -> None:
+    """Raise MemoryError if this process cannot have `size` more bytes.
 
-    The usual soft limit, 1,024, is less than 32 shards in each of 33 aspect buckets.
+    Decoders tell a failed allocation as damaged data. The bytes are not touched, so this takes
+    microseconds and no memory.
     """
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY:  # macOS refuses an infinite soft limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    bytes(size)
+
+
+def raise_open_file_limit() -> int:
+    """Allow as many open files as the system does; how many.
+
+    Each mapped shard keeps a file descriptor, and each connection. The usual soft limit, 1,024, is
+    less than 32 shards in each of 33 aspect buckets.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:  # macOS refuses an infinite soft limit
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

@@ -10,6 +10,8 @@ from io import BytesIO
 from itertools import pairwise
 from typing import NamedTuple
 
+from runtimes.process.memory import check_memory
+from tasks.download.decoding_memory import BYTES_PER_PIXEL
 from tasks.download.retryable_and_final_failures import FetchFailed
 
 #: Accepted formats. The list keeps hostile bytes away from Pillow's rarer decoders. An AVIF's
@@ -19,6 +21,8 @@ AVIF = (b"ftypavif", b"ftypavis")
 #: A JPEG scan header (ITU-T T.81, B.2.3). Each scan can cost a pass over all pixels.
 SCAN = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e][\x01-\x04]")
 MAX_SCANS = 100  # encoders write about 10
+#: Opening takes this many times less memory than decoding: two canvases of a WebP.
+OPENED = 8
 #: A TIFF's byte order -> its code in `struct`. BigTIFF, for files over 4 GB, is not accepted.
 BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 WIDTH, LENGTH, TILE_WIDTH, TILE_LENGTH = 256, 257, 322, 323  # TIFF tags
@@ -53,8 +57,9 @@ def check_picture(body: bytes, max_pixels: int) -> Header:
 
     Raises:
         FetchFailed: not a picture, more than `max_pixels` pixels or too slow to decode.
+        MemoryError: this process lacks the memory to open it.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if body[4:12] in AVIF:
         raise FetchFailed("avif is not accepted")
@@ -65,7 +70,12 @@ def check_picture(body: bytes, max_pixels: int) -> Header:
             header = Header(*image.size, is_reducible, tile)
     except Image.DecompressionBombError:
         raise FetchFailed("too many pixels") from None
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise FetchFailed("not an image") from None
     except Exception:  # a parser of hostile bytes may raise any type
+        check_memory(BYTES_PER_PIXEL * max_pixels // OPENED)
         raise FetchFailed("not an image") from None
     if header.pixels > max_pixels:
         raise FetchFailed("too many pixels")

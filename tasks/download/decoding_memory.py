@@ -6,6 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+#: Memory that img2dataset needs at most, for alpha in float64.
+BYTES_PER_PIXEL = 79
+
 
 class PixelBudget:
     """Pixels of the pictures that are being decoded, in all threads."""
@@ -29,5 +32,5 @@ class PixelBudget:
                 self._changed.notify_all()
 
 
-#: The budget of this process. img2dataset needs up to 79 bytes per pixel, for alpha in float64.
+#: The budget of this process.
 DECODING = PixelBudget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,18 @@ from typing import Any, TypeVar
 from artifacts.cache_errors import caching
 from artifacts.download_or_find_model import cache_folder
 from runtimes.process.launcher import count_cores
-from runtimes.process.memory import collect_garbage_rarely
+from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
 from tasks.download.body_memory import BodyMemory
 from tasks.download.pace_requests_per_web_host import HostLimits
 from tasks.download.robots_txt import RobotsCache
 
 #: Bytes of the bodies that a process reads or keeps for decoding.
 BODIES = 2**28
+#: Files of a process beside its connections: of Python, Beam, the store and temporary files.
+OTHER_FILES = 64
+#: Files of a connection: its socket, one of another address, and one that waits for its host.
+FILES = 3
+log = logging.getLogger("kiln")
 T = TypeVar("T")
 _creation = threading.Lock()
 
@@ -72,7 +78,15 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @cache
 def _connections(limit: int) -> asyncio.Semaphore:
-    return asyncio.Semaphore(limit)
+    files = raise_open_file_limit()
+    most = max(1, (files - OTHER_FILES) // FILES)
+    if most < limit:
+        log.warning(
+            "download: %d connections instead of download.max_connections, %d: this process may "
+            "open %d files; raise the limit (`ulimit -n`)",
+            *(most, limit, files),
+        )
+    return asyncio.Semaphore(min(limit, most))
 
 
 @cache

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from multidict import MultiDict, MultiMapping
 
@@ -35,6 +35,9 @@ from tasks.download.source_protocol import ServedAt
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.
 TOKEN = "kilnworks"
+#: Seconds before a request that this machine had no descriptor for, say, is tried again.
+SHORTAGE_PAUSE = 0.5
+T = TypeVar("T")
 
 
 class Fetched(NamedTuple):
@@ -125,7 +128,7 @@ class Fetcher:
         deadline = Deadline(self.clock.now() + self.settings.deadline)
         for attempt in range(self.settings.retries + 1):
             try:
-                body, headers = await request(deadline)
+                body, headers = await self._when_able(partial(request, deadline), deadline)
                 return Fetched(body, headers, attempt + 1)
             except FetchFailed as failure:
                 is_requested = failure.reason not in NOT_REQUESTED
@@ -137,6 +140,21 @@ class Fetcher:
                     raise
             await self.clock.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
+
+    async def _when_able(self, request: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        """The answer of a request, tried again while this machine lacks what it needs.
+
+        Raises the error of the machine at the deadline.
+        """
+        pause = SHORTAGE_PAUSE
+        while True:
+            try:
+                return await request()
+            except (OSError, MemoryError):
+                if self.clock.now() + pause >= deadline.at:
+                    raise
+            await self.clock.sleep(pause * random.uniform(0.75, 1.25))
+            pause *= 2
 
     def _pause(self, attempt: int, failure: FetchFailed) -> float:
         # Jitter: without it all rows retry an overloaded server at the same moment.
@@ -164,10 +182,10 @@ class Fetcher:
                 return await self.client.fetch(
                     url, deadline, room=room, admit=admit, truncate=truncate
                 )
-            except FetchFailed as failure:
+            except (FetchFailed, OSError, MemoryError) as failure:
                 if room is not None:
                     room.free()  # before the pause: rows that wait for memory hold connections
-                if visited:
+                if visited and isinstance(failure, FetchFailed):
                     self.shared.hosts.wait_for(visited[-1].host, failure.wait)
                 raise
 

@@ -11,8 +11,9 @@ from io import BytesIO
 from typing import Any
 
 from configs.settings.download import Download
+from runtimes.process.memory import check_memory
 from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
-from tasks.download.decoding_memory import DECODING
+from tasks.download.decoding_memory import BYTES_PER_PIXEL, DECODING
 from tasks.download.import_img2dataset_modules import img2dataset_module
 from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
 
@@ -23,6 +24,8 @@ REASONS = {
     "image area too large": "too many pixels",
     "aspect ratio too large": "too thin",
 }
+#: Why a picture was not resized, if it is not for its size.
+UNDECODED = ("not an image", "cannot be resized")
 #: Pixels that a decoder skips need this many times less memory than those that are resized.
 SKIPPED = 8
 
@@ -93,16 +96,36 @@ class PictureResizer:
 
         Raises:
             FetchFailed: the body is no picture, or one that would take too much memory.
+            MemoryError: this process lacks memory, even if it decodes nothing else.
         """
         body = bounded_metadata(body)
-        header = check_picture(body, self.settings.max_pixels)
+        most = self.settings.max_pixels
+        try:
+            return self._resized(body, is_alone=False)
+        except MemoryError:
+            with DECODING.reserve(most, most):
+                return self._resized(body, is_alone=True)
+
+    def _resized(self, body: bytes, *, is_alone: bool) -> Resized | str:
+        most = self.settings.max_pixels
+        header = check_picture(body, most)
         scale = reduction(header, self.settings)
         if scale > 1 and (reason := self._refused(header)):
             return reason
-        with DECODING.reserve(header.pixels // min(scale**2, SKIPPED), self.settings.max_pixels):
-            upright = rotate_and_reduce(body, scale)
-            resize = self._resize if scale == 1 else self._resize_reduced
-            picture, *sizes, message = resize(BytesIO(upright.body))
+        pixels = header.pixels // min(scale**2, SKIPPED)
+        with nullcontext() if is_alone else DECODING.reserve(pixels, most):
+            resized: Resized | str = UNDECODED[0]
+            try:
+                resized = self._decoded(body, header, scale)
+                return resized
+            finally:
+                if resized in UNDECODED:  # others may since have freed what all may have
+                    check_memory(BYTES_PER_PIXEL * (pixels if is_alone else most))
+
+    def _decoded(self, body: bytes, header: Header, scale: int) -> Resized | str:
+        upright = rotate_and_reduce(body, scale)
+        resize = self._resize if scale == 1 else self._resize_reduced
+        picture, *sizes, message = resize(BytesIO(upright.body))
         if message is not None:
             return REASONS.get(message, "cannot be resized")
         if upright.body is body and sizes[2:] != [header.width, header.height]:

@@ -12,6 +12,8 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
+from artifacts.remote_client_options_and_errors import is_full, shortage
+
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
 NO_ANSWER, BUSY = "host does not answer", "host asks to wait"
 #: The host's crawl delay keeps the row for too long: no outage, its other rows are fetched.
@@ -54,7 +56,10 @@ class RefusedAddress(OSError):
 
 @contextmanager
 def as_fetch_failed() -> Iterator[None]:
-    """Convert the exceptions of a fetch to FetchFailed, a new one: requests may share errors."""
+    """Convert the exceptions of a fetch to FetchFailed, a new one: requests may share errors.
+
+    Raises OSError for what this machine lacks: another row would fail alike.
+    """
     try:
         yield
     except FetchFailed as failure:
@@ -63,15 +68,21 @@ def as_fetch_failed() -> Iterator[None]:
         raise FetchFailed("bad url") from None
     except aiohttp.ClientConnectorCertificateError as error:
         raise FetchFailed(_reason(error.certificate_error)) from None
-    except aiohttp.ClientConnectorError as error:
-        raise FetchFailed(_reason(error.os_error)) from None
     except OSError as error:
-        raise FetchFailed(_reason(error)) from None
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        if is_of_machine(cause):
+            raise cause from None
+        raise FetchFailed(_reason(cause)) from None
     except aiohttp.ClientError:
         # An early close is indistinguishable from a server that does not speak HTTP.
         raise FetchFailed("connection broken") from None
     except ValueError:
         raise FetchFailed("bad url") from None
+
+
+def is_of_machine(error: OSError) -> bool:
+    """Whether this machine lacks what a fetch needs: descriptors, ports, memory or disk."""
+    return shortage(error) is not None or is_full(error)
 
 
 def status_failure(status: int, headers: Mapping[str, str]) -> FetchFailed:

@@ -59,7 +59,8 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
         reduction: how many times smaller a JPEG is decoded, per side: 1, 2, 4 or 8.
 
     Raises:
-        FetchFailed: the picture cannot be decoded.
+        FetchFailed: the picture cannot be decoded, perhaps for want of memory.
+        MemoryError: this process lacks memory.
     """
     from PIL import Image, ImageOps
 
@@ -84,6 +85,8 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
             else:
                 upright.save(buffer, "PNG", compress_level=0)
             return Upright(buffer.getvalue(), *size)
+    except MemoryError:
+        raise
     except Exception:  # any type, as in `check_picture`
         raise FetchFailed("not an image") from None
 
@@ -106,6 +109,8 @@ def _is_misread(image: Any) -> bool:
 def _orientation(image: Any) -> int:
     try:
         orientation = image.getexif().get(ORIENTATION, 1)
+    except MemoryError:
+        raise
     except Exception:  # a damaged tag does not make the picture unusable
         return 1
     return orientation if orientation in range(2, 9) else 1

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import ipaddress
+import os
 import socket
 import ssl
 import threading
 import urllib.parse
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from tasks.download.retryable_and_final_failures import (
     FetchFailed,
     RefusedAddress,
     as_fetch_failed,
+    is_of_machine,
     status_failure,
 )
 
@@ -53,8 +56,6 @@ PACKED = ("gzip", "x-gzip", "deflate")
 ZLIB_OR_GZIP = 47  # zlib's window bits that recognize both headers
 #: Seconds for which a connection waits for another request of its host; Apache closes it after 5.
 KEEP_ALIVE = 4.0
-#: Whether the connection of this task may have any address and port.
-_is_allowed: ContextVar[bool] = ContextVar("is_allowed", default=False)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,18 @@ class Deadline:
     """Monotonic time by which a body must be read; waits for a turn move it."""
 
     at: float
+
+
+@dataclass
+class Connecting:
+    """A connection's attempts, one for each address of a name."""
+
+    is_allowed: bool  # to have any address and port
+    #: Refusals, and errors of this machine, which other errors must not hide.
+    errors: list[OSError] = field(default_factory=list)
+
+
+_connecting: ContextVar[Connecting] = ContextVar("connecting")
 
 
 #: Function that admits a request: the context waits for the request's turn and extends the
@@ -173,14 +186,12 @@ class SafeHttpClient:
         truncate: int | None,
     ) -> tuple[bytes, MultiMapping[str]] | Target:
         """Body and headers, or the target of a redirect."""
-        _is_allowed.set(bool({target.host, target.name} & self.limits.allow_hosts))
         headers = self.headers if is_used_again else {**self.headers, "Connection": "close"}
         if target.authorization is not None:
             headers = {**headers, "Authorization": target.authorization}
-        url = URL(target.url, encoded=True)
         async with (
             asyncio.timeout_at(deadline.at) as limit,
-            self.session.get(url, headers=headers, allow_redirects=False) as response,
+            self._response(target, headers) as response,
         ):
             if response.status in REDIRECTS:
                 return _redirected(target, response)
@@ -207,6 +218,24 @@ class SafeHttpClient:
                 raise FetchFailed(BAD_ENCODING)
             return body, response.headers
 
+    @asynccontextmanager
+    async def _response(
+        self, target: Target, headers: dict[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response of a request, before its body is read."""
+        is_allowed = bool({target.host, target.name} & self.limits.allow_hosts)
+        connecting = Connecting(is_allowed)
+        _connecting.set(connecting)
+        url = URL(target.url, encoded=True)
+        try:
+            async with self.session.get(url, headers=headers, allow_redirects=False) as response:
+                yield response
+        except aiohttp.ClientConnectorError:
+            # Of several addresses that fail in different ways, aiohttp tells none.
+            if connecting.errors:
+                raise connecting.errors[0] from None
+            raise
+
     async def _read_body(
         self,
         response: aiohttp.ClientResponse,
@@ -228,12 +257,37 @@ class SafeHttpClient:
     def _checked_socket(self, info: Any) -> socket.socket:
         """The socket of a connection, if its address and port are permitted."""
         family, kind, protocol, _, address = info
-        if not _is_allowed.get():
-            if not is_public(str(address[0])):
-                raise RefusedAddress("refused address")
-            if address[1] not in self.limits.allow_ports:
-                raise RefusedAddress("refused port")
-        return socket.socket(family, kind, protocol)
+        connecting = _connecting.get()
+        try:
+            if not connecting.is_allowed:
+                if not is_public(str(address[0])):
+                    raise RefusedAddress("refused address")
+                if address[1] not in self.limits.allow_ports:
+                    raise RefusedAddress("refused port")
+            return _Socket(family, kind, protocol, connecting=connecting)
+        except OSError as error:
+            connecting.errors.append(error)
+            raise
+
+
+class _Socket(socket.socket):
+    """A socket that notes an error of this machine."""
+
+    def __init__(self, *arguments: int, connecting: Connecting) -> None:
+        super().__init__(*arguments)
+        self.connecting = connecting
+
+    def connect(self, address: Any) -> None:
+        """Connect. Raises OSError."""
+        try:
+            super().connect(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL and self.family == socket.AF_INET6:
+                # A machine without IPv6 lacks no port, and has no way to the host.
+                raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH)) from None
+            if is_of_machine(error):
+                self.connecting.errors.append(error)
+            raise
 
 
 class _Request(aiohttp.ClientRequest):
@@ -338,7 +392,7 @@ class _Resolver(AbstractResolver):
             try:
                 looked_up.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
             except Exception as error:
-                looked_up.set_exception(error)
+                looked_up.set_exception(_lookup_error(error))
 
         threading.Thread(target=look_up, daemon=True).start()
         async with asyncio.timeout(self.timeout):
@@ -353,3 +407,12 @@ class _Resolver(AbstractResolver):
 
     async def close(self) -> None:
         """Nothing to close."""
+
+
+def _lookup_error(error: Exception) -> Exception:
+    """A lookup's error, or the machine's: without a descriptor every host is unknown."""
+    try:
+        socket.socket().close()
+    except OSError as shortage:
+        return shortage
+    return error

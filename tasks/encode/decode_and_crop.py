@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from configs.settings.recipe import Recipe
+from runtimes.process.memory import check_memory
 from tasks.encode.buckets import Size, nearest_bucket
 from tasks.encode.holdout_split import is_holdout
 from tasks.picture_to_rgb import to_rgb
+
+#: Memory of Pillow's decoders and of the copies of their picture.
+BYTES_PER_PIXEL = 16
 
 
 class BadSample(ValueError):
@@ -79,6 +83,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
 
     Raises:
         BadSample: it has more than `max_pixels` pixels or cannot be decoded.
+        MemoryError: this process lacks the memory for so many pixels.
     """
     try:
         image = Image.open(BytesIO(data))
@@ -90,6 +95,7 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
     except Image.DecompressionBombError:
         raise BadSample("too many pixels") from None
     except Exception:  # Pillow's decoders raise many unrelated types on damaged data
+        check_memory(BYTES_PER_PIXEL * max_pixels)
         raise BadSample("undecodable") from None
 
 

@@ -24,14 +24,16 @@ from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
 from runtimes.registry import open_encoder
-from tasks.build_or_reuse import StorageAway, StorageError, storing
+from tasks.build_or_reuse import MachineShort, StorageAway, StorageError, storing
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import ShardEncoder
 
 #: Shards that a device process works on: one on the device, others being read and written.
 SHARDS_PER_DEVICE = 2
 #: Errors that the client raises again.
-KNOWN = {kind.__name__: kind for kind in (WrongInput, Damaged, StorageAway, StorageError)}
+KNOWN = {
+    kind.__name__: kind for kind in (WrongInput, Damaged, MachineShort, StorageAway, StorageError)
+}
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """A remote store that refuses a request is no damage, whatever error its client raises."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientResponseError, InvalidURL, RequestInfo
 from botocore.exceptions import (
+    ClientError,
     EndpointConnectionError,
     NoCredentialsError,
     ParamValidationError,
     UnauthorizedSSOTokenError,
 )
+from fsspec.config import conf as fsspec_config
+from fsspec.core import url_to_fs
 from gcs_objects import Refused
 from gcs_server import GcsServer
 from gcsfs.retry import HttpError
@@ -22,11 +26,16 @@ from huggingface_hub.errors import (
     StrictDataclassFieldValidationError,
 )
 from multidict import CIMultiDict, CIMultiDictProxy
-from store_servers import UrlOf
+from store_servers import RequestsTo, UrlOf
 from yarl import URL
 
 from artifacts.artifact_key import KeyParts
-from artifacts.remote_client_options_and_errors import StoreRefused, is_of_client, is_outage
+from artifacts.delete_and_fetch_folders import delete_tree
+from artifacts.remote_client_options_and_errors import (
+    StoreRefused,
+    is_of_client,
+    is_outage,
+)
 from artifacts.store import Store
 from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, StorageError, storing
@@ -81,7 +90,6 @@ def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
     ],
 )
 def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None:
-    from botocore.exceptions import ClientError
     from s3fs.errors import translate_boto_error
 
     refused = ClientError({"Error": {"Code": code, "Message": "no"}}, "GetObject")
@@ -89,6 +97,112 @@ def test_an_outage_of_s3_is_waited_for(code: str, kind: type[Exception]) -> None
     with pytest.raises(Exception) as found, storing(Store("memory://store-of-outages")):
         raise error from refused
     assert type(found.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "passes"),
+    [
+        (400, "InvalidArgument", False),
+        (400, "XAmzContentSHA256Mismatch", False),
+        (400, "RequestTimeout", True),
+        (403, "Forbidden", False),
+        (405, "MethodNotAllowed", False),
+        (409, "OperationAborted", True),
+        (409, "InvalidBucketState", False),
+        (411, "MissingContentLength", False),
+        (429, "TooManyRequests", True),
+        (500, "InternalError", True),
+        (501, "NotImplemented", False),
+        (503, "SlowDown", True),
+    ],
+)
+def test_what_s3_refuses_is_not_waited_for(status: int, code: str, passes: bool) -> None:
+    from s3fs.errors import translate_boto_error
+
+    error = {"Code": code, "Message": "no"}
+    facts = {"HTTPStatusCode": status, "RequestId": "", "HostId": "", "RetryAttempts": 0}
+    answer = ClientError({"Error": error, "ResponseMetadata": {**facts, "HTTPHeaders": {}}}, "Put")
+    assert is_outage(translate_boto_error(answer)) == passes
+    assert is_outage(answer) == passes
+
+
+OWN = "https://s3.example.org"
+ON_DEMAND = {
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "profile", "configured", "expected"),
+    [
+        ({}, "", {}, {}),
+        ({"AWS_ENDPOINT_URL": OWN}, "", {}, ON_DEMAND),
+        ({"AWS_ENDPOINT_URL_S3": OWN}, "", {}, ON_DEMAND),
+        ({"AWS_ENDPOINT_URL_SQS": OWN}, "", {}, {}),
+        ({"AWS_ENDPOINT_URL": "https://s3.eu-west-1.amazonaws.com"}, "", {}, {}),
+        ({}, f"endpoint_url = {OWN}", {}, ON_DEMAND),
+        ({}, f"services = a\n[services a]\ns3 =\n  endpoint_url = {OWN}", {}, ON_DEMAND),
+        ({}, "", {"endpoint_url": OWN}, ON_DEMAND),
+        ({}, "", {"client_kwargs": {"endpoint_url": OWN}}, ON_DEMAND),
+        (
+            {"AWS_ENDPOINT_URL": OWN, "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_supported"},
+            "request_checksum_calculation = when_supported",
+            {},
+            {},
+        ),
+        ({"AWS_PROFILE": "absent", "AWS_ENDPOINT_URL": OWN}, "", {}, ON_DEMAND),
+    ],
+    ids=str,
+)
+def test_only_amazons_own_s3_gets_checksums_that_it_does_not_demand(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    profile: str,
+    configured: dict[str, Any],
+    expected: dict[str, str],
+) -> None:
+    file = tmp_path / "config"
+    file.write_text(f"[default]\n{profile}\n")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for name, value in ({"AWS_CONFIG_FILE": str(file)} | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec_config, "s3", configured)
+    options = url_to_fs("s3://bucket/a", skip_instance_cache=True)[0].config_kwargs
+    assert {name: options[name] for name in options if "checksum" in name} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("s3_of_before_2025")
+def test_a_store_that_knows_no_newer_checksums_has_artifacts_locks_and_deletions(
+    url_of: UrlOf,
+) -> None:
+    store = Store(url_of("s3"))
+    store.check_writable()
+    with store.lock(PARTS.stage, PARTS.key) as lock:
+        draft = store.draft(PARTS, lock)
+        draft.write("a", b"alpha")
+        artifact = draft.commit({}, {})
+    assert artifact.read("a") == b"alpha"
+    assert store.find(PARTS.stage, PARTS.key) == artifact
+    store.fs.pipe_file(f"{store.root}/large", bytes(2**24), chunksize=5 * 2**20)
+    delete_tree(store.fs, store.root)
+    assert not store.fs.find(store.root)
+
+
+@pytest.mark.slow
+def test_amazons_own_s3_deletes_many_objects_by_one_request(
+    url_of: UrlOf, requests_to: RequestsTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("artifacts.s3_client.AMAZON", ("127.0.0.1",))
+    fs, root = url_to_fs(url_of("s3"), skip_instance_cache=True)
+    for number in range(3):
+        fs.pipe_file(f"{root}/{number}", b"a")
+    before = len(requests_to("s3"))
+    delete_tree(fs, root)
+    assert not fs.find(root)
+    assert [method for method, _ in requests_to("s3")[before:]].count("POST") == 1
 
 
 def of_the_hub(status: int) -> Exception:

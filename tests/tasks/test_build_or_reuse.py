@@ -21,8 +21,10 @@ from artifacts.artifact_key import KeyParts
 from artifacts.checksummed_files import put_atomic
 from artifacts.lock import read_owner
 from artifacts.store import Draft, Store
+from flows.task_settings import may_pass
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import (
+    MachineShort,
     StageFailed,
     StageResult,
     StorageAway,
@@ -277,6 +279,26 @@ def test_a_full_disk_is_that_of_the_copy_and_not_of_its_source(
     said = rf"^no space left for {store.root}, or for temporary files in {gettempdir()}: free some"
     with pytest.raises(StorageAway, match=said), storing(store):
         full()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError("Unable to allocate 6 GiB"), "^this machine has too little memory: free some"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), r"`ulimit -v`.*, then run again \(.*\)$"),
+        (OSError(errno.EMFILE, "Too many open files"), "more files and connections.*`ulimit -n`"),
+        (OSError(errno.ENFILE, "Too many open files"), r"`sysctl fs\.file-max`"),
+        (OSError(errno.ENOBUFS, "No buffer space"), "lower download.max_connections"),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign"), "no free port"),
+    ],
+    ids=str,
+)
+def test_what_the_machine_lacks_is_told_and_waited_for(
+    store: Store, error: Exception, said: str
+) -> None:
+    with pytest.raises(MachineShort, match=said) as failed, storing(store):
+        raise error
+    assert may_pass(failed.value)
 
 
 def test_a_full_disk_is_not_said_of_a_remote_store() -> None:

@@ -9,15 +9,18 @@ import zlib
 from collections.abc import Callable
 from io import BytesIO
 from multiprocessing.pool import ThreadPool
+from typing import Any
 
 import pytest
 from fuzz.pictures import tiled_tiff
+from kiln_command import python
 from picture_bytes import encode_picture, plain_picture
 from PIL import Image
+from waiting import wait_until
 
 from configs.settings.download import Download
 from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
-from tasks.download.decoding_memory import PixelBudget
+from tasks.download.decoding_memory import DECODING, PixelBudget
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.download.retryable_and_final_failures import FetchFailed
 
@@ -208,3 +211,66 @@ def test_all_threads_together_decode_no_more_pixels_than_the_limit() -> None:
         pool.map(decode, pixels)
     assert 0 < max(most) <= 100
     assert budget.pixels == 0
+
+
+#: Prints what a process without memory for a picture of 8000 x 8000 pixels makes of it.
+WITHOUT_MEMORY = """if True:
+    import io, resource, sys
+    from PIL import Image
+    from configs.settings.download import Download
+    from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+    from tasks.download.retryable_and_final_failures import FetchFailed
+
+    def body(side, kind, **more):
+        buffer = io.BytesIO()
+        Image.new("RGB", (side, side), (9, 99, 200)).save(buffer, kind, **more)
+        return buffer.getvalue()
+
+    def outcome(data):
+        try:
+            resized = resizer.resize(data)
+            return resized if isinstance(resized, str) else "stored"
+        except FetchFailed as failure:
+            return failure.reason
+        except MemoryError:
+            return "no memory"
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    large = [body(8000, kind) for kind in ("PNG", "JPEG", "WEBP", "TIFF")]
+    large += [body(8000, "JPEG", exif=exif), body(8000, "PNG", exif=exif)]
+    resizer = PictureResizer(Download(image_size=4096))
+    small, broken = body(300, "PNG"), body(300, "GIF")[:-700]
+    assert outcome(small) == "stored"
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20,) * 2)
+    print(*map(outcome, [*large, small, broken, b"<html>"]), sep="|")
+"""
+
+
+def test_a_picture_that_this_process_has_no_memory_for_is_no_broken_one() -> None:
+    done = python("-c", WITHOUT_MEMORY)
+    expected = ["no memory"] * 6 + ["stored", "not an image", "not an image"]
+    assert done.stdout.strip().split("|") == expected, done.stderr
+
+
+def test_a_picture_that_others_leave_no_memory_for_is_decoded_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit, decoded = Download().max_pixels, PictureResizer._decoded
+    tried = []
+
+    def decode(*arguments: Any) -> Any:
+        tried.append(DECODING.pixels)
+        if DECODING.pixels < limit:
+            raise MemoryError
+        return decoded(*arguments)
+
+    monkeypatch.setattr(PictureResizer, "_decoded", decode)
+    with ThreadPool(1) as pool:
+        with DECODING.reserve(limit // 2, limit):
+            resized = pool.apply_async(PictureResizer(Download()).resize, (plain_picture(60, 50),))
+            wait_until(lambda: tried)
+        assert (resized.get(60).width, resized.get().height) == (60, 50)
+    assert tried == [limit // 2 + 60 * 50, limit]
+    assert DECODING.pixels == 0

@@ -1,5 +1,6 @@
 """Outages and dead hosts: shards are deferred, the stage stops, or goes on without them."""
 
+import errno
 import re
 import socket
 from collections import Counter
@@ -15,7 +16,7 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts.store import Store
 from tasks import download
-from tasks.build_or_reuse import TransientError
+from tasks.build_or_reuse import MachineShort, TransientError
 from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard, _clear
 from tasks.download.plan_shards import ShardSpec
 from tasks.download.stage_errors import Outage
@@ -50,6 +51,22 @@ def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> No
     web.requests.clear()
     assert build(recipe).summary["images"] == PICTURES
     assert web.requests.total() == shards[0].rows + shards[1].rows
+
+
+def test_a_machine_without_descriptors_ends_the_stage_and_loses_no_row(
+    tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, web, rows(), deadline=0.6)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch, pytest.raises(MachineShort, match="`ulimit -n`"):
+        patch.setattr("tasks.download.safe_http_fetch._Socket", refuse)
+        build(recipe)
+    assert not list((tmp_path / "store/download/shards").glob("*.json"))
+    recipe = make_recipe(tmp_path, web, rows())
+    assert build(recipe).summary["outcomes"] == {"success": PICTURES}
 
 
 def test_an_outage_stops_the_stage_after_a_few_shards(tmp_path: Path, web: Web) -> None:

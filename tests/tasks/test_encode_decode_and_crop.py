@@ -195,6 +195,19 @@ def test_a_bad_picture_has_a_reason(data: bytes, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+def test_a_picture_that_cannot_be_decoded_for_want_of_memory_is_no_bad_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pillow's codecs call it broken."""
+
+    def lack(size: int) -> None:
+        raise MemoryError(size)
+
+    monkeypatch.setattr("tasks.encode.decode_and_crop.check_memory", lack)
+    with pytest.raises(MemoryError):
+        _apply(gradient(50, 50)[:-40], SQUARE)
+
+
 def test_the_holdout_is_a_fraction_selected_by_bytes() -> None:
     ids = [hashlib.sha256(bytes([i, j])).digest() for i in range(100) for j in range(100)]
     kept = [i for i in ids if is_holdout(i, 0.1)]

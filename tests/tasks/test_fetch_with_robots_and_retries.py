@@ -1,8 +1,11 @@
 """Fetching rows: connections are kept, failures tried again, and bodies checked."""
 
 import asyncio
+import errno
+import socket
 import time
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
 from fetching import fetcher_of, get_row, outcome, outcomes, settings_for
@@ -15,6 +18,7 @@ from tasks.download.fetch_with_robots_and_retries import Fetcher, user_agent
 from tasks.download.pace_requests_per_web_host import AsyncClock
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.row_fields_and_hash import Row
+from tasks.download.safe_http_fetch import _Socket as MadeSocket
 from tasks.download.source_protocol import ServedAt
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -104,14 +108,62 @@ def test_transient_failures_are_retried_and_permanent_ones_are_not() -> None:
     assert tries == {"/base/flaky": 3, "/base/gone": 1, "/base/broken": 3}
 
 
-def test_retry_after_is_respected_within_the_deadline() -> None:
-    slept: list[float] = []
+def clock_of(slept: list[float]) -> AsyncClock:
+    """A clock that only sleeps move, and that records them."""
     ahead = time.monotonic() + 1000.0  # ahead of the real clock, so no request times out
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    clock = AsyncClock(lambda: ahead + sum(slept), sleep)
+    return AsyncClock(lambda: ahead + sum(slept), sleep)
+
+
+def test_each_retry_waits_twice_as_long_as_the_one_before() -> None:
+    slept: list[float] = []
+    with serving(lambda h: reply(h, 503)) as host:
+        fetcher = fetcher_of(host, clock_of(slept), backoff=1.0, retries=3)
+        with pytest.raises(FetchFailed, match="http 503"):
+            get_row(fetcher, Row("a", ("",)))
+    assert slept == [pytest.approx(seconds, rel=0.25) for seconds in (1.0, 2.0, 4.0)]
+    assert len(set(slept)) == len({seconds / 2**n for n, seconds in enumerate(slept)}) == 3
+
+
+@pytest.mark.parametrize("lacking", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_a_machine_that_lacks_something_for_a_moment_loses_no_row(
+    lacking: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    failures = [lacking] * 3
+
+    def make_socket(*arguments: int, **options: Any) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return MadeSocket(*arguments, **options)
+
+    monkeypatch.setattr("tasks.download.safe_http_fetch._Socket", make_socket)
+    with serving(lambda h: reply(h, body=picture(0))) as host:
+        fetched = get_row(fetcher_of(host, clock_of(slept), retries=0), Row("a", ("",)))
+    assert fetched.body == picture(0)
+    assert fetched.attempts == 1
+    assert slept == [pytest.approx(seconds, rel=0.25) for seconds in (0.5, 1.0, 2.0)]
+
+
+def test_a_machine_that_lacks_something_until_the_deadline_fails_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+
+    def make_socket(*_: int, **__: Any) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("tasks.download.safe_http_fetch._Socket", make_socket)
+    with pytest.raises(OSError, match="Too many open files"):
+        get_row(fetcher_of("127.0.0.1:9", clock_of(slept), deadline=20.0), Row("a", ("",)))
+    assert 10.0 < sum(slept) < 20.0
+
+
+def test_retry_after_is_respected_within_the_deadline() -> None:
+    slept: list[float] = []
     requested: list[str] = []
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -119,7 +171,7 @@ def test_retry_after_is_respected_within_the_deadline() -> None:
         reply(handler, 429, Retry_After="7" if len(requested) == 1 else "3600")
 
     with serving(answer) as host:
-        fetcher = fetcher_of(host, clock, deadline=20.0)
+        fetcher = fetcher_of(host, clock_of(slept), deadline=20.0)
         with pytest.raises(FetchFailed, match="http 429"):
             get_row(fetcher, Row("a", ("",)))
     assert slept == [7.0]

@@ -120,6 +120,23 @@ def test_robots_txt_of_a_redirect_has_the_rules_of_the_first_host(site: Site) ->
     assert (other.pictures(), site.pictures()) == (0, 1)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_each_host_of_a_shard_has_the_rules_of_its_own_robots_txt(
+    site: Site, is_first: bool
+) -> None:
+    other = Site()
+    other.robots = (200, EXCLUDES, {})
+    hosts = (other.host, site.host) if is_first else (site.host, other.host)
+    paths = [f"http://{host}/{name}" for name in "ab" for host in hosts]
+    with other.server:
+        found = outcomes(site, *paths, allow_hosts=hosts)
+    excluded = {path for path in paths if other.host in path}
+    expected = ["robots.txt disallows" if path in excluded else "ok" for path in paths]
+    assert found == expected
+    assert (other.pictures(), site.pictures()) == (0, 2)
+    assert other.requests["/robots.txt"] == site.requests["/robots.txt"] == 1
+
+
 def test_robots_txt_of_a_private_address_is_not_read(site: Site) -> None:
     site.robots = (301, b"", {"Location": "http://169.254.169.254/robots.txt"})
     assert outcomes(site, "a") == ["refused address"]

@@ -1,6 +1,7 @@
 """Fetching hostile URLs: only public addresses, and never more than the limits allow."""
 
 import base64
+import errno
 import gzip
 import socket
 import threading
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from loopback_server import LoopbackServer
 from multidict import MultiMapping
 from web_sites import answering, reply, serving
@@ -131,6 +134,132 @@ def test_a_host_name_is_checked_by_its_resolved_address(monkeypatch: pytest.Monk
         with pytest.raises(FetchFailed, match="refused address"):
             fetch(url, FetchLimits(1000, 60.0), time.monotonic() + 60)
     assert requested == ["pictures.example.org"]  # once
+
+
+PUBLIC = ("8.8.8.8", "2606:4700::1111", "1.1.1.1", "2001:4860:4860::8888")
+PRIVATE = ("127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fd00:ec2::254", "::ffff:127.0.0.1")
+
+
+def failure_of(
+    monkeypatch: pytest.MonkeyPatch, failures: dict[str, OSError], limits: FetchLimits
+) -> tuple[Exception, set[str]]:
+    """What a fetch raises of a name whose addresses cannot be connected to, and those it tried."""
+    tried = set()
+
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        families = [socket.AF_INET6 if ":" in a else socket.AF_INET for a in failures]
+        pairs = zip(families, failures, strict=True)
+        return [(family, socket.SOCK_STREAM, 6, "", (a, port)) for family, a in pairs]
+
+    def connect(self: socket.socket, address: Any) -> None:
+        tried.add(address[0])
+        raise failures[address[0]]
+
+    with monkeypatch.context() as patch, pytest.raises((FetchFailed, OSError)) as failed:
+        patch.setattr(socket, "getaddrinfo", resolve)
+        patch.setattr(socket.socket, "connect", connect)
+        fetch("http://pictures.example.org/", limits, time.monotonic() + 60)
+    return failed.value, tried
+
+
+def test_a_second_address_is_checked_when_the_first_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requested = []
+
+    def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*kind, ("8.8.8.8", port)), (*kind, ("127.0.0.1", port))]
+
+    connect = socket.socket.connect
+
+    def connect_but_there(self: socket.socket, address: Any) -> None:
+        if address[0] == "8.8.8.8":
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+        connect(self, address)
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        requested.append(handler.path)
+        reply(handler, body=b"secret")
+
+    with serving(answer) as host:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(socket.socket, "connect", connect_but_there)
+        port = int(host.partition(":")[2])
+        limits = FetchLimits(1000, 60.0, allow_ports=frozenset({port}))
+        with pytest.raises(FetchFailed) as failed:
+            fetch(f"http://pictures.example.org:{port}/", limits, time.monotonic() + 60)
+    assert (failed.value.reason, failed.value.transient) == ("refused address", False)
+    assert not requested
+
+
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.lists(st.sampled_from(PUBLIC + PRIVATE), min_size=1, max_size=6, unique=True))
+def test_whatever_the_order_of_a_names_addresses_no_private_one_is_connected_to(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str]
+) -> None:
+    refused = {a: ConnectionRefusedError(errno.ECONNREFUSED, f"refused by {a}") for a in addresses}
+    error, tried = failure_of(monkeypatch, dict(refused), FetchLimits(1000, 60.0))
+    assert tried == set(addresses) & set(PUBLIC)
+    is_refused = bool(set(addresses) & set(PRIVATE))
+    assert str(error) == ("refused address" if is_refused else "connection refused")
+
+
+OF_THE_MACHINE = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.ENOSPC),
+)
+
+
+@pytest.mark.parametrize("number", OF_THE_MACHINE, ids=errno.errorcode.get)
+def test_what_this_machine_lacks_is_no_failure_of_a_host(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where another address of the host fails in another way."""
+    away = OSError(errno.ENETUNREACH, "no IPv6")
+    limits = FetchLimits(1000, 60.0)
+    for failures in (
+        {"8.8.8.8": OSError(number, "a")},
+        {"2606:4700::1111": away, "8.8.8.8": OSError(number, "a")},
+        {"8.8.8.8": OSError(number, "a"), "1.1.1.1": ConnectionRefusedError("b")},
+    ):
+        error, _ = failure_of(monkeypatch, failures, limits)
+        assert isinstance(error, OSError)
+        assert error.errno == number
+
+
+@pytest.mark.parametrize("number", [errno.ENETUNREACH, errno.EADDRNOTAVAIL])
+def test_a_machine_without_ipv6_lacks_nothing_for_other_hosts(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = {"2606:4700::1111": OSError(number, "no IPv6")}
+    error, _ = failure_of(monkeypatch, failures, FetchLimits(1000, 60.0))
+    assert isinstance(error, FetchFailed)
+    assert (error.reason, error.transient) == ("connection broken", True)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_name_that_is_not_looked_up_for_want_of_descriptors_is_not_unknown(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C library calls every host unknown then."""
+
+    def look_up(*_: object, **__: object) -> None:
+        if is_short:
+            monkeypatch.setattr(socket, "socket", refuse)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises((FetchFailed, OSError)) as failed:
+        fetch("http://pictures.example.org/", FetchLimits(1000, 60.0), time.monotonic() + 60)
+    assert getattr(failed.value, "errno", None) == (errno.EMFILE if is_short else None)
+    assert isinstance(failed.value, OSError) == is_short
 
 
 @pytest.mark.parametrize("coding", ["gzip", "x-gzip", "deflate"])
