@@ -138,7 +138,8 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
     interval, why = _interval(rule, tuned, other)
     compare = _COMPARE[rule.op]
     if rule.level is None:
-        passed, why = bool(compare(tuned.value, bound)), ""
+        passed = bool(compare(tuned.value, bound))
+        why = ""
     else:
         passed = interval is not None and all(compare(end, 0.0) for end in interval)
     return Verdict(rule.text, passed, tuned.value, bound, why, interval)

@@ -46,6 +46,22 @@ def test_a_rule_is_evaluated_on_the_values(rule: str, passed: bool) -> None:
     assert verdict.passed is passed
 
 
+@pytest.mark.parametrize("comparison", ["> 0.5", ">= 0.5", "< 0.5", "<= 0.5"])
+@pytest.mark.parametrize("level", ["", " at 95%"])
+def test_a_value_that_is_no_number_passes_no_rule(comparison: str, level: str) -> None:
+    models = {"tuned": {"cmmd": exactly(np.nan)}}
+    (verdict,) = judge([f"cmmd {comparison}{level}"], models)
+    assert verdict.passed is False
+
+
+@pytest.mark.parametrize("operator", [">", ">=", "<", "<="])
+@pytest.mark.parametrize("other", ["base", "champion"])
+def test_a_bound_that_is_no_number_passes_no_rule(operator: str, other: str) -> None:
+    models = {"tuned": {"cmmd": exactly(0.5)}, other: {"cmmd": exactly(np.nan)}}
+    (verdict,) = judge([f"cmmd {operator} {other}"], models, champion=True)
+    assert verdict.passed is False
+
+
 def test_a_rule_fails_without_a_value_of_the_champion() -> None:
     (verdict,) = judge(["digit/new >= champion"], VALUES, champion=True)
     assert not verdict.passed and "no comparable value" in verdict.note
