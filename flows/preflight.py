@@ -42,7 +42,7 @@ from tasks.evaluate.score_training_samples import sample_metrics
 from tasks.gpu.gpu_training_plan import check_fits
 from tasks.publish import stage as publish
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
-from tasks.publish.promotion_gate import check_rules
+from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
 from tasks.publish.sign_model import check_key
 from tasks.tpu import launch
 from tasks.train import warn_of_warmup
@@ -78,6 +78,8 @@ def prepare(
     built = STAGES[: 1 + STAGES.index(until)] if only is None else (only,)
     if publish.STAGE in built:  # which a damaged champion would fail after all other stages
         publish.registry_of(recipe).champion()
+        for line in warnings_of_few_prompts(recipe):
+            log.warning("%s", line)
     stages = _stages_here(recipe, built)
     _check_runtime(recipe, stages)
     if "train" in stages:

@@ -27,6 +27,7 @@ from configs.load_and_extend_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
 from configs.settings.recipe import STAGES
 from flows.cli import app
+from tasks.publish.promotion_gate import warnings_of_few_prompts
 
 pytestmark = pytest.mark.slow
 DOCUMENTS = sorted(
@@ -263,6 +264,7 @@ def test_recipes_of_documents_are_valid(document: str, tmp_path: Path) -> None:
     for path in recipes_of(document, tmp_path):
         recipe = load_recipe(str(path))
         assert recipe.name == path.stem.partition("-")[0]
+        assert warnings_of_few_prompts(recipe) == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])

@@ -33,6 +33,7 @@ from tasks import download
 from tasks.build_or_reuse import TransientError, storage_error
 from tasks.evaluate.inception import fidelity_folder
 from tasks.gpu.recipe_memory import memory_of
+from tasks.publish.promotion_gate import warnings_of_few_prompts
 
 
 def recipe_checks(
@@ -87,6 +88,7 @@ def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
         yield problem(str(error))
     else:
         yield fine("gate and prompts")
+        yield from map(note, warnings_of_few_prompts(recipe))
 
 
 def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:

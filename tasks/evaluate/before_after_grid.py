@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,8 +18,8 @@ COLUMNS = 10
 MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
 INK, PAPER = (40, 30, 25), (250, 246, 240)
 
-#: A prompt and each model's picture u8 [H, W, 3] of it, in row order.
-Column = tuple[str, tuple[NDArray[np.uint8], ...]]
+#: A prompt, and model -> its picture u8 [H, W, 3], in row order.
+Column = tuple[str, Mapping[str, NDArray[np.uint8]]]
 
 
 def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
@@ -27,15 +27,16 @@ def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
     return [prompts.index(prompt) for prompt in islice(dict.fromkeys(prompts), limit)]
 
 
-def render(sets: dict[str, list[Column]], rows: Sequence[str]) -> bytes:
+def render(sets: dict[str, list[Column]]) -> bytes:
     """PNG bytes with one block per prompt set, one row per model, one column per prompt."""
-    cell = _cell_size(next(iter(sets.values()))[0][1][0])
+    _, rows = next(iter(sets.values()))[0]
+    cell = _cell_size(next(iter(rows.values())))
     widest = max(len(columns) for columns in sets.values())
     block = LINE + MARGIN + LINES * LINE + len(rows) * (cell[1] + MARGIN) + MARGIN
     width = LABEL + widest * (cell[0] + MARGIN) + MARGIN
     page = Image.new("RGB", (width, len(sets) * block + MARGIN), PAPER)
     for index, (name, columns) in enumerate(sets.items()):
-        _draw_block(page, MARGIN + index * block, name, columns, rows, cell)
+        _draw_block(page, MARGIN + index * block, name, columns, cell)
     return to_png(page)
 
 
@@ -44,21 +45,21 @@ def _draw_block(
     top: int,
     name: str,
     columns: list[Column],
-    rows: Sequence[str],
     cell: tuple[int, int],
 ) -> None:
     pen = ImageDraw.Draw(page)
     small, large = ImageFont.load_default(11), ImageFont.load_default(14)
     pen.text((MARGIN, top), f"prompts: {name}", INK, large)
     first_row = top + LINE + MARGIN + LINES * LINE
-    for number, row in enumerate(rows):
+    cells = []
+    for number, model in enumerate(columns[0][1]):
         middle = first_row + number * (cell[1] + MARGIN) + cell[1] // 2
-        pen.text((MARGIN, middle), row, INK, large, anchor="lm")
+        pen.text((MARGIN, middle), model, INK, large, anchor="lm")
+        cells += [_fit(pictures[model], cell) for _, pictures in columns]
     for index, (prompt, _) in enumerate(columns):
         left = LABEL + index * (cell[0] + MARGIN)
         words = textwrap.wrap(prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
         pen.multiline_text((left, top + LINE + MARGIN - 2), "\n".join(words), INK, small, spacing=1)
-    cells = [_fit(pictures[row], cell) for row in range(len(rows)) for _, pictures in columns]
     block = picture_grid(cells, len(cells), len(columns), gap=MARGIN, paper=PAPER)
     page.paste(block, (LABEL, first_row))
 

@@ -244,15 +244,19 @@ def _by_bootstrap(resampled: Float64, value: float, units: int, level: float) ->
         return -math.inf, math.inf
     tail = (1.0 - level) / 2.0
     if units or len(resampled) * tail < LEAST_BEYOND - 1e-9:
-        half = _quantile(level, units) * math.sqrt(_variance(resampled, units))
+        half = quantile(level, units) * math.sqrt(_variance(resampled, units))
         return value - half, value + half
     centred = resampled - (resampled.mean() - value)
     low, high = np.percentile(centred, [100.0 * tail, 100.0 * (1.0 - tail)])
     return float(low), float(high)
 
 
-def _quantile(level: float, units: int) -> float:
-    """Half the width of an interval in standard errors: Student's t of a number of units."""
+def quantile(level: float, units: int) -> float:
+    """Half the width of an interval in standard errors.
+
+    Args:
+        units: the number of values or prompts that Student's t is of; 0: the normal distribution.
+    """
     if not units:
         return NormalDist().inv_cdf((1.0 + level) / 2.0)
     from scipy.special import stdtrit  # half a second to import
@@ -273,8 +277,8 @@ def _trials(estimate: Estimate, level: float) -> float:
     """
     if not estimate.counted:
         return estimate.n
-    t = _quantile(level, estimate.prompts)
-    return _independent(estimate) * (_quantile(level, 0) / t) ** 2
+    t = quantile(level, estimate.prompts)
+    return _independent(estimate) * (quantile(level, 0) / t) ** 2
 
 
 def _independent(estimate: Estimate) -> float:
@@ -291,7 +295,7 @@ def _independent(estimate: Estimate) -> float:
 
 def _wilson(estimate: Estimate, level: float) -> Interval:
     """Wilson's score interval (1927), valid at 0 and 1 too."""
-    z, n, p = _quantile(level, 0), _trials(estimate, level), estimate.value
+    z, n, p = quantile(level, 0), _trials(estimate, level), estimate.value
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     return max(centre - half, 0.0), min(centre + half, 1.0)

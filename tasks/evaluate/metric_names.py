@@ -83,6 +83,18 @@ def compared_sets(recipe: Recipe) -> tuple[str, ...]:
     return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
 
 
+def sets_of_metric(metric: str, recipe: Recipe) -> tuple[str, ...]:
+    """Names of the prompt sets whose pictures a metric is of; none of a held-out loss."""
+    name, _, part = metric.partition("/")
+    if name == HOLDOUT_LOSS:
+        return ()
+    if part:
+        return (part,)
+    if name in (CMMD, *DISTANCES, *INCEPTION_DISTANCES):
+        return compared_sets(recipe)
+    return tuple(recipe.evaluate.prompts)
+
+
 def _compared_pictures(recipe: Recipe) -> int:
     sets = prompt_sets(recipe)
     return sum(len(sets[name]) for name in compared_sets(recipe))

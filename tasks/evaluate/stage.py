@@ -126,6 +126,7 @@ def build(
             models, spec, store, folder, run, draw_pictures.progress_callback(progress)
         )
     cuts = tell_cut_prompts(STAGE, models[0].folder, spec.prompts)
+    drawn = dict(zip(MODELS, shards, strict=True))
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given, store, progress)
     base, tuned = (
@@ -139,7 +140,7 @@ def build(
     for shard in [*shards, *suite.shards]:
         draft.add_shard(shard)
     draft.write(BOOTSTRAP, to_npz(found))
-    draft.write(GRID, _grid(store, shards, suite.sets))
+    draft.write(GRID, _grid(store, drawn, suite.sets))
     facts = {
         "metrics": metrics_by_name(found),
         "differences": {
@@ -150,8 +151,8 @@ def build(
     }
     draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
     run_facts = runtime_facts(given.recipe.runtime)
-    drawn = {model: shard.key for model, shard in zip(MODELS, shards, strict=True)}
-    counts = {"pictures": len(spec.prompts), "cut": cuts, "drawn": drawn}
+    keys = {model: shard.key for model, shard in drawn.items()}
+    counts = {"pictures": len(spec.prompts), "cut": cuts, "drawn": keys}
     return {**counts, **facts, "run": run_facts}
 
 
@@ -247,16 +248,18 @@ def show_closest_pairs(artifact: Artifact) -> list[Panel]:
     ]
 
 
-def _grid(store: Store, shards: list[Shard], sets: PromptSets) -> bytes:
+def _grid(store: Store, shards: Mapping[str, Shard], sets: PromptSets) -> bytes:
     prompts = all_prompts(sets)
     chosen = {
         name: [part.start + number for number in before_after_grid.choose(prompts[part])]
         for name, part in slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
-    drawn = [draw_pictures.read_chosen(store, shard, wanted) for shard in shards]
-    columns = {
-        name: [(prompts[n], tuple(model[n] for model in drawn)) for n in numbers]
+    drawn = {
+        model: draw_pictures.read_chosen(store, shard, wanted) for model, shard in shards.items()
+    }
+    columns: dict[str, list[before_after_grid.Column]] = {
+        name: [(prompts[n], {model: shown[n] for model, shown in drawn.items()}) for n in numbers]
         for name, numbers in chosen.items()
     }
-    return before_after_grid.render(columns, MODELS)
+    return before_after_grid.render(columns)

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.evaluate.bootstrap import LEVEL, Estimate, Estimates, Interval, difference
-from tasks.evaluate.metric_names import hint_of_metric
+from configs.settings.recipe import Recipe
+from tasks.evaluate.bootstrap import LEVEL, Estimate, Estimates, Interval, difference, quantile
+from tasks.evaluate.metric_names import hint_of_metric, sets_of_metric
+from tasks.evaluate.prompts import prompt_sets
 from tasks.panels import human
 
 #: Model ("base", "tuned", "champion") -> its metrics.
@@ -26,6 +28,9 @@ _RULE = re.compile(
     re.IGNORECASE,
 )
 _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+#: With fewer prompts, an interval at 95% is wider than ± 2.8 standard errors.
+LEAST_PROMPTS = 5
+ENOUGH_PROMPTS = 8
 
 
 class GateError(ValueError):
@@ -109,6 +114,36 @@ def _resamples_needed(level: float) -> int:
     return math.ceil(2 / (1 - level) - 1e-9)  # 0.999 is no binary fraction
 
 
+def warnings_of_few_prompts(recipe: Recipe) -> list[str]:
+    """A line for each rule with a level whose interval few prompts make too wide to pass.
+
+    Raises:
+        WrongInput: a prompt file cannot be read.
+    """
+    rules = [rule for rule in map(parse_rule, recipe.publish.gate) if rule.level is not None]
+    sets = prompt_sets(recipe) if rules else {}
+    lines = []
+    for rule in rules:
+        chosen = sets_of_metric(rule.metric, recipe)
+        count = len({prompt for name in chosen for prompt in sets[name]})
+        if not 0 < count < LEAST_PROMPTS:
+            continue
+        width = "is of one prompt alone"
+        if count > 1:
+            width = f"is ± {_width(rule, count)} standard errors wide with {count} prompts"
+        settings = " and ".join(f"evaluate.prompts.{name}" for name in chosen)
+        lines.append(
+            f"gate rule {rule.text!r}: its interval {width} "
+            f"(± {_width(rule, ENOUGH_PROMPTS)} with {ENOUGH_PROMPTS}): list more in {settings}, "
+            "with fewer images_per_prompt"
+        )
+    return lines
+
+
+def _width(rule: Rule, prompts: int) -> str:
+    return f"{quantile(rule.level or LEVEL, prompts):.1f}"
+
+
 def needs_champion(rules: Sequence[str]) -> bool:
     """Whether a rule compares with the current champion."""
     return any(parse_rule(text).model == "champion" for text in rules)
@@ -138,7 +173,8 @@ def _judge_one(rule: Rule, models: Models, champion: bool) -> Verdict:
     interval, why = _interval(rule, tuned, other)
     compare = _COMPARE[rule.op]
     if rule.level is None:
-        passed, why = bool(compare(tuned.value, bound)), ""
+        passed = bool(compare(tuned.value, bound))
+        why = ""
     else:
         passed = interval is not None and all(compare(end, 0.0) for end in interval)
     return Verdict(rule.text, passed, tuned.value, bound, why, interval)

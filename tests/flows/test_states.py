@@ -38,7 +38,12 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-SUMMARY = {"samples": 1, "holdout": 0, "bad": {}}  # of an encode stage without faults
+SUMMARY = {
+    "samples": 1,
+    "holdout": 0,
+    "bad": {},
+    "caption_tokens": {},
+}  # of an encode stage without faults
 
 
 def result(store: Store, stage: str, outcome: str = "built") -> StageResult:

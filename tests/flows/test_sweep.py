@@ -10,11 +10,14 @@ import pytest
 from kill_training import kill_at_record
 
 import flows.sweep as sweep_flow
+from artifacts.artifact_key import KeyParts
 from artifacts.run_records import runs
 from artifacts.store import Store
 from configs.expand_sweep_trials import Trial
-from tasks.build_or_reuse import StageFailed
+from configs.load_and_extend_recipe import load_recipe
+from tasks.build_or_reuse import StageFailed, StageResult
 from tasks.publish.model_registry import Registry
+from tasks.result_files import METRICS
 
 pytestmark = pytest.mark.slow
 Report = dict[str, Any]
@@ -43,6 +46,10 @@ def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
         assert report["stages"][stage]["key"] == first["stages"][stage]["key"]
     failed = report["trials"][1]
     assert failed["status"] == "failed" and "step" in failed["error"]
+    for trial in (report["trials"][0], report["trials"][2]):
+        evaluated = Path(trial["stages"]["evaluate"]["uri"], METRICS).read_bytes()
+        models = json.loads(evaluated)["metrics"]
+        assert trial["metrics"] == {name: values["tuned"] for name, values in models.items()}
     losses = {n: report["trials"][n]["metrics"]["holdout_loss"]["value"] for n in (0, 2)}
     best = min(losses, key=lambda n: losses[n])
     assert (report["status"], report["best"]) == ("published", best + 1)
@@ -61,6 +68,34 @@ def test_the_best_trial_is_published_and_a_failed_one_does_not_end_the_others(
     assert [row.split()[-1] for row in rows] == ["best", "measured"]
     assert int(rows[0].split()[0]) != best // 2 + 1
     assert "rejected by the gate: holdout_loss < 0" in said
+
+
+def test_a_trials_metrics_are_its_evaluations_not_its_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path))
+    recipe = load_recipe("digits", {"sweep.metric": "holdout_loss"})
+    history = [{"step": step, "loss": 0.5, "validation_loss": 0.4} for step in (1, 2)]
+    draft = store.draft(KeyParts("train", 1, {}, {}))
+    draft.write("history.jsonl", "\n".join(map(json.dumps, history)).encode())
+    trained = draft.commit({}, {})
+    models = {"base": {"value": 0.3}, "tuned": {"value": 0.2}}
+    results = {
+        "train": StageResult("train", trained.manifest["key"], trained.uri, "", "built", 1.0),
+        "evaluate": StageResult(
+            *("evaluate", "key", "uri", "", "built", 1.0, {"metrics": {"holdout_loss": models}})
+        ),
+    }
+
+    def done(task: Any, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(result=lambda: results[task.name])
+
+    monkeypatch.setattr(sweep_flow, "run_task", done)
+    run: Any = SimpleNamespace(recipe=recipe, store=store)
+    outcome, _ = sweep_flow._try(1, Trial({}, recipe), run, None, None)
+    assert (outcome["status"], outcome["error"]) == ("measured", None)
+    assert outcome["metrics"] == {"holdout_loss": {"value": 0.2}}
+    assert outcome["curve"] == [(1, 0.4), (2, 0.4)]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from tasks.progress import Progress
 
 
 def parts_of(steps: int, **settings: Any) -> KeyParts:
-    given = Train(steps=steps, **{"lr_scheduler": "constant", **settings})
+    length = {} if "epochs" in settings else {"steps": steps}
+    given = Train(**length, **{"lr_scheduler": "constant", **settings})
     return KeyParts("train", 1, key_settings(given), {"latents": "0" * 64})
 
 

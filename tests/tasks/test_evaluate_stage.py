@@ -16,7 +16,7 @@ import pytest
 from evaluation_world import LOSSES, NEW, World, evaluation_recipe, metrics_in
 from inception_weights import random_weights, require_fidelity
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.numpy import load_file
 from transformers import CLIPModel
 
@@ -32,7 +32,7 @@ from tasks.child_process import run_job
 from tasks.encode import stage as encode
 from tasks.evaluate import draw_pictures, holdout_loss
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.before_after_grid import MARGIN
+from tasks.evaluate.before_after_grid import INK, LABEL, MARGIN, PAPER
 from tasks.evaluate.bootstrap import Resampling, difference
 from tasks.evaluate.comparable_metrics import fingerprint
 from tasks.evaluate.distribution_distances import DISTANCES
@@ -340,6 +340,14 @@ def places(page: np.ndarray, picture: np.ndarray) -> list[tuple[int, int]]:
     return [(x, y) for x, y in found if (page[y : y + height, x : x + width] == shown).all()]
 
 
+def written(word: str) -> np.ndarray:
+    """The label of a row of the grid, with the height of its pictures."""
+    label = Image.new("RGB", (LABEL - MARGIN, 96), PAPER)
+    font = ImageFont.load_default(14)
+    ImageDraw.Draw(label).text((0, 48), word, INK, font, anchor="lm")
+    return np.asarray(label)
+
+
 def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(world: World) -> None:
     artifact = world.evaluate(world.trained(-3.0))
     page = np.asarray(Image.open(io.BytesIO(artifact.read("before_after.png"))))
@@ -352,6 +360,8 @@ def test_the_grid_shows_each_prompt_by_the_base_above_and_by_the_tuned_below(wor
         ((x, above),) = places(page, base[number])
         assert places(page, tuned[number]) == [(x, above + 96 + MARGIN)]
         columns.append((x, above))
+        for word, top in (("base", above), ("tuned", above + 96 + MARGIN)):
+            assert (page[top : top + 96, MARGIN:LABEL] == written(word)).all(), word
     assert columns[0][1] == columns[1][1] < columns[2][1] and columns[0][0] < columns[1][0]
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from configs.load_and_extend_recipe import load_recipe
 from tasks.evaluate.bootstrap import Estimate, Resampling, mean, share
 from tasks.publish.promotion_gate import (
     GateError,
@@ -11,6 +12,7 @@ from tasks.publish.promotion_gate import (
     judge,
     needs_champion,
     parse_rule,
+    warnings_of_few_prompts,
 )
 
 
@@ -44,6 +46,22 @@ VALUES = {
 def test_a_rule_is_evaluated_on_the_values(rule: str, passed: bool) -> None:
     (verdict,) = judge([rule], VALUES)
     assert verdict.passed is passed
+
+
+@pytest.mark.parametrize("comparison", ["> 0.5", ">= 0.5", "< 0.5", "<= 0.5"])
+@pytest.mark.parametrize("level", ["", " at 95%"])
+def test_a_value_that_is_no_number_passes_no_rule(comparison: str, level: str) -> None:
+    models = {"tuned": {"cmmd": exactly(np.nan)}}
+    (verdict,) = judge([f"cmmd {comparison}{level}"], models)
+    assert verdict.passed is False
+
+
+@pytest.mark.parametrize("operator", [">", ">=", "<", "<="])
+@pytest.mark.parametrize("other", ["base", "champion"])
+def test_a_bound_that_is_no_number_passes_no_rule(operator: str, other: str) -> None:
+    models = {"tuned": {"cmmd": exactly(0.5)}, other: {"cmmd": exactly(np.nan)}}
+    (verdict,) = judge([f"cmmd {operator} {other}"], models, champion=True)
+    assert verdict.passed is False
 
 
 def test_a_rule_fails_without_a_value_of_the_champion() -> None:
@@ -154,3 +172,36 @@ def test_a_level_needs_a_resample_beyond_each_end_of_its_interval(level: str, ne
 def test_a_level_is_below_100() -> None:
     with pytest.raises(GateError, match="at least 50%"):
         parse_rule("fd < base at 100%")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "width"), [(1, "of one prompt alone"), (2, "12.7"), (4, "3.2"), (5, None)]
+)
+def test_a_rule_with_a_level_on_few_prompts_is_warned_of_with_its_width(
+    prompts: int, width: str | None
+) -> None:
+    texts = [f"prompt {number}" for number in range(prompts)]
+    old = {"prompts": [*texts, texts[0]], "images_per_prompt": 20}  # equal texts are one prompt
+    lines = warnings_of_few_prompts(load_recipe("sdxl", {"evaluate.prompts.old": old}))
+    assert len(lines) == (width is not None)
+    for line in lines:
+        assert line.startswith("gate rule 'clip_score/old >= base * 0.9 at 95%': its interval is ")
+        assert str(width) in line and "list more in evaluate.prompts.old" in line
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [
+        ("cmmd < base at 95%", "evaluate.prompts.new, with"),
+        ("clip_score > 20 at 90%", "evaluate.prompts.new and evaluate.prompts.old, with"),
+        ("clip_score/old > 20 at 95%", "evaluate.prompts.old, with"),
+        ("clip_score/old > 20", None),
+        ("holdout_loss < base at 95%", None),  # of held-out pictures
+    ],
+)
+def test_the_prompts_of_a_rule_are_those_of_its_metric(rule: str, settings: str | None) -> None:
+    sets = {name: {"prompts": [name, "a fox"]} for name in ("new", "old")}
+    few = load_recipe("sdxl", {"evaluate.prompts": sets, "publish.gate": [rule]})
+    lines = warnings_of_few_prompts(few)
+    assert len(lines) == (settings is not None)
+    assert all(str(settings) in line for line in lines)

@@ -175,7 +175,7 @@ def test_a_copy_of_a_training_picture_among_the_samples_is_found(
 def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None:
     base = drawn(store, "base", plain(red=200, blue=0), tmp_path / "base")
     tuned = drawn(store, "tuned", plain(red=0, blue=200), tmp_path / "tuned")
-    page = np.asarray(Image.open(io.BytesIO(_grid(store, [base, tuned], SETS))))
+    page = np.asarray(Image.open(io.BytesIO(_grid(store, {"base": base, "tuned": tuned}, SETS))))
     column = page[:, before_after_grid.LABEL + 5].astype(int)
     rows = {"base": [200, 0, 0], "tuned": [0, 0, 200]}
     where = {name: np.flatnonzero((column == rgb).all(axis=1)) for name, rgb in rows.items()}
