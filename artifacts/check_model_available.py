@@ -16,7 +16,7 @@ from artifacts.download_or_find_model import (
     resolve_file,
     resolve_model,
 )
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 
 #: Time limit in seconds of a request to the hub.
 SECONDS = 20.0

@@ -31,7 +31,7 @@ from artifacts.remote_client_options_and_errors import (
     target_of,
     web_cause,
 )
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 
 log = logging.getLogger("kiln")
 

@@ -51,8 +51,7 @@ from artifacts.hashing import digest_bytes
 from artifacts.list_folder import new_probe, subfolders
 from artifacts.lock import Lock, hold, is_alive
 from artifacts.remote_client_options_and_errors import make_folder_of, protocols
-from configs.redact_errors_and_logs import one_line
-from configs.redact_urls import check_stored_url, check_unchained, without_secrets
+from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
 
 MANIFEST = "manifest.json"
 LOCK = "lock.json"

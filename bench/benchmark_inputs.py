@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from bench.published_configs import write_published_configs
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 
 BASE = CHECKOUT / "demo/base"
 TOKENS, CAPTIONS = 77, 16  # of random latents

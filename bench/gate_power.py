@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Row, log, publish, versions
-from configs.load_and_extend_recipe import load_recipe, recipe_names
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
+from configs.load_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
+from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate.bootstrap import Estimate, Float64, Prompts, Resampling, mean
 from tasks.evaluate.distribution_distances import cmmd
 from tasks.evaluate.metric_names import CMMD, prompt_numbers, sets_of_metric

@@ -30,7 +30,7 @@ from bench.job_command_line import read_train_job
 from bench.report import Row
 from bench.train_cuda import BF16, batch_size
 from bench.training_step_workloads import METHODS, OURS
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 from runtimes.process.job import TrainJob, write_job
 
 PAGE = "docs/benchmarks.md"

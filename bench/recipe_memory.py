@@ -15,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.published_configs import write_published_configs
-from configs.checkout import CHECKOUT
-from configs.load_and_extend_recipe import load_recipe, recipe_names
+from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.describe_encoders import vae_path
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu

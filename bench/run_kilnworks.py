@@ -13,8 +13,7 @@ from typing import Any
 
 from artifacts.latent_shards import open_latents
 from bench.run_without_prefect import Stages, recipe_overrides
-from configs.checkout import CHECKOUT
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import CHECKOUT, load_recipe
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Draft, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 
 Build = Callable[[Draft], dict[str, Any]]

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from demo.ink_and_paper import NEW_STYLE, STYLES, style_index
+from demo.palette import NEW_STYLE, STYLES, style_index
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEMPLATES = (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from demo import captions, digits
-from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, style_index
+from demo.palette import BASE_STYLES, NEW_STYLE, style_index
 
 LIST, NOTE = "urls.parquet", "recipe.json"
 REHEARSAL = 900  # half the number of new pictures; without them the model forgets old styles

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from demo import captions, digits
-from demo.ink_and_paper import STYLES
+from demo.palette import STYLES
 
 if TYPE_CHECKING:
     from sklearn.svm import SVC

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from demo.ink_and_paper import STYLES
+from demo.palette import STYLES
 
 Split = Literal["train", "held_out", "all"]
 

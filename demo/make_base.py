@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from demo import captions, digits
-from demo.ink_and_paper import STYLES
+from demo.palette import STYLES
 
 BASE = Path(__file__).parent / "base"
 CLIP_STEPS, CLIP_BATCH = 1000, 128

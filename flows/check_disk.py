@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from artifacts.store import MANIFEST, Store
-from configs.load_and_extend_recipe import RecipeError
+from configs.load_recipe import RecipeError
 from configs.settings.recipe import Recipe, StageName
 from runtimes.hosts.detect_nvidia import find_gpus
 from runtimes.torch_models.gpu_specs import known_gpu

@@ -14,9 +14,9 @@ from artifacts.download_or_find_model import (
     resolve_file,
     resolve_model,
 )
-from configs.load_and_extend_recipe import RecipeError
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
+from configs.load_recipe import RecipeError
 from configs.settings.recipe import Recipe, StageName
+from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import check_support
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family

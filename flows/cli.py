@@ -16,19 +16,21 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.exceptions import TyperException
 
-from configs.expand_sweep_trials import add_values, load_trials
-from configs.load_and_extend_recipe import (
+from configs.load_recipe import (
     RecipeError,
+    add_values,
     dump,
+    json_schema,
     load_recipe,
+    load_trials,
     parse_override,
     recipe_names,
 )
-from configs.recipe_json_schema import json_schema
-from configs.redact_errors_and_logs import one_line, redact_logs, redacted_errors
+from configs.secrets import one_line, redact_logs, redacted_errors
 from configs.settings.generate import read_settings
-from configs.settings.recipe import Recipe, StageName
-from configs.settings.without_effect import (
+from configs.settings.recipe import (
+    Recipe,
+    StageName,
     warnings_without_effect,
     with_defaults_without_effect,
 )

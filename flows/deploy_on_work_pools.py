@@ -13,8 +13,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 
-from configs.checkout import CHECKOUT
-from configs.load_and_extend_recipe import RecipeError
+from configs.load_recipe import CHECKOUT, RecipeError
 from configs.settings.recipe import Recipe
 from flows.run_sent_stage import run_stage
 from flows.runner import check_server, lasting_server

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 from flows.prefect_settings import wrong_prefect_setting
 
 

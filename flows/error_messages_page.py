@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from artifacts.checksummed_files import without_collections
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 from flows.error_remedies import FREQUENT, REMEDIES
 from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT
 from tasks.build_or_reuse import OURS

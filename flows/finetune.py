@@ -15,8 +15,8 @@ from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact
-from configs.load_and_extend_recipe import load_recipe
-from configs.redact_errors_and_logs import redacted_errors
+from configs.load_recipe import load_recipe
+from configs.secrets import redacted_errors
 from configs.settings.recipe import STAGES, StageName
 from flows.model_events import emit_published
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name

@@ -14,7 +14,7 @@ from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.store import Store
-from configs.redact_errors_and_logs import redacted_errors
+from configs.secrets import redacted_errors
 from configs.settings.generate import Generate, read_settings
 from flows.parameters import revealed, run_name
 from flows.prepare_process import prepare_process

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
-from configs.redact_errors_and_logs import redact_logs
+from configs.secrets import redact_logs
 from tasks.build_or_reuse import is_ours
 
 

@@ -10,8 +10,8 @@ from artifacts.checksummed_files import first_fault
 from artifacts.download_or_find_model import resolve_model
 from artifacts.list_folder import subfolders
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError
-from configs.redact_errors_and_logs import one_line
+from configs.load_recipe import RecipeError
+from configs.secrets import one_line
 from tasks.publish.champion_history import RegistryError, last
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.push_to_hub import push

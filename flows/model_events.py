@@ -8,7 +8,7 @@ from typing import Any
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 from tasks.result_files import REPORT
 
 log = logging.getLogger("kiln")

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from prefect import runtime
 from pydantic import Field, SecretStr
 
-from configs.hide_secrets import hide_secrets
-from configs.load_and_extend_recipe import RecipeError, recipe_names
-from configs.redact_urls import without_secrets
+from configs.load_recipe import RecipeError, recipe_names
+from configs.secrets import hide_secrets, without_secrets
 
 NO_OVERRIDES: dict[str, Any] = {}
 RecipeName = Annotated[str, Field(examples=recipe_names())]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 
 #: The modules of Prefect that read its files.
 READERS = ("/prefect/settings/sources.py", "/prefect/settings/profiles.py")

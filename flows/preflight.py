@@ -9,15 +9,17 @@ from pathlib import Path
 
 from artifacts.latent_shards import Latents
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
-from configs.settings.place import PlacedStage
-from configs.settings.recipe import STAGES, Recipe, StageName
-from configs.settings.source import Source
-from configs.settings.without_effect import (
+from configs.load_recipe import RecipeError
+from configs.settings.data import Source
+from configs.settings.recipe import (
+    STAGES,
+    PlacedStage,
+    Recipe,
+    StageName,
     warnings_without_effect,
     with_defaults_without_effect,
 )
+from configs.settings.train_parts import HOLDOUT_LOSS
 from flows.check_models import check_local_models, check_measuring_models, check_models
 from flows.run import Run
 from flows.send_stage import check_deployments

@@ -17,8 +17,8 @@ from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
 from artifacts.run_records import record_registry
 from artifacts.store import Artifact
-from configs.load_and_extend_recipe import load_recipe
-from configs.redact_errors_and_logs import one_line, redacted_errors
+from configs.load_recipe import load_recipe
+from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import Recipe
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name

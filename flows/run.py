@@ -11,9 +11,8 @@ from typing import NoReturn
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import record_run
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import dump
-from configs.settings.place import PLACED_STAGES, PlacedStage
-from configs.settings.recipe import STAGES, Recipe, StageName
+from configs.load_recipe import dump
+from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.check_disk import check_disk
 from flows.send_stage import send_stage
 from flows.task_states import begin

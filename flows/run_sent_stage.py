@@ -9,9 +9,8 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from configs.redact_errors_and_logs import redacted_errors
-from configs.settings.place import PlacedStage
-from configs.settings.recipe import Recipe
+from configs.secrets import redacted_errors
+from configs.settings.recipe import PlacedStage, Recipe
 from flows.finetune import download, encode, evaluate, report_of
 from flows.parameters import revealed
 from flows.preflight import prepare

@@ -20,11 +20,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from configs.expand_sweep_trials import load_trials
-from configs.hide_secrets import hide_secrets
-from configs.load_and_extend_recipe import load_recipe
-from configs.redact_errors_and_logs import one_line
-from configs.redact_urls import without_secrets
+from configs.load_recipe import load_recipe, load_trials
+from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
 from flows.closing_lines import closing_lines, next_commands

@@ -26,10 +26,9 @@ from prefect.utilities.urls import url_for
 
 from artifacts.clock import REAL, Clock
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError
-from configs.redact_errors_and_logs import one_line
-from configs.settings.place import PlacedStage
-from configs.settings.recipe import Recipe, StageName
+from configs.load_recipe import RecipeError
+from configs.secrets import one_line
+from configs.settings.recipe import PlacedStage, Recipe, StageName
 from flows.task_settings import patiently
 from flows.task_states import REUSED
 from tasks.build_or_reuse import StageFailed, TransientError

@@ -16,9 +16,8 @@ from artifacts.list_folder import entries, name_of, subfolders
 from artifacts.remote_client_options_and_errors import is_full
 from artifacts.run_records import GarbageUnsure, registries, runs
 from artifacts.store import MANIFEST, Artifact, Store
-from configs.load_and_extend_recipe import RecipeError
-from configs.redact_errors_and_logs import one_line
-from configs.redact_urls import without_secrets
+from configs.load_recipe import RecipeError
+from configs.secrets import one_line, without_secrets
 from configs.settings.recipe import Recipe
 from tasks.build_or_reuse import StorageAway
 from tasks.estimate_disk import in_words

@@ -10,8 +10,8 @@ from typing import Any
 from prefect import flow, runtime
 
 from artifacts.latent_shards import open_latents
-from configs.expand_sweep_trials import Trial, load_trials
-from configs.redact_errors_and_logs import one_line, redacted_errors
+from configs.load_recipe import Trial, load_trials
+from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.logs import each_line_once

@@ -15,8 +15,8 @@ from prefect.utilities.annotations import quote
 from artifacts.cache_errors import CacheFull
 from artifacts.download_or_find_model import ModelAway
 from artifacts.remote_client_options_and_errors import is_outage
-from configs.load_and_extend_recipe import RecipeError
-from configs.redact_errors_and_logs import one_line
+from configs.load_recipe import RecipeError
+from configs.secrets import one_line
 from tasks.build_or_reuse import TransientError
 
 log = logging.getLogger("kiln")

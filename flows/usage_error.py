@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.exceptions import TyperException
 
-from configs.nearest_name import did_you_mean, hint_of
+from configs.explain_errors import did_you_mean, hint_of
 
 _EXTRA = re.compile(r"Got unexpected extra argument\(s\) \(([a-z0-9_.]+=.*)\)")
 _NOT_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of ('.*')\.?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 from tasks.build_or_reuse import git_commit
 from tasks.code_versions import CODE
 

@@ -13,8 +13,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed
 
 from artifacts.store import Store
-from configs.load_and_extend_recipe import load_recipe
-from configs.redact_errors_and_logs import one_line, redacted_errors
+from configs.load_recipe import load_recipe
+from configs.secrets import one_line, redacted_errors
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
 from flows.preflight import writable_store
 from flows.prepare_process import prepare_process

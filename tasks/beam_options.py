@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from tasks.beam_workers import is_dask, uses_job_service
 from tasks.import_beam_quietly import quiet_import
 

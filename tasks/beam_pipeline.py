@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from artifacts.lock import LockLost, held_claim
 from artifacts.store import Store
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from tasks.beam_options import make_pipeline, quiet_beam
 from tasks.beam_workers import Workers, is_dask, workers_of
 from tasks.build_or_reuse import MachineShort, StorageAway, StorageError, TransientError

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
-from configs.load_and_extend_recipe import RecipeError
-from configs.redact_urls import without_secrets
+from configs.load_recipe import RecipeError
+from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe, StageName
 
 BeamStage = Literal["download", "encode"]

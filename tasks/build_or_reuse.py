@@ -32,7 +32,7 @@ from artifacts.remote_client_options_and_errors import (
     target_of,
 )
 from artifacts.store import Artifact, Draft, Store
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.registry import interpreter
 from tasks.why_built import why_built
 

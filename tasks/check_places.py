@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
-from configs.explain_recipe_errors import explain
-from configs.hide_secrets import hide_secrets
-from configs.load_and_extend_recipe import RECIPES, RecipeError, anchored
-from configs.redact_urls import without_secrets
+from configs.explain_errors import explain
+from configs.load_recipe import RECIPES, RecipeError, anchored
+from configs.secrets import hide_secrets, without_secrets
+from configs.settings.data import Source
 from configs.settings.recipe import Recipe, StageName
-from configs.settings.source import Source
 from tasks.beam_workers import Workers, is_hub_id, out_of_reach
 
 #: Models that come with the code: each machine has its own copy.

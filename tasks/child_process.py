@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.lock import LockLost, check_held
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.process.events import EVENT_FD
 from runtimes.process.job import Job, write_job

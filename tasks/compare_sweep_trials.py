@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
-from configs.settings.recipe import Recipe
-from configs.settings.sweep import Sweep
+from configs.settings.recipe import Recipe, Sweep
+from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import schedule_facts
 from runtimes.objective.scheduler_config import read_schedule

@@ -16,11 +16,10 @@ from artifacts.check_model_available import check_on_hub
 from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_model
 from artifacts.list_folder import subfolders
 from artifacts.store import Artifact, Draft
-from configs.explain_recipe_errors import explain
-from configs.nearest_name import hint_of
+from configs.explain_errors import explain, hint_of
+from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
-from configs.settings.sampling import Sampling
 from runtimes import check_support, registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family

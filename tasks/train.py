@@ -14,8 +14,7 @@ from artifacts.latent_shards import open_latents
 from artifacts.list_folder import matching
 from artifacts.store import Artifact, Draft
 from configs.settings.recipe import Recipe
-from configs.settings.train import Train
-from configs.settings.train_settings_in_cache_key import key_settings
+from configs.settings.train import Train, key_settings
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.denoiser_config import replacement_config

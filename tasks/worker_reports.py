@@ -22,7 +22,7 @@ from artifacts.hashing import parse_json
 from artifacts.list_folder import Entry, entries, name_of
 from artifacts.remote_client_options_and_errors import read_small_file
 from artifacts.store import Store
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 
 #: Seconds between two writings of a report, at least.
 EVERY_SECONDS = {True: 0.5, False: 10.0}  # by whether the store is local

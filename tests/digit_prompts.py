@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from demo import captions
 from demo.digit_judges import judge_digit, judge_style
-from demo.ink_and_paper import STYLES, style_index
+from demo.palette import STYLES, style_index
 
 #: Captions without a paper, or without any style, which the shipped text encoders know too.
 SHORT = (

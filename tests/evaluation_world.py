@@ -15,8 +15,8 @@ from artifacts.artifact_key import KeyParts
 from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.store import Artifact, Store
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
+from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.process.events import Events
 from runtimes.process.job import GenerateJob, Job
 from runtimes.sample.generate_job import generate

@@ -8,7 +8,7 @@ from typing import Any
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from flows.run import Run
 from tasks.build_or_reuse import StageResult
 from tasks.evaluate.evaluation_inputs import MeasuringModels

@@ -23,7 +23,7 @@ import yaml
 from kiln_command import ROOT
 from typer.exceptions import TyperException
 
-from configs.load_and_extend_recipe import load_recipe, parse_override
+from configs.load_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
 from configs.settings.recipe import STAGES
 from flows.cli import app

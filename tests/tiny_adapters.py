@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from artifacts.safetensors import write_arrays
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.adapters.lora_file_format import metadata
 
 RANK = 2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 from runtimes.registry import RUNTIMES, RuntimeSpec
 
 NAME = "stand-in"

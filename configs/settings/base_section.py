@@ -15,12 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from configs.redact_urls import (
-    check_read_url,
-    check_stored_url,
-    check_unchained,
-    check_unchained_url,
-)
+from configs.secrets import check_read_url, check_stored_url, check_unchained, check_unchained_url
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dtype = Literal["float32", "bfloat16", "float16"]

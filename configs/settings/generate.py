@@ -7,11 +7,11 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, ValidationError
 
-from configs.explain_recipe_errors import explain
-from configs.load_and_extend_recipe import RecipeError
+from configs.explain_errors import explain
+from configs.load_recipe import RecipeError
 from configs.settings.base_section import ModelPlace, StoredUrl
+from configs.settings.evaluate import Prompts, Sampling
 from configs.settings.recipe import RuntimeName
-from configs.settings.sampling import Prompts, Sampling
 
 
 class Generate(Prompts, Sampling):

@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 from artifacts.store import Store
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 from flows.check_disk import free_bytes
 from flows.doctor.findings import Finding, fine, note, problem
 from runtimes.hosts.c_compiler import find_c_compiler

@@ -13,12 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from artifacts.check_model_available import check_file_available, check_model_available
 from artifacts.download_or_find_model import ModelAway, ModelNotFound
 from artifacts.store import Store, StoreError
-from configs.redact_urls import without_secrets
-from configs.settings.recipe import Recipe
-from configs.settings.without_effect import (
-    warnings_without_effect,
-    with_defaults_without_effect,
-)
+from configs.secrets import without_secrets
+from configs.settings.recipe import Recipe, warnings_without_effect, with_defaults_without_effect
 from flows.doctor.findings import Check, Finding, fine, limited, named, note, problem
 from flows.preflight import (
     check_gate_and_prompts,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe, RuntimeName
 from flows.doctor import check_python_driver_and_disk as machine
 from flows.doctor.check_python_driver_and_disk import PINNED, TRAPS

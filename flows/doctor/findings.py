@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
 
-from configs.redact_errors_and_logs import one_line
-from configs.redact_urls import without_secrets
+from configs.secrets import one_line, without_secrets
 
 #: Time limit in seconds of a check that needs a network; the clients of buckets have none.
 NETWORK_SECONDS = 60.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.objective.counter_based_random import Stream, generator
 
 Float32 = NDArray[np.float32]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from artifacts.hashing import parse_json
 from artifacts.safetensors import Arrays, read_floats
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.adapters.initialise_lora import alpha
 from runtimes.adapters.lora_target_layers import suffix_of
 from runtimes.adapters.merge_lora import Adapter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.contract import WrongInput
 
 Layer = Literal["linear", "conv"]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import jax
 import torch
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.process.collectives import HostCollectives, free_port

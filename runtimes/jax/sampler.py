@@ -30,12 +30,10 @@ from runtimes.objective.scheduler_config import read_scheduler_config
 from runtimes.sample.image_levels import image_levels
 from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
-from runtimes.torch_models.encode_images_and_captions import Encoder, vae_dtype
+from runtimes.torch_models.encode_images_and_captions import Encoder, Float32, vae_dtype
 from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
-
-Float32 = NDArray[np.float32]
 
 
 class Sampler:

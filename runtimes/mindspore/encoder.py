@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import family_named

@@ -15,7 +15,7 @@ from mindspore.nn.utils import no_init_parameters
 from transformers import CLIPTextConfig
 
 from artifacts.safetensors import Arrays, read_floats
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.adapters.weight_names import stored_name
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import added_weights

@@ -8,7 +8,7 @@ from mindone.peft import LoraConfig, inject_adapter_in_model
 from mindone.peft.tuners.lora import LoraLayer
 from mindspore import mint, nn
 
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.adapters.initialise_lora import alpha, initial_down
 from runtimes.adapters.lora_target_layers import Layer, check_unambiguous, choose_layers
 from runtimes.adapters.merge_lora import Adapter, merged_weights

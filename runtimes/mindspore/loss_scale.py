@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from artifacts.safetensors import Arrays
-from configs.settings.mindspore_and_gaudi import LossScale
+from configs.settings.train_parts import LossScale
 
 #: Smallest scale. An overflow at this scale is not caused by loss scaling.
 LEAST = 1.0

@@ -16,7 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, ops
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import OneWriter, Writers, WrongInput
 from runtimes.process.ranks import Ranks
 from runtimes.process.socket_writers import SocketWriters

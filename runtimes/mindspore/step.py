@@ -12,8 +12,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from configs.settings.mindspore_and_gaudi import MindSpore
 from configs.settings.train import Train
+from configs.settings.train_parts import MindSpore
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.mindspore.clip_update_and_ema import Update
 from runtimes.mindspore.micro_batches import Inputs, micro_batches, squared_errors

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.settings.timesteps import TimestepSampling
+from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
 
 Probabilities = NDArray[np.float64]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.settings.timesteps import TimestepSampling
 from configs.settings.train import Train
+from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
 from runtimes.objective.counter_based_random import Stream
 from runtimes.objective.draw_noise_timesteps_and_captions import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network

@@ -12,8 +12,8 @@ from importlib.metadata import version
 
 import torch
 
-from configs.settings.mindspore_and_gaudi import Hpu
 from configs.settings.train import Train
+from configs.settings.train_parts import Hpu
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from configs.redact_errors_and_logs import one_line
-from configs.settings.mindspore_and_gaudi import Hpu
+from configs.secrets import one_line
 from configs.settings.train import Train
+from configs.settings.train_parts import Hpu
 from runtimes.contract import WrongInput
 from runtimes.hosts.detect_gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.hosts.detect_ascend import missing_components
 

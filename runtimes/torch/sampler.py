@@ -13,7 +13,7 @@ from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import fully_masked

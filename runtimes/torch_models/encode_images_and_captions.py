@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.data.padding import pad_rows
 from runtimes.families import TextEncoder, family_named

@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import StoredRows, WrongInput
 from runtimes.families import all_families, denoiser_classes
 from runtimes.families.inpainting_and_scores import added_weights, source_weight_names

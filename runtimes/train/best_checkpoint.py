@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from configs.settings.best_checkpoint import BestCheckpoint
 from configs.settings.train import Train
+from configs.settings.train_parts import BestCheckpoint
 
 #: The name of the held-out loss in history.jsonl and in trackers.
 VALIDATION_LOSS = "validation_loss"

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from configs.settings.holdout_divergence_profile_wandb import OnDivergence
+from configs.settings.train_parts import OnDivergence
 
 #: Number of recent losses in the mean, and the fewest that give a reliable mean.
 WINDOW, MIN_LOSSES = 100, 10

@@ -12,8 +12,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from configs.redact_errors_and_logs import one_line
-from configs.settings.holdout_divergence_profile_wandb import Profile
+from configs.secrets import one_line
+from configs.settings.train_parts import Profile
 from runtimes.contract import Runtime
 
 log = logging.getLogger("kiln")

@@ -14,8 +14,7 @@ import numpy as np
 from fsspec.core import url_to_fs
 
 from artifacts.safetensors import read_arrays
-from configs.settings.train import Train
-from configs.settings.train_settings_in_cache_key import key_settings
+from configs.settings.train import Train, key_settings
 from runtimes.adapters.lora_file_format import to_state_names
 from runtimes.contract import Runtime, StoredRows, WrongInput
 from runtimes.process.job import TrainJob

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from artifacts.checksummed_files import write_atomic
-from configs.settings.holdout_divergence_profile_wandb import Wandb
+from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
 
 KEY = "WANDB_API_KEY"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.retryable_and_final_failures import is_transient
 from tasks.download.stage_errors import TooManyFailed
 

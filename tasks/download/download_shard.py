@@ -24,8 +24,8 @@ from artifacts.image_shards import (
     write_tar,
 )
 from artifacts.store import Shard, Store
-from configs.redact_urls import without_secrets
-from configs.settings.download import Download
+from configs.secrets import without_secrets
+from configs.settings.data import Download
 from tasks.download.duplicates_hosts_and_sizes import shard_statistics
 from tasks.download.event_loop import run
 from tasks.download.fetch_and_resize_row import RowDownloader

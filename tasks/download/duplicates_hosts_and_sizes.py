@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.redact_urls import without_secrets
-from configs.settings.download import Download
+from configs.secrets import without_secrets
+from configs.settings.data import Download
 from tasks.download.row_fields_and_hash import Row
 from tasks.download.skip_dead_web_hosts import host_of
 

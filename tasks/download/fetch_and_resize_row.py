@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from artifacts.hashing import digest_bytes
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.body_memory import Room
 from tasks.download.fetch_with_robots_and_retries import Fetcher
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from multidict import MultiDict, MultiMapping
 
 from artifacts.hashing import digest_bytes
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.body_memory import Room
 from tasks.download.event_loop import Shared, shared
 from tasks.download.pace_requests_per_web_host import MAX_WAIT, AsyncClock

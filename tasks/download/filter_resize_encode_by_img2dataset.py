@@ -10,7 +10,7 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from runtimes.process.memory import check_memory
 from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
 from tasks.download.decoding_memory import BYTES_PER_PIXEL, DECODING

@@ -29,7 +29,7 @@ from artifacts.remote_client_options_and_errors import (
     remedy,
     web_cause,
 )
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from tasks.download.stage_errors import SourceAway, SourceError
 
 #: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
-from configs.settings.source import DatasetSource
+from configs.settings.data import DatasetSource
 from tasks.beam_workers import is_hub_id
 from tasks.download.list_files import (
     ListedFile,

@@ -14,8 +14,8 @@ import pyarrow as pa
 from fsspec.core import url_to_fs
 
 from artifacts.hashing import digest_bytes
-from configs.redact_urls import without_secrets
-from configs.settings.source import FolderSource
+from configs.secrets import without_secrets
+from configs.settings.data import FolderSource
 from tasks.download.list_files import (
     ListedFile,
     is_absent,

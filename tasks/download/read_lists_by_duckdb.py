@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from tasks.download.list_files import located, open_file, reading, require_columns
 from tasks.download.read_malformed_lists import (
     BLANK,

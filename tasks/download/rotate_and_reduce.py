@@ -6,7 +6,7 @@ import math
 from io import BytesIO
 from typing import Any, NamedTuple
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.decoding_bomb_checks import Header, known_formats
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.picture_to_rgb import to_rgb

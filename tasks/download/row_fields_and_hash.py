@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from artifacts.hashing import canonical_json
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 
 #: Columns of rows. A picture embedded in the source has a `file` and a `row`, as PictureLocation.
 #: `additional` is a canonical JSON object of further columns, or null if none is kept.

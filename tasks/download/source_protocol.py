@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from artifacts.hashing import digest_bytes, digest_json
 from configs.settings.base_section import Section
-from configs.settings.source import DatasetSource, FolderSource, TarsSource, UrlSource
+from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.list_files import ListedFile
 from tasks.download.read_lists_by_duckdb import additional_settings
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from artifacts.download_or_find_model import cache_folder
 from artifacts.hashing import digest_json
-from configs.settings.source import DigitsSource, UrlSource
+from configs.settings.data import DigitsSource, UrlSource
 from tasks.download.list_files import ListedFile, list_files, require_columns
 from tasks.download.parquet_dataset import Dataset
 from tasks.download.picture_folder import Folder

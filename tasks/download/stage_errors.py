@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 from tasks.build_or_reuse import TransientError
 
 

@@ -14,8 +14,8 @@ from typing import IO, Any
 import pyarrow as pa
 from braceexpand import braceexpand
 
-from configs.redact_urls import without_secrets
-from configs.settings.source import TarsSource
+from configs.secrets import without_secrets
+from configs.settings.data import TarsSource
 from tasks.download.list_files import (
     ListedFile,
     list_files,

@@ -23,7 +23,7 @@ from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
 from artifacts.store import Draft, Shard, Store
-from configs.settings.sampling import Sampling
+from configs.settings.evaluate import Sampling
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.pipeline_folder.denoiser_config import folder_extras

@@ -19,7 +19,7 @@ from PIL import Image
 
 from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_json
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.check_weights_and_vocabulary import check_vocabulary_files
 from runtimes.pipeline_folder.read_configs import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
+from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate.bootstrap import Estimate, Resampling, mean
 
 #: As MLPerf's text-to-image benchmark validates: equidistant levels with equal counts. Ours are the

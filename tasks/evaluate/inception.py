@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.redact_urls import without_secrets
+from configs.secrets import without_secrets
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.feature_encoders import BATCH, Float32, Picture, batches

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 from runtimes.contract import WrongInput
 
 FEATURES = 2048  # of the last pooling

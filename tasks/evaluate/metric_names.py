@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from configs.nearest_name import hint_of
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
+from configs.explain_errors import hint_of
 from configs.settings.recipe import Recipe
+from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate import holdout_loss, memorization
 from tasks.evaluate.bootstrap import Estimate, Estimates, Interval
 from tasks.evaluate.distribution_distances import DISTANCES, INCEPTION_DISTANCES

@@ -14,8 +14,8 @@ import numpy as np
 from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft, Shard, Store
-from configs.settings.best_checkpoint import HOLDOUT_LOSS
 from configs.settings.recipe import Recipe
+from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import describe_encoders

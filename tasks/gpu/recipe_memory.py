@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.hashing import digest_json
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GpuSpec
 from tasks.evaluate.prompts import sample_prompts

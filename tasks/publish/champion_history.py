@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.checksummed_files import FORMAT, Damaged, decode_record, encode_record
 from artifacts.compare_and_swap import VersionedContent, read, swap
-from configs.redact_errors_and_logs import one_line
+from configs.secrets import one_line
 
 log = logging.getLogger("kiln")
 ALIAS = "champion"

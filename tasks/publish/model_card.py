@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from artifacts.download_or_find_model import LICENSE_FILES
+from configs.load_recipe import dump_yaml
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
-from configs.strict_yaml import dump_yaml
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families import Family, detect_family
 from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config

@@ -34,7 +34,7 @@ from artifacts.list_folder import entries, files, name_of, subfolders
 from artifacts.lock import Lock, hold
 from artifacts.run_records import record_registry
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
-from configs.nearest_name import hint_of
+from configs.explain_errors import hint_of
 from tasks.publish.champion_history import (
     ROLLED_BACK,
     Champions,

@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from configs.load_and_extend_recipe import dump
-from configs.redact_urls import without_secrets
+from configs.load_recipe import dump, parse_yaml
+from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe
-from configs.strict_yaml import parse_yaml
 
 #: The start of a path that only this machine has.
 ABSOLUTE = re.compile(r"(file|local)://|[/~]")

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from artifacts.store import Artifact, Store
-from configs.redact_urls import without_secrets
+from configs.load_recipe import dump_yaml
+from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe
-from configs.strict_yaml import dump_yaml
 from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.publish.lineage import remeasured_champion

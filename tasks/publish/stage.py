@@ -16,8 +16,8 @@ from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import digest_model
 from artifacts.hashing import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft
+from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
-from configs.strict_yaml import dump_yaml
 from runtimes.adapters.lora_file_format import read_adapters
 from runtimes.pipeline_folder.read_configs import read_index
 from tasks.build_or_reuse import TransientError

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from artifacts.store import Artifact, Draft
-from configs.settings.holdout_divergence_profile_wandb import Profile
 from configs.settings.recipe import Recipe
+from configs.settings.train_parts import Profile
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, is_flow

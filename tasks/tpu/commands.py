@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.settings.tpu import Tpu
+from configs.settings.recipe import Tpu
 
 Command = list[str]
 #: States of the TPU API's `Node.State` that lead to READY without intervention.

@@ -21,8 +21,8 @@ from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.lock import LockLost, check_held
 from artifacts.model_in_store import put_model
 from artifacts.store import Store
-from configs.checkout import CHECKOUT
-from configs.settings.tpu import Tpu
+from configs.load_recipe import CHECKOUT
+from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from artifacts.download_or_find_model import files_below
 from artifacts.image_shards import add_member
-from configs.checkout import CHECKOUT
+from configs.load_recipe import CHECKOUT
 
 #: The parts of a checkout that the workers need.
 PACKED = (

@@ -7,7 +7,7 @@ import pytest
 
 from bench import gate_power
 from bench.gate_power import HARMFUL, HARMLESS, SPREADS, passes, redistributed, shares
-from configs.load_and_extend_recipe import load_recipe, recipe_names
+from configs.load_recipe import load_recipe, recipe_names
 from tasks.publish.promotion_gate import parse_rule
 
 DRAWS = 100

@@ -23,7 +23,7 @@ from artifacts.lock import check_held
 from artifacts.run_records import record_run
 from artifacts.safetensors import read_arrays, write_arrays, writing
 from artifacts.store import Artifact, Draft, Shard, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 from tasks.build_or_reuse import StageResult, build_or_reuse

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from configs import coming_from
-from configs.load_and_extend_recipe import RecipeError, load_recipe
+from configs import explain_errors
+from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
 
 
 def test_page_matches_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == coming_from.page()
+    assert PAGE.read_text(encoding="utf-8") == explain_errors.page()
 
 
-@pytest.mark.parametrize("foreign", coming_from.TABLE, ids=lambda foreign: foreign.names)
-def test_table_names_only_settings_of_a_recipe(foreign: coming_from.Foreign) -> None:
+@pytest.mark.parametrize("foreign", explain_errors.TABLE, ids=lambda foreign: foreign.names)
+def test_table_names_only_settings_of_a_recipe(foreign: explain_errors.Foreign) -> None:
     model: Any = Recipe
     for part in () if foreign.ours == "none" else foreign.ours.split("."):
         if model is None:  # settings of a source depend on its kind

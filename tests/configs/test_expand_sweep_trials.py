@@ -6,10 +6,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from configs.expand_sweep_trials import add_values, load_trials, parse_values
-from configs.load_and_extend_recipe import RecipeError
-from configs.recipe_json_schema import json_schema
-from configs.strict_yaml import parse_yaml
+from configs.load_recipe import (
+    RecipeError,
+    add_values,
+    json_schema,
+    load_trials,
+    parse_values,
+    parse_yaml,
+)
 
 
 def sweep(**values: Any) -> dict[str, Any]:

@@ -7,16 +7,17 @@ import jsonschema
 import pytest
 import yaml
 
-from configs.load_and_extend_recipe import (
+from configs.load_recipe import (
     RecipeError,
     dump,
+    dump_yaml,
     find_recipe,
+    json_schema,
     load_recipe,
     parse_override,
+    parse_yaml,
     recipe_names,
 )
-from configs.recipe_json_schema import json_schema
-from configs.strict_yaml import dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize("name", recipe_names())

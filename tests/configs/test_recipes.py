@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from toy_recipes import BASES, toy
 
-from configs.load_and_extend_recipe import load_recipe, recipe_names
+from configs.load_recipe import load_recipe, recipe_names
 from tasks.evaluate.metric_names import metric_names
 from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_few_prompts
 

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from configs.load_and_extend_recipe import RecipeError
-from configs.redact_errors_and_logs import RedactedRecord, one_line, redacted_errors
+from configs.load_recipe import RecipeError
+from configs.secrets import RedactedRecord, one_line, redacted_errors
 
 URL_ = "https://us:pass0@example.org/a?w=1&sig=s1g"
 SHOWN = "https://example.org/a?w=1&sig=..."

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.redact_urls import has_secrets, is_secret_name, without_secrets
+from configs.secrets import has_secrets, is_secret_name, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from typing import Any
 from kiln_command import ROOT
 
 from configs import settings_page
-from configs.load_and_extend_recipe import dump, load_recipe, recipe_names
+from configs.load_recipe import dump, load_recipe, parse_yaml, recipe_names
 from configs.settings.generate import Generate
-from configs.strict_yaml import parse_yaml
 
 PAGE = ROOT / "docs/settings.md"
 

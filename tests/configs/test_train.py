@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.settings.train import Train
-from configs.settings.train_settings_in_cache_key import NOT_IN_KEY, key_settings
+from configs.settings.train import NOT_IN_KEY, Train, key_settings
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from configs.load_and_extend_recipe import load_recipe, recipe_names
-from configs.settings.recipe import Recipe
-from configs.settings.without_effect import settings_without_effect, with_defaults_without_effect
+from configs.load_recipe import load_recipe, recipe_names
+from configs.settings.recipe import Recipe, settings_without_effect, with_defaults_without_effect
 from tasks.encode import latent_keys as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish

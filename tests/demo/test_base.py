@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from demo import captions, digits
-from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES
 from demo.make_base import BASE
+from demo.palette import BASE_STYLES, NEW_STYLE, STYLES
 
 
 def draw(pipe: StableDiffusionXLPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:

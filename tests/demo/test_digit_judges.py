@@ -6,7 +6,7 @@ from digit_prompts import judge
 from numpy.typing import NDArray
 
 from demo import captions, digit_judges, digits
-from demo.ink_and_paper import NEW_STYLE, STYLES, style_index
+from demo.palette import NEW_STYLE, STYLES, style_index
 
 
 def held_out(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:

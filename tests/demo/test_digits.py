@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from demo import captions, digits
-from demo.ink_and_paper import BASE_STYLES, NEW_STYLE, STYLES, style_index
+from demo.palette import BASE_STYLES, NEW_STYLE, STYLES, style_index
 
 
 def test_every_caption_reads_back_as_what_it_was_made_from() -> None:

@@ -12,10 +12,10 @@ from digit_prompts import all_captions, judge, prompts
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from configs.load_and_extend_recipe import load_recipe
-from demo.ink_and_paper import BASE_STYLES, NEW_STYLE
+from configs.load_recipe import load_recipe
 from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
+from demo.palette import BASE_STYLES, NEW_STYLE
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import text_length
 

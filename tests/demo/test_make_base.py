@@ -65,7 +65,7 @@ def test_scaled_latents_have_a_standard_deviation_of_one(remade: Path) -> None:
     from diffusers import AutoencoderKL
 
     from demo import digits
-    from demo.ink_and_paper import STYLES
+    from demo.palette import STYLES
 
     vae = AutoencoderKL.from_pretrained(remade / "vae", torch_dtype=torch.float32)
     x8, _ = digits.load("held_out")

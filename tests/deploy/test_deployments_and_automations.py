@@ -18,7 +18,7 @@ from kiln_command import ROOT
 from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import Settings
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from flows.model_events import PUBLISHED, REJECTED
 from tasks.retrain.watch_source import EVENT, source_resource
 

@@ -18,7 +18,7 @@ from deploy_files import DEPLOY, instructions, owned, parses
 from kiln_command import ROOT
 from loopback_server import LoopbackServer
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from flows.generate import generate
 from tasks.evaluate.inception import ENVIRONMENT
 

@@ -17,7 +17,7 @@ from deploy_files import DEPLOY, WAIT, instructions, write_program
 from kiln_command import ROOT
 from waiting import wait_until
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from runtimes.process.collectives import free_port
 
 PATIENCE = 60  # seconds, for a machine that does much else

@@ -14,7 +14,7 @@ from kill_training import kill_training
 from safetensors.numpy import load_file
 from tolerances import LOSS, WEIGHTS
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 STEPS, SAVED = 12, 4

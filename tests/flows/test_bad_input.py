@@ -20,7 +20,7 @@ from prefect_server import Server
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError, load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import STAGES
 from flows import preflight, runner
 from flows.cli import main

@@ -12,7 +12,7 @@ import pytest
 
 from artifacts.store import Store
 from bench.fill_store import fill
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.preflight import prepare

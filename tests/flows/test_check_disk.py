@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from artifacts.store import Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES, Recipe
 from flows import check_disk as module
 from flows.check_disk import DiskTooSmall, check_disk

@@ -10,7 +10,7 @@ import pytest
 from hub_server import HubServer, Repository
 from loopback_server import refusing
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows.doctor import check_recipe
 from flows.doctor.findings import Finding, collect

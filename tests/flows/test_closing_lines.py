@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from flows.closing_lines import closing_lines, next_commands
 
 

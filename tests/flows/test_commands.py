@@ -17,7 +17,7 @@ from terminal import Terminal
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelAway
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe, recipe_names
+from configs.load_recipe import load_recipe, recipe_names
 from flows.cli import app, main
 from flows.doctor import examine as doctor
 from flows.show_gpu_plan import duration

@@ -13,7 +13,7 @@ import pytest
 from kiln_command import is_running, processes_below
 from prefect_server import Server, deployed
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows.retrain import one_at_a_time
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from kiln_command import ROOT
 
-from configs.load_and_extend_recipe import RecipeError, load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from flows import error_messages_page
 from flows.error_remedies import FREQUENT, REMEDIES
 

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from toy_recipes import toy
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from tasks.download.serve_folder import serve_folder
 

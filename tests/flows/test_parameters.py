@@ -9,8 +9,8 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ParameterTypeError
 from pydantic import SecretStr
 
-from configs.hide_secrets import hide_secrets
-from configs.load_and_extend_recipe import RecipeError, recipe_names
+from configs.load_recipe import RecipeError, recipe_names
+from configs.secrets import hide_secrets
 from configs.settings.recipe import STAGES
 from flows.finetune import finetune
 from flows.generate import generate

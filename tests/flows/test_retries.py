@@ -20,8 +20,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.cache_errors import CacheFull
 from artifacts.download_or_find_model import ModelAway
 from artifacts.store import Draft, Store
-from configs.expand_sweep_trials import Trial
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageResult, StorageAway, TransientError

@@ -21,10 +21,9 @@ from artifacts.download_or_find_model import ModelAway
 from artifacts.remote_client_options_and_errors import StoreRefused
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import RecipeError, load_recipe
-from configs.settings.place import PLACED_STAGES
-from configs.settings.recipe import STAGES, Recipe
-from configs.settings.source import UrlSource
+from configs.load_recipe import RecipeError, load_recipe
+from configs.settings.data import UrlSource
+from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe
 from flows import cli, finetune, run_sent_stage, send_stage
 from flows.preflight import _stages_here
 from flows.retrain import continue_from_champion

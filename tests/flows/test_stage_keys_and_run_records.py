@@ -14,8 +14,8 @@ from artifacts.latent_shards import INFO, Latents, ShardRef
 from artifacts.run_records import runs
 from artifacts.store import Artifact, Store
 from configs.settings.generate import read_settings
-from configs.settings.holdout_divergence_profile_wandb import Profile
 from configs.settings.publish import Hub
+from configs.settings.train_parts import Profile
 from flows import finetune, generate
 from flows import run as run_module
 from flows.run import Run

@@ -12,7 +12,7 @@ from artifacts.artifact_key import KeyParts
 from artifacts.gc_find_needed import needed_by
 from artifacts.run_records import runs
 from artifacts.store import Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.run import Run

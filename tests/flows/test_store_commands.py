@@ -11,8 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import GarbageUnsure, record_run
 from artifacts.store import Artifact, Store, StoreError
-from configs.load_and_extend_recipe import RecipeError
-from configs.strict_yaml import dump_yaml
+from configs.load_recipe import RecipeError, dump_yaml
 from flows.store_commands import (
     NotInStore,
     StoreNotThere,

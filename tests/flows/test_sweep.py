@@ -13,8 +13,7 @@ import flows.sweep as sweep_flow
 from artifacts.artifact_key import KeyParts
 from artifacts.run_records import runs
 from artifacts.store import Store
-from configs.expand_sweep_trials import Trial
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import Trial, load_recipe
 from tasks.build_or_reuse import StageFailed, StageResult
 from tasks.publish.model_registry import Registry
 from tasks.result_files import METRICS

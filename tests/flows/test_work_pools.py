@@ -14,7 +14,7 @@ from prefect_server import Server
 
 from artifacts.clock import Clock
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError, load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe
 from flows import send_stage
 from flows.deploy_on_work_pools import LOST

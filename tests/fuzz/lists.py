@@ -19,7 +19,7 @@ from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.hashing import digest_bytes
-from configs.settings.source import DatasetSource, FolderSource, TarsSource, UrlSource
+from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.parquet_dataset import Dataset
 from tasks.download.picture_folder import Folder
 from tasks.download.read_lists_by_duckdb import MalformedList

@@ -14,7 +14,7 @@ from fuzz.mutations import mutate
 from fuzz.reader import Reader
 from PIL import Image
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.decoding_bomb_checks import FORMATS, check_picture
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
 from tasks.download.retryable_and_final_failures import FetchFailed

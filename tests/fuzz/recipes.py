@@ -11,7 +11,7 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.hashing import canonical_json
-from configs.load_and_extend_recipe import RecipeError, dump, load_recipe, parse_override
+from configs.load_recipe import RecipeError, dump, load_recipe, parse_override
 from configs.settings.recipe import Recipe
 
 RECIPE: dict[str, Any] = {

@@ -17,7 +17,7 @@ from artifacts.hashing import digest_bytes
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts
 from artifacts.safetensors import read_arrays, write_arrays
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.adapters.lora_file_format import metadata, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles

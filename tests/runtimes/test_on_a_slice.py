@@ -18,7 +18,7 @@ from jobs import SETTINGS, MakeJob, outputs
 from training import train
 
 from artifacts.store import Store
-from configs.settings.tpu import Tpu
+from configs.settings.recipe import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import write_job
 from tasks.tpu import launch
@@ -171,7 +171,7 @@ LAUNCH = """
 import json, signal, sys
 from pathlib import Path
 from artifacts.store import Store
-from configs.settings.tpu import Tpu
+from configs.settings.recipe import Tpu
 from runtimes.process.job import read_job
 from tasks.tpu import launch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell has us ignore it

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from shortest_recipe import shortest_recipe
 
-from configs.load_and_extend_recipe import RecipeError
+from configs.load_recipe import RecipeError
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_workers import Workers, beam_options, check_workers, workers_of

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from configs.hide_secrets import hide_secrets
-from configs.load_and_extend_recipe import RECIPES, RecipeError, load_recipe
-from configs.settings.place import PLACED_STAGES
-from configs.settings.recipe import STAGES
+from configs.load_recipe import RECIPES, RecipeError, load_recipe
+from configs.secrets import hide_secrets
+from configs.settings.recipe import PLACED_STAGES, STAGES
 from tasks.check_places import _secret, check_places, received_recipe, settings_to_send
 
 ON_GPU = {"place.train": "gpu", "store": "s3://bucket/store"}

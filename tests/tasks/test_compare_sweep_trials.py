@@ -10,8 +10,8 @@ import pytest
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Store
-from configs.load_and_extend_recipe import load_recipe
-from configs.settings.sweep import Sweep
+from configs.load_recipe import load_recipe
+from configs.settings.recipe import Sweep
 from runtimes.contract import WrongInput
 from tasks import compare_sweep_trials
 from tasks.build_or_reuse import StageFailed

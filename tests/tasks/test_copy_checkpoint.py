@@ -13,9 +13,8 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
-from configs.settings.train import Train
-from configs.settings.train_settings_in_cache_key import key_settings
+from configs.load_recipe import load_recipe
+from configs.settings.train import Train, key_settings
 from runtimes.process.job import TrainJob
 from runtimes.train.write_and_prune_checkpoints import Checkpoints
 from tasks import train

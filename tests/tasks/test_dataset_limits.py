@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.check_dataset_limits import check_data, warn_of_captions
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics, shard_statistics
 from tasks.download.row_fields_and_hash import Row, text_of_file

@@ -18,7 +18,7 @@ from picture_bytes import encode_picture, plain_picture
 from PIL import Image
 from waiting import wait_until
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
 from tasks.download.decoding_memory import DECODING, PixelBudget
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
@@ -217,7 +217,7 @@ def test_all_threads_together_decode_no_more_pixels_than_the_limit() -> None:
 WITHOUT_MEMORY = """if True:
     import io, resource, sys
     from PIL import Image
-    from configs.settings.download import Download
+    from configs.settings.data import Download
     from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
     from tasks.download.retryable_and_final_failures import FetchFailed
 

@@ -130,7 +130,7 @@ def test_the_decoder_writes_nothing_about_a_broken_picture() -> None:
     """Otherwise OpenCV prints lines of C++ for each of them, between those of the run."""
     gif = encode_picture(Image.effect_noise((40, 40), 50), "GIF")
     code = f"""if True:
-        from configs.settings.download import Download
+        from configs.settings.data import Download
         from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
         assert PictureResizer(Download()).resize({gif[:-300]!r}) == "not an image"
     """

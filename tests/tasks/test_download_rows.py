@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.download_shard import shard_key
 from tasks.download.read_lists_by_duckdb import hash_rows
 

@@ -9,8 +9,8 @@ from encoder_inputs import BUCKETS, SQUARE, gradient
 from picture_bytes import encode_picture
 from PIL import Image
 
-from configs.load_and_extend_recipe import load_recipe
-from configs.settings.download import Download
+from configs.load_recipe import load_recipe
+from configs.settings.data import Download
 from runtimes.contract import WrongInput
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.encode.buckets import bucket_sizes, nearest_bucket

@@ -43,7 +43,7 @@ from transformers import (
 from artifacts.download_or_find_model import digest_model
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, digits
-from demo.ink_and_paper import NEW_STYLE, style_index
+from demo.palette import NEW_STYLE, style_index
 from runtimes.contract import WrongInput
 from tasks.evaluate.clip_score import clip_scores, cosine
 from tasks.evaluate.feature_encoders import (

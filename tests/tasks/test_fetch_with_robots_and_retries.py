@@ -12,7 +12,7 @@ from fetching import fetcher_of, get_row, outcome, outcomes, settings_for
 from picture_server import picture
 from web_sites import Site, reply, serving
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.event_loop import run
 from tasks.download.fetch_with_robots_and_retries import Fetcher, user_agent
 from tasks.download.pace_requests_per_web_host import AsyncClock

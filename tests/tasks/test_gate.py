@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from tasks.evaluate.bootstrap import Estimate, Resampling, mean, share
 from tasks.publish.promotion_gate import (
     GateError,

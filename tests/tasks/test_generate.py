@@ -15,7 +15,7 @@ from PIL import Image
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import RecipeError, load_recipe
+from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.generate import read_settings
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput

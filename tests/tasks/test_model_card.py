@@ -9,7 +9,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.families import family_named
 from tasks.evaluate.metric_table import metric_rows

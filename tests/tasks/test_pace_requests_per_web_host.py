@@ -15,7 +15,7 @@ from fetching import outcome, outcomes, settings_for
 from multidict import MultiDict
 from web_sites import Site
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.event_loop import run
 from tasks.download.fetch_with_robots_and_retries import Fetcher
 from tasks.download.pace_requests_per_web_host import AsyncClock, HostLimits

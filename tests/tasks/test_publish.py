@@ -16,7 +16,7 @@ from store_drafts import commit
 from toy_recipes import digits
 
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError

@@ -12,7 +12,7 @@ from bench.recipe_memory import (
     planned_recipes,
     recipe_memory_table,
 )
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
 from tasks.gpu.recipe_memory import (
     digest_settings,

@@ -15,7 +15,7 @@ from picture_server import picture
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult
 from tasks.panels import (

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
 from flows import retrain as flow

@@ -10,7 +10,7 @@ import pytest
 
 from artifacts.image_shards import write_rows, write_tar
 from artifacts.store import Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download.download_shard import STAGE, shard_key

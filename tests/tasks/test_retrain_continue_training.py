@@ -8,7 +8,7 @@ import pytest
 from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import digest_model
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from tasks import train

@@ -12,10 +12,10 @@ from artifacts.artifact_key import KeyParts
 from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import INFO, LatentSample, LatentShard, Texts, open_latents
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
-from configs.settings.holdout_divergence_profile_wandb import Profile
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
+from configs.settings.train_parts import Profile
 from tasks.encode.latent_keys import STAGE
 from tasks.retrain import continue_training, select_new_and_replayed
 

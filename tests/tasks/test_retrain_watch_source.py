@@ -16,7 +16,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from store_servers import S3Server
 
 from artifacts.store import Store, StoreError
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
@@ -205,7 +205,7 @@ def test_a_retraining_that_was_killed_delays_no_event(tmp_path: Path) -> None:
     assert not is_retraining(recipe), "there is no registry yet"
     script = f"""
 import os
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from flows.retrain import one_at_a_time
 with one_at_a_time(load_recipe("digits", {{"store": {recipe.store!r}}})):
     os._exit(0)

@@ -9,7 +9,7 @@ from picture_server import picture
 
 from artifacts.artifact_key import KeyParts
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish.promotion_gate import Verdict

@@ -8,7 +8,7 @@ import pytest
 from picture_bytes import encode_picture
 from PIL import Image
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, img2dataset_resizer
 from tasks.download.import_img2dataset_modules import img2dataset_module
 

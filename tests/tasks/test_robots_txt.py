@@ -10,7 +10,7 @@ import pytest
 from fetching import outcomes
 from web_sites import Site
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.body_memory import BodyMemory, Room
 from tasks.download.event_loop import run
 from tasks.download.fetch_with_robots_and_retries import Fetched, Fetcher

@@ -12,7 +12,7 @@ import pytest
 from picture_bytes import encode_picture
 from PIL import Image, ImageCms
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.decoding_bomb_checks import Header
 from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
 from tasks.download.retryable_and_final_failures import FetchFailed

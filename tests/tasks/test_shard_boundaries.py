@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from property_tests import holds_for
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.shard_boundaries import shard_ends
 
 Row = tuple[str, int]  # sha256 hex, number

@@ -7,7 +7,7 @@ from fetching import get_row
 from loopback_server import refusing
 from web_sites import reply, serving
 
-from configs.settings.download import Download
+from configs.settings.data import Download
 from tasks.download.fetch_with_robots_and_retries import Fetcher
 from tasks.download.retryable_and_final_failures import FetchFailed
 from tasks.download.row_fields_and_hash import Row

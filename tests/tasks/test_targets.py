@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load_and_extend_recipe import load_recipe
+from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.denoiser_config import trained_config

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from artifacts.store import Store
-from configs.load_and_extend_recipe import RecipeError, load_recipe
-from configs.settings.holdout_divergence_profile_wandb import Wandb
-from configs.settings.tpu import Tpu
+from configs.load_recipe import RecipeError, load_recipe
+from configs.settings.recipe import Tpu
 from configs.settings.train import Train
+from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
 from runtimes.spmd.tpu_slices import parse_accelerator_type
 from tasks.tpu import launch

@@ -10,7 +10,7 @@ import pytest
 
 from artifacts.lock import LockLost
 from artifacts.store import Store
-from configs.settings.tpu import Tpu
+from configs.settings.recipe import Tpu
 from runtimes.process.job import TrainJob
 from tasks.build_or_reuse import StorageAway, TransientError
 from tasks.child_process import JobFailed

@@ -18,9 +18,9 @@ from PIL import Image
 from artifacts.artifact_key import KeyParts
 from artifacts.lock import LockLost
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
-from configs.settings.holdout_divergence_profile_wandb import Profile
+from configs.load_recipe import load_recipe
 from configs.settings.train import Train
+from configs.settings.train_parts import Profile
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train

@@ -22,9 +22,9 @@ from artifacts.artifact_key import KeyParts
 from artifacts.download_or_find_model import ModelAway, ModelNotFound
 from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, Store
-from configs.load_and_extend_recipe import load_recipe
-from configs.settings.lora import Lora
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from configs.settings.train_parts import Lora
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family, family_named

@@ -5,7 +5,7 @@ import pytest
 import torch
 from jobs import MakeJob, assert_equal, lora, predicted, start, trained
 
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.adapters.initialise_lora import initial_down
 from runtimes.adapters.lora_target_layers import choose_layers
 from runtimes.contract import WrongInput

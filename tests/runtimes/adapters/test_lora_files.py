@@ -19,8 +19,8 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from jobs import ADAPTERS, CPU, HOLDOUT, SAMPLER, MakeJob, lora, predicted, trained
 from safetensors.torch import load_file, save_file
 
-from configs.settings.lora import Lora
 from configs.settings.train import Train
+from configs.settings.train_parts import Lora
 from runtimes.adapters.kohya_format import to_kohya
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import StepBatch, WrongInput

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs.settings.lora import Lora
+from configs.settings.train_parts import Lora
 from runtimes.adapters.initialise_lora import initial_down
 from runtimes.adapters.merge_lora import Adapter
 from runtimes.torch_models.lora_injection import add_adapters

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import training
 
-from configs.settings.mindspore_and_gaudi import Hpu
 from configs.settings.train import Train
+from configs.settings.train_parts import Hpu
 from runtimes.torch.device import open_device
 
 CHIP = open_device("hpu", settings=Hpu(mode=None))  # before what looks for accelerators

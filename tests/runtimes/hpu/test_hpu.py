@@ -225,7 +225,7 @@ def test_fused_kernels_follow_the_shared_update(mode: str, host: DriverProcess) 
 UNASKED = """
 import json, os, sys
 from runtimes.torch import device, generate, runtime
-from configs.settings.mindspore_and_gaudi import Hpu
+from configs.settings.train_parts import Hpu
 device.choose_device("auto"); device.free_memory()
 unasked = "habana_frameworks.torch" in sys.modules
 chip = device.open_device("hpu:3", settings=Hpu(), compiled=sys.argv[1])

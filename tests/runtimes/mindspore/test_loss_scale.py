@@ -2,7 +2,7 @@
 
 import math
 
-from configs.settings.mindspore_and_gaudi import LossScale
+from configs.settings.train_parts import LossScale
 from runtimes.mindspore.loss_scale import DynamicLossScale
 
 

@@ -6,7 +6,7 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from tolerances import assert_close
 
-from configs.settings.timesteps import TimestepSampling
+from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
 from runtimes.objective.timestep_probabilities import (
     level_at,

@@ -9,8 +9,8 @@ from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from tolerances import assert_close
 
-from configs.settings.timesteps import TimestepSampling
 from configs.settings.train import Train
+from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 from runtimes.objective.resolution_shift import ResolutionShift

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from configs.settings.holdout_divergence_profile_wandb import OnDivergence
+from configs.settings.train_parts import OnDivergence
 from runtimes.train.detect_divergence import DivergenceDetector
 
 NAN, INF = float("nan"), float("inf")

@@ -15,8 +15,8 @@ from picture_bytes import encode_picture
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.settings.holdout_divergence_profile_wandb import Wandb
 from configs.settings.train import Train
+from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
 from runtimes.train.experiment_trackers import TensorBoard, Trackers, open_trackers
 from runtimes.train.wandb_tracker import WandbTracker, check_wandb
