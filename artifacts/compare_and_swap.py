@@ -21,8 +21,8 @@ from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from artifacts import atomic_disk_writes
-from artifacts.remote_client_options_and_errors import protocols
+from artifacts import filesystems
+from artifacts.remote_stores import protocols
 
 #: What S3 answers to a conditional write that lost.
 _LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}
@@ -67,8 +67,8 @@ def swap(
 def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
     """Create a plain file, whole and synced; False if another file is there already."""
     if isinstance(fs, LocalFileSystem):
-        atomic_disk_writes.make_folder(os.path.dirname(path))
-        return atomic_disk_writes.create(path, data)
+        filesystems.make_folder(os.path.dirname(path))
+        return filesystems.create(path, data)
     return swap(fs, path, VersionedContent(None, None), data) is not None
 
 
@@ -157,7 +157,7 @@ class _Local:
     def write(self, path: str, seen: VersionedContent, data: bytes) -> int | None:
         number = seen.version + 1
         try:
-            if not atomic_disk_writes.create(f"{path}.{number}", data):
+            if not filesystems.create(f"{path}.{number}", data):
                 return None
         except FileNotFoundError:  # the folder has been deleted
             return None

@@ -12,8 +12,7 @@ from typing import IO, Any
 
 import fsspec
 
-from artifacts.checksummed_files import open_checked
-from artifacts.hashing import canonical_json, parse_json
+from artifacts.records import canonical_json, open_checked, parse_json
 
 EXTENSIONS = ("jpg", "png", "webp")
 #: Columns of a shard's parquet: one entry for every row of the shard, failures included.

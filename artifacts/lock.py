@@ -20,10 +20,10 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from artifacts.clock import REAL, Clock
 from artifacts.compare_and_swap import VersionedContent, read, swap
-from artifacts.hashing import parse_json
-from artifacts.remote_client_options_and_errors import make_folder_of
+from artifacts.filesystems import REAL, Clock
+from artifacts.records import parse_json
+from artifacts.remote_stores import make_folder_of
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0

@@ -14,9 +14,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
-from artifacts.atomic_disk_writes import replacing
-from artifacts.checksummed_files import FileEntry
+from artifacts.filesystems import replacing
 from artifacts.latent_shards import from_bfloat16
+from artifacts.records import FileEntry
 from artifacts.tensor_header import TensorPlace, header_bytes, read_header
 
 Arrays = dict[str, NDArray[np.float32]]

@@ -8,6 +8,8 @@
 
 A shard's file has its own sha256 in its name: a shard that is built again, with other bytes,
 changes nothing that an artifact names.
+
+The key of an artifact: a digest of all that determines its contents.
 """
 
 from __future__ import annotations
@@ -24,19 +26,23 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.artifact_key import KeyParts
-from artifacts.atomic_disk_writes import sync_tree
-from artifacts.checksummed_files import (
+from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
+from artifacts.filesystems import new_probe, subfolders, sync_tree
+from artifacts.lock import Lock, hold, is_alive
+from artifacts.records import (
     FORMAT,
     SMALL,
     Damaged,
     FileEntry,
     decode_record,
+    digest_bytes,
     digest_files,
+    digest_json,
     encode_record,
     first_fault,
     hash_file,
     hash_local,
+    present_stamp,
     put_atomic,
     read_checked,
     read_record,
@@ -44,14 +50,31 @@ from artifacts.checksummed_files import (
     write_atomic,
     write_record,
 )
-from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
-from artifacts.concurrent_requests import ask_at_once
-from artifacts.file_stamps import present_stamp
-from artifacts.hashing import digest_bytes
-from artifacts.list_folder import new_probe, subfolders
-from artifacts.lock import Lock, hold, is_alive
-from artifacts.remote_client_options_and_errors import make_folder_of, protocols
+from artifacts.remote_stores import ask_at_once, make_folder_of, protocols
 from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
+
+
+@dataclass(frozen=True)
+class KeyParts:
+    """What an artifact's key is made of: anything else may change without a rebuild."""
+
+    stage: str
+    version: int
+    settings: dict[str, Any]
+    inputs: dict[str, str]  # name -> digest
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "version": self.version,
+            "settings": self.settings,
+            "inputs": self.inputs,
+        }
+
+    @property
+    def key(self) -> str:
+        return digest_json(self.as_dict())
+
 
 MANIFEST = "manifest.json"
 LOCK = "lock.json"

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from artifacts.hashing import parse_json
+from artifacts.records import parse_json
 
 
 @dataclass(frozen=True)

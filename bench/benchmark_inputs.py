@@ -208,10 +208,8 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
     Args:
         model: pipeline folder; its config files suffice.
     """
-    from artifacts.artifact_key import KeyParts
-    from artifacts.latent_shard_writer import write_latent_shard
-    from artifacts.latent_shards import LatentSample, Texts
-    from artifacts.store import Store
+    from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
+    from artifacts.store import KeyParts, Store
     from runtimes.families import family_named
     from runtimes.pipeline_folder.describe_encoders import describe_encoders
 

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
+from artifacts.records import digest_bytes
 from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.report import Row, log, machine, publish, spread, versions

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 from pathlib import Path
 
-from artifacts.checksummed_files import encode_record, read_record
-from artifacts.hashing import digest_json
+from artifacts.records import digest_json, encode_record, read_record
 from artifacts.store import MANIFEST, SHARDS, Artifact, Store
 from configs.settings.recipe import STAGES
 

@@ -22,10 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.artifact_key import KeyParts
-from artifacts.latent_shard_writer import write_latent_shard
-from artifacts.latent_shards import LatentSample, LatentShard, Texts, open_latents, stack_rows
-from artifacts.store import Store
+from artifacts.latent_shards import (
+    LatentSample,
+    LatentShard,
+    Texts,
+    open_latents,
+    stack_rows,
+    write_latent_shard,
+)
+from artifacts.store import KeyParts, Store
 from bench.report import Row, log, machine, publish, spread, versions
 from bench.training_step_workloads import Context
 from runtimes.data.loader import BatchReader, Loader, latent_moments

@@ -21,12 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import FileEntry
-from artifacts.gc_delete_unneeded import Collector
-from artifacts.gc_find_needed import mark
-from artifacts.run_records import record_run
-from artifacts.store import Artifact, Shard, Store
+from artifacts.gc import Collector, mark, record_run
+from artifacts.records import FileEntry
+from artifacts.store import Artifact, KeyParts, Shard, Store
 from bench.report import Row, log, machine, publish, versions
 
 PARTS = KeyParts("download", 1, {}, {})

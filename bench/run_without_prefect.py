@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Draft, Store
+from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 

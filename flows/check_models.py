@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from artifacts.check_model_available import check_on_hub
-from artifacts.download_or_find_model import (
+from artifacts.models import (
     ModelAway,
     ModelNotFound,
+    check_on_hub,
     local_model,
     resolve_file,
     resolve_model,

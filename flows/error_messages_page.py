@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from artifacts.checksummed_files import without_collections
+from artifacts.records import without_collections
 from configs.load_recipe import CHECKOUT
 from flows.error_remedies import FREQUENT, REMEDIES
 from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import first_fault
-from artifacts.download_or_find_model import resolve_model
-from artifacts.list_folder import subfolders
+from artifacts.filesystems import subfolders
+from artifacts.models import resolve_model
+from artifacts.records import first_fault
 from artifacts.store import Store
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line

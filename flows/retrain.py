@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from prefect import flow, runtime, task
 from prefect.states import Completed
 
-from artifacts.gc_find_needed import CONTINUED
+from artifacts.gc import CONTINUED, record_registry
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
-from artifacts.run_records import record_registry
 from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors

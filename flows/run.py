@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from artifacts.artifact_key import KeyParts
-from artifacts.run_records import record_run
-from artifacts.store import Artifact, Store
+from artifacts.gc import record_run
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import dump
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.check_disk import check_disk

@@ -24,7 +24,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.utilities.urls import url_for
 
-from artifacts.clock import REAL, Clock
+from artifacts.filesystems import REAL, Clock
 from artifacts.store import Store
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line

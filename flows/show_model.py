@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from artifacts.checksummed_files import read_checked
+from artifacts.records import read_checked
 from flows.model_commands import find_version
 from tasks.evaluate.bootstrap import Metric, differences
 from tasks.evaluate.measure_published_model import published_estimates

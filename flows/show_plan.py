@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from artifacts.download_or_find_model import ModelAway, ModelNotFound
+from artifacts.models import ModelAway, ModelNotFound
 from configs.settings.recipe import Recipe
 from flows import show_gpu_plan
 from flows.show_stored_plan import StoredPlan, stored_facts, stored_lines

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from artifacts.checksummed_files import first_fault
-from artifacts.gc_delete_unneeded import Collector, Garbage
-from artifacts.gc_find_needed import Key, Marks, mark
-from artifacts.list_folder import entries, name_of, subfolders
-from artifacts.remote_client_options_and_errors import is_full
-from artifacts.run_records import GarbageUnsure, registries, runs
+from artifacts.filesystems import entries, name_of, subfolders
+from artifacts.gc import Collector, Garbage, GarbageUnsure, Key, Marks, mark, registries, runs
+from artifacts.records import first_fault
+from artifacts.remote_stores import is_full
 from artifacts.store import MANIFEST, Artifact, Store
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line, without_secrets

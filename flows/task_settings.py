@@ -12,9 +12,8 @@ from prefect.client.schemas.objects import State
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
-from artifacts.cache_errors import CacheFull
-from artifacts.download_or_find_model import ModelAway
-from artifacts.remote_client_options_and_errors import is_outage
+from artifacts.models import ModelAway
+from artifacts.remote_stores import CacheFull, is_outage
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line
 from tasks.build_or_reuse import TransientError

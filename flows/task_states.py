@@ -9,9 +9,8 @@ from typing import Any
 
 from prefect.states import Completed
 
-from artifacts.artifact_key import KeyParts
-from artifacts.run_records import record_run
-from artifacts.store import Artifact, Store
+from artifacts.gc import record_run
+from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import STAGES
 from flows.model_events import emit_rejected
 from tasks.build_or_reuse import StageResult, storing

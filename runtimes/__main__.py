@@ -32,9 +32,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.download_or_find_model import ModelAway, ModelNotFound, resolve_model
 from artifacts.lock import LockLost
-from artifacts.remote_client_options_and_errors import is_outage, target_of
+from artifacts.models import ModelAway, ModelNotFound, resolve_model
+from artifacts.remote_stores import is_outage, target_of
 from configs.settings.train import Train
 from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput

@@ -13,9 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import read_record, write_record
-from artifacts.download_or_find_model import files_below, resolve_configs
-from artifacts.hashing import digest_json
+from artifacts.models import files_below, resolve_configs
+from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput

@@ -19,9 +19,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
 from artifacts.lock import owner_in_words
-from artifacts.remote_client_options_and_errors import (
+from artifacts.remote_stores import (
     is_forbidden,
     is_full,
     is_of_client,
@@ -31,7 +30,7 @@ from artifacts.remote_client_options_and_errors import (
     shortage,
     target_of,
 )
-from artifacts.store import Artifact, Draft, Store
+from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.secrets import one_line
 from runtimes.registry import interpreter
 from tasks.why_built import why_built

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from artifacts.hashing import digest_bytes, digest_json
+from artifacts.records import digest_bytes, digest_json
 from configs.load_recipe import CHECKOUT
 from runtimes.registry import interpreter, spec_of
 from tasks.build_or_reuse import package_versions

@@ -10,8 +10,8 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from artifacts.list_folder import entries, name_of, subfolders
-from artifacts.remote_client_options_and_errors import refusals
+from artifacts.filesystems import entries, name_of, subfolders
+from artifacts.remote_stores import refusals
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.settings.train import Train
 from runtimes.train.best_checkpoint import CheckpointRanking

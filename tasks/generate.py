@@ -11,11 +11,9 @@ from typing import Any
 from PIL import Image
 from pydantic import ValidationError
 
-from artifacts.artifact_key import KeyParts
-from artifacts.check_model_available import check_on_hub
-from artifacts.download_or_find_model import ModelNotFound, local_model, resolve_model
-from artifacts.list_folder import subfolders
-from artifacts.store import Artifact, Draft
+from artifacts.filesystems import subfolders
+from artifacts.models import ModelNotFound, check_on_hub, local_model, resolve_model
+from artifacts.store import Artifact, Draft, KeyParts
 from configs.explain_errors import explain, hint_of
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate

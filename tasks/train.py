@@ -8,11 +8,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import digest_model
+from artifacts.filesystems import matching
 from artifacts.latent_shards import open_latents
-from artifacts.list_folder import matching
-from artifacts.store import Artifact, Draft
+from artifacts.models import digest_model
+from artifacts.store import Artifact, Draft, KeyParts
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train, key_settings
 from runtimes.contract import WrongInput

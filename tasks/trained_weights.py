@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import Damaged, first_fault, open_checked
+from artifacts.records import Damaged, first_fault, open_checked
 from artifacts.store import Artifact
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.objective.scheduler_config import SCHEDULER_FILE

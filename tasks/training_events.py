@@ -12,8 +12,8 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from artifacts.checksummed_files import FileEntry, write_atomic
-from artifacts.list_folder import matching
+from artifacts.filesystems import matching
+from artifacts.records import FileEntry, write_atomic
 from runtimes.train.samples import scores_path
 from tasks.child_process import Event
 from tasks.panels import Chart, Panel, PicturePanel, Table, human

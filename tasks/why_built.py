@@ -7,10 +7,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.concurrent_requests import ask_at_once
-from artifacts.list_folder import subfolders
-from artifacts.store import MANIFEST, SHARDS, Artifact, Store
+from artifacts.filesystems import subfolders
+from artifacts.remote_stores import ask_at_once
+from artifacts.store import MANIFEST, SHARDS, Artifact, KeyParts, Store
 
 #: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
 RECENT = 20

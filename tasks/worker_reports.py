@@ -15,12 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from artifacts.checksummed_files import write_atomic
-from artifacts.clock import REAL, Clock
-from artifacts.concurrent_requests import ask_at_once
-from artifacts.hashing import parse_json
-from artifacts.list_folder import Entry, entries, name_of
-from artifacts.remote_client_options_and_errors import read_small_file
+from artifacts.filesystems import REAL, Clock, Entry, entries, name_of
+from artifacts.records import parse_json, write_atomic
+from artifacts.remote_stores import ask_at_once, read_small_file
 from artifacts.store import Store
 from configs.secrets import one_line
 

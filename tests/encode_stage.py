@@ -5,10 +5,9 @@ from pathlib import Path
 from picture_bytes import noise_picture
 from shortest_recipe import shortest_recipe
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.store import Artifact, Store
+from artifacts.records import digest_bytes
+from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks.encode import stage as encode
 

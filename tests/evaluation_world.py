@@ -11,10 +11,9 @@ from diffusers import UNet2DConditionModel
 from picture_bytes import noise_picture
 from shortest_recipe import shortest_recipe
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.store import Artifact, Store
+from artifacts.records import digest_bytes
+from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.process.events import Events

@@ -5,11 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.gc_delete_unneeded import Collector
-from artifacts.gc_find_needed import Marks, mark, needed_by
-from artifacts.run_records import record_run
-from artifacts.store import Artifact, Store
+from artifacts.gc import Collector, Marks, mark, needed_by, record_run
+from artifacts.store import Artifact, KeyParts, Store
 
 DAY = 86400.0
 

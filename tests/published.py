@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from picture_sources import Captioned
 from safetensors.numpy import load_file
 
-from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import LatentShard, open_latents
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from runtimes.objective.counter_based_random import Stream, generator
 from runtimes.train.write_and_prune_checkpoints import Checkpoints

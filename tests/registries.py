@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from artifacts import compare_and_swap as cas
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from tasks.publish.model_registry import Registry
 
 

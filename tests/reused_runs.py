@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from flows.run import Run
 from tasks.build_or_reuse import StageResult

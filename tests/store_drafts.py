@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-from artifacts.artifact_key import KeyParts
 from artifacts.lock import Lock
-from artifacts.store import Artifact, Draft, Store
+from artifacts.store import Artifact, Draft, KeyParts, Store
 
 PARTS = KeyParts("encode", 1, {"resolution": 32}, {"images": "abc"})
 

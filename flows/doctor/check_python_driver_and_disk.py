@@ -164,7 +164,7 @@ def hub_token() -> Iterator[Finding]:
 
 def caches() -> Iterator[Finding]:
     """Whether the cache of models can be written."""
-    from artifacts.download_or_find_model import cache_folder
+    from artifacts.models import cache_folder
 
     folder = cache_folder()
     there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -10,8 +10,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from artifacts.check_model_available import check_file_available, check_model_available
-from artifacts.download_or_find_model import ModelAway, ModelNotFound
+from artifacts.models import ModelAway, ModelNotFound, check_file_available, check_model_available
 from artifacts.store import Store, StoreError
 from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe, warnings_without_effect, with_defaults_without_effect

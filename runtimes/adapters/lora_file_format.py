@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from artifacts.hashing import parse_json
+from artifacts.records import parse_json
 from artifacts.safetensors import Arrays, read_floats
 from configs.settings.train_parts import Lora
 from runtimes.adapters.initialise_lora import alpha

@@ -16,7 +16,7 @@ from artifacts.latent_shards import (
     open_latents,
     stack_rows,
 )
-from artifacts.remote_client_options_and_errors import is_outage
+from artifacts.remote_stores import is_outage
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
 from runtimes.data.kept_rows import KeptRows, KeptShard

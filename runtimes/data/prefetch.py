@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from artifacts.clock import REAL, Clock
+from artifacts.filesystems import REAL, Clock
 
 Batch = TypeVar("Batch")
 POLL_SECONDS = 0.1

@@ -20,10 +20,10 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.checksummed_files import Damaged, open_checked
-from artifacts.download_or_find_model import cache_folder
 from artifacts.latent_shards import LatentShard, ShardRef
-from artifacts.remote_client_options_and_errors import is_forbidden, is_full, is_of_client, refusals
+from artifacts.models import cache_folder
+from artifacts.records import Damaged, open_checked
+from artifacts.remote_stores import is_forbidden, is_full, is_of_client, refusals
 from runtimes.contract import WrongInput
 from runtimes.data.read_ahead import ReadAhead
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from artifacts.hashing import parse_json
+from artifacts.records import parse_json
 from runtimes.contract import WrongInput
 from runtimes.families.family import Family
 from runtimes.families.flux import Flux

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from artifacts.hashing import parse_json
+from artifacts.records import parse_json
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, Schedule, is_flow, schedule_of

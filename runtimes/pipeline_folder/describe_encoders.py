@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from artifacts.download_or_find_model import digest_model
-from artifacts.hashing import digest_json
+from artifacts.models import digest_model
+from artifacts.records import digest_json
 from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
 from runtimes.pipeline_folder.read_configs import read_config, read_index, read_part_config

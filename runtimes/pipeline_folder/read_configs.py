@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from artifacts.hashing import parse_json
+from artifacts.records import parse_json
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 

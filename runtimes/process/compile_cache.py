@@ -16,7 +16,7 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.download_or_find_model import cache_folder
+from artifacts.models import cache_folder
 
 log = logging.getLogger("kiln")
 

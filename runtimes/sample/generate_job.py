@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from artifacts.checksummed_files import write_atomic
+from artifacts.records import write_atomic
 from runtimes.contract import Pipeline
 from runtimes.data.holdout_batches import Holdout, draw_losses
 from runtimes.data.loader import BatchReader, open_job_latents

@@ -13,7 +13,7 @@ from typing import TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.checksummed_files import FileEntry, file_fault, stamped
+from artifacts.records import FileEntry, file_fault, stamped
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
 from runtimes.contract import Owners, State, StateShapes
 

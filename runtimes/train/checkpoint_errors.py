@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.remote_client_options_and_errors import is_forbidden, is_of_client, is_outage
+from artifacts.remote_stores import is_forbidden, is_of_client, is_outage
 
 #: Seconds before each further attempt, besides the attempts of a store's own client.
 RETRY_SECONDS = (10, 60, 300)

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from artifacts.list_folder import matching
+from artifacts.filesystems import matching
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.train.checkpoint_errors import is_unreachable, reason_of

@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.checksummed_files import write_atomic
+from artifacts.records import write_atomic
 from runtimes.contract import ImagesNotFinite, Runtime, WeightsLost
 from runtimes.process.events import Events
 from runtimes.process.job import TrainJob

@@ -21,7 +21,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
-from artifacts.checksummed_files import write_atomic
+from artifacts.records import write_atomic
 from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
 

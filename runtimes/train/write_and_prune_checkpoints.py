@@ -26,11 +26,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.checksummed_files import UNRELATED_ERRORS, FileEntry, read_record, write_record
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.hashing import parse_json
-from artifacts.list_folder import entries, name_of, subfolders
+from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.lock import LockLost
+from artifacts.records import UNRELATED_ERRORS, FileEntry, parse_json, read_record, write_record
 from artifacts.safetensors import StoredArray, writing
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
 from runtimes.optimizer_step.training_state_copies import shapes_of

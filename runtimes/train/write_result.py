@@ -16,7 +16,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.checksummed_files import FileEntry
+from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, write_arrays, writing
 from configs.settings.train import Train
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, to_file_names

@@ -11,10 +11,9 @@ from uuid import uuid4
 
 import apache_beam as beam
 
-from artifacts.checksummed_files import write_atomic
-from artifacts.concurrent_requests import ask_at_once
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.list_folder import entries
+from artifacts.filesystems import delete_tree, entries
+from artifacts.records import write_atomic
+from artifacts.remote_stores import ask_at_once
 from artifacts.store import Store
 from tasks.beam_pipeline import ShardProgress, run_linear
 from tasks.download.check_dataset_limits import most_common

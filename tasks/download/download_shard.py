@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import read_checked
-from artifacts.hashing import canonical_json, digest_bytes, digest_json
 from artifacts.image_shards import (
     ADDITIONAL,
     Sample,
@@ -23,6 +21,7 @@ from artifacts.image_shards import (
     write_rows,
     write_tar,
 )
+from artifacts.records import canonical_json, digest_bytes, digest_json, read_checked
 from artifacts.store import Shard, Store
 from configs.secrets import without_secrets
 from configs.settings.data import Download

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from artifacts.cache_errors import caching
-from artifacts.download_or_find_model import cache_folder
+from artifacts.models import cache_folder
+from artifacts.remote_stores import caching
 from runtimes.process.launcher import count_cores
 from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
 from tasks.download.body_memory import BodyMemory

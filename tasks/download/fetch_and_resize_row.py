@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from artifacts.hashing import digest_bytes
+from artifacts.records import digest_bytes
 from configs.settings.data import Download
 from tasks.download.body_memory import Room
 from tasks.download.fetch_with_robots_and_retries import Fetcher

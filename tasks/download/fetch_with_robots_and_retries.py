@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from multidict import MultiDict, MultiMapping
 
-from artifacts.hashing import digest_bytes
+from artifacts.records import digest_bytes
 from configs.settings.data import Download
 from tasks.download.body_memory import Room
 from tasks.download.event_loop import Shared, shared

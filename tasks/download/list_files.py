@@ -19,10 +19,10 @@ from fsspec.core import OpenFile, get_compression, split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
-from artifacts import list_folder
-from artifacts.concurrent_requests import ask_at_once
-from artifacts.hashing import digest_json, digest_stream
-from artifacts.remote_client_options_and_errors import (
+from artifacts import filesystems
+from artifacts.records import digest_json, digest_stream
+from artifacts.remote_stores import (
+    ask_at_once,
     find_files,
     is_of_client,
     is_outage,
@@ -205,10 +205,10 @@ def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[
         if (real := os.path.realpath(path)) in seen:
             continue
         seen.add(real)
-        for entry in sorted(list_folder.entries(fs, path), key=list_folder.name_of):
-            if not list_folder.is_folder(fs, entry):
+        for entry in sorted(filesystems.entries(fs, path), key=filesystems.name_of):
+            if not filesystems.is_folder(fs, entry):
                 found[entry["name"]] = entry
-            elif depth > 1 and not is_hidden(list_folder.name_of(entry)):  # a link may show it
+            elif depth > 1 and not is_hidden(filesystems.name_of(entry)):  # a link may show it
                 queue = folders if entry["type"] == "directory" else links
                 queue.append((entry["name"], depth - 1))
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from fsspec.core import url_to_fs
 
-from artifacts.hashing import digest_bytes
+from artifacts.records import digest_bytes
 from configs.secrets import without_secrets
 from configs.settings.data import FolderSource
 from tasks.download.list_files import (

@@ -21,10 +21,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fsspec.core import url_to_fs
 
-from artifacts.cache_errors import caching
-from artifacts.download_or_find_model import cache_folder
-from artifacts.file_stamps import distrust
-from artifacts.hashing import digest_bytes
+from artifacts.models import cache_folder
+from artifacts.records import digest_bytes, distrust
+from artifacts.remote_stores import caching
 from tasks.download.list_files import reading
 from tasks.download.row_fields_and_hash import HASHED
 from tasks.download.stage_errors import SourceError

@@ -24,10 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import read_checked
-from artifacts.hashing import digest_json
-from artifacts.store import SHARDS, Artifact, Draft, Shard, Store
+from artifacts.records import digest_json, read_checked
+from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from runtimes.data.prefetch import Prefetch
 from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.download.plan_parquet import PlanWriter, key_id, plan_key, read_group, read_hashes

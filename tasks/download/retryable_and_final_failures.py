@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 
 import aiohttp
 
-from artifacts.remote_client_options_and_errors import is_full, shortage
+from artifacts.remote_stores import is_full, shortage
 
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
 NO_ANSWER, BUSY = "host does not answer", "host asks to wait"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from artifacts.hashing import canonical_json
+from artifacts.records import canonical_json
 from configs.secrets import without_secrets
 
 #: Columns of rows. A picture embedded in the source has a `file` and a `row`, as PictureLocation.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from artifacts.hashing import digest_bytes, digest_json
+from artifacts.records import digest_bytes, digest_json
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.list_files import ListedFile

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from artifacts.download_or_find_model import cache_folder
-from artifacts.hashing import digest_json
+from artifacts.models import cache_folder
+from artifacts.records import digest_json
 from configs.settings.data import DigitsSource, UrlSource
 from tasks.download.list_files import ListedFile, list_files, require_columns
 from tasks.download.parquet_dataset import Dataset

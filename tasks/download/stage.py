@@ -13,9 +13,8 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from artifacts.artifact_key import KeyParts
 from artifacts.image_shards import read_tar
-from artifacts.store import MANIFEST, Artifact, Draft, Store
+from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks.beam_workers import beam_options
 from tasks.build_or_reuse import TransientError

@@ -13,8 +13,8 @@ from uuid import uuid4
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
-from artifacts.checksummed_files import Damaged
-from artifacts.download_or_find_model import ModelNotFound
+from artifacts.models import ModelNotFound
+from artifacts.records import Damaged
 from artifacts.store import Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.encoder_devices import encoder_devices

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.image_shards import Sample
-from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (
     LatentSample,
     Masked,
     Texts,
     flipped_group,
     to_bfloat16,
+    write_latent_shard,
 )
 from runtimes.contract import PipelineEncoder, WrongInput
 from runtimes.data.prefetch import Prefetch

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import Damaged
 from artifacts.image_shards import read_tar
+from artifacts.records import Damaged
 from artifacts.store import Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob

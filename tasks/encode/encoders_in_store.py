@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from artifacts.download_or_find_model import IGNORED, files_below
-from artifacts.model_in_store import fetch_model, put_model
+from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.store import Store
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.describe_encoders import TEXT_PARTS, digest_encoders, vae_path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from artifacts.hashing import digest_json
+from artifacts.records import digest_json
 from configs.settings.recipe import Recipe
 from tasks.encode.decode_and_crop import TransformSettings
 

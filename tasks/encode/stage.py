@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import INFO
-from artifacts.store import Artifact, Draft, Shard, Store
+from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.settings.recipe import Recipe
 from runtimes.data.padding import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.describe_encoders import (

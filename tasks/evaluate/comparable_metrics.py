@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from artifacts.hashing import digest_json
 from artifacts.latent_shards import open_latents
+from artifacts.records import digest_json
 from runtimes.families import detect_family
 from runtimes.families.inpainting_and_scores import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, schedule_facts

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.checksummed_files import open_checked
-from artifacts.download_or_find_model import digest_model
-from artifacts.hashing import digest_json
 from artifacts.image_shards import add_member
+from artifacts.models import digest_model
+from artifacts.records import digest_json, open_checked
 from artifacts.store import Draft, Shard, Store
 from configs.settings.evaluate import Sampling
 from runtimes.families import detect_family

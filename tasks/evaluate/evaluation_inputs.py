@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from artifacts.download_or_find_model import digest_model, digest_model_file
+from artifacts.models import digest_model, digest_model_file
 from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline

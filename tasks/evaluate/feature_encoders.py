@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.download_or_find_model import digest_model
-from artifacts.hashing import digest_json
+from artifacts.models import digest_model
+from artifacts.records import digest_json
 from configs.secrets import one_line
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.check_weights_and_vocabulary import check_vocabulary_files

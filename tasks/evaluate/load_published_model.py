@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.checksummed_files import Damaged, read_record
-from artifacts.download_or_find_model import (
+from artifacts.models import (
     IGNORED,
     ModelAway,
     ModelNotFound,
@@ -24,8 +23,7 @@ from artifacts.download_or_find_model import (
     digest_model_file,
     resolve_model,
 )
-from artifacts.file_stamps import distrust
-from artifacts.hashing import digest_json
+from artifacts.records import Damaged, digest_json, distrust, read_record
 from artifacts.store import MANIFEST
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from runtimes.contract import WrongInput

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import read_checked, read_record
-from artifacts.download_or_find_model import resolve_model
-from artifacts.remote_client_options_and_errors import is_forbidden, is_outage
-from artifacts.store import MANIFEST, Artifact, Draft, Store
+from artifacts.models import resolve_model
+from artifacts.records import read_checked, read_record
+from artifacts.remote_stores import is_forbidden, is_outage
+from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from tasks.build_or_reuse import build_or_reuse, runtime_facts, storing
 from tasks.child_process import run_job
 from tasks.evaluate import draw_pictures

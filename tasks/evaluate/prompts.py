@@ -6,7 +6,7 @@ import re
 
 import fsspec
 
-from artifacts.remote_client_options_and_errors import is_of_client, is_outage, remedy, web_cause
+from artifacts.remote_stores import is_of_client, is_outage, remedy, web_cause
 from configs.secrets import one_line
 from configs.settings.evaluate import PromptSet
 from configs.settings.recipe import Recipe

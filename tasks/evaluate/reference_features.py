@@ -13,9 +13,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from artifacts.checksummed_files import open_checked
-from artifacts.hashing import digest_json
 from artifacts.image_shards import Sample
+from artifacts.records import digest_json, open_checked
 from artifacts.store import Shard, Store
 from tasks.evaluate.draw_pictures import STAGE
 from tasks.evaluate.feature_encoders import BATCH, Float32, ImageEncoder, Picture, batches

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from artifacts.artifact_key import KeyParts
 from artifacts.latent_shards import open_latents
-from artifacts.store import Artifact, Draft, Shard, Store
+from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput

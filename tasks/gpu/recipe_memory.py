@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from artifacts.hashing import digest_json
+from artifacts.records import digest_json
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GpuSpec

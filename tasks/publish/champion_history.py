@@ -18,8 +18,8 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.checksummed_files import FORMAT, Damaged, decode_record, encode_record
 from artifacts.compare_and_swap import VersionedContent, read, swap
+from artifacts.records import FORMAT, Damaged, decode_record, encode_record
 from configs.secrets import one_line
 
 log = logging.getLogger("kiln")

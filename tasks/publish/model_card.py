@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from artifacts.download_or_find_model import LICENSE_FILES
+from artifacts.models import LICENSE_FILES
 from configs.load_recipe import dump_yaml
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe

@@ -17,22 +17,21 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
-from artifacts.checksummed_files import (
+from artifacts.compare_and_swap import create
+from artifacts.filesystems import delete_tree, entries, files, name_of, subfolders
+from artifacts.gc import record_registry
+from artifacts.lock import Lock, hold
+from artifacts.records import (
     SMALL,
     FileEntry,
     copy_checked,
+    digest_json,
     encode_record,
     file_fault,
     read_record,
     stamped,
     write_atomic,
 )
-from artifacts.compare_and_swap import create
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.hashing import digest_json
-from artifacts.list_folder import entries, files, name_of, subfolders
-from artifacts.lock import Lock, hold
-from artifacts.run_records import record_registry
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
 from configs.explain_errors import hint_of
 from tasks.publish.champion_history import (

@@ -7,8 +7,8 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from artifacts.checksummed_files import first_fault
-from artifacts.download_or_find_model import resolve_model, was_not_reached
+from artifacts.models import resolve_model, was_not_reached
+from artifacts.records import first_fault
 from tasks.publish.model_card import TAG
 from tasks.publish.model_registry import Registry, Version
 from tasks.publish.sign_model import SIGNATURE

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import write_atomic
+from artifacts.records import write_atomic
 from artifacts.store import Artifact, Store
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES, Recipe

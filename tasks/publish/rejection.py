@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_json
-from artifacts.store import Draft
+from artifacts.records import digest_json
+from artifacts.store import Draft, KeyParts
 from tasks.publish.lineage import CHAMPION_EVALUATION
 from tasks.publish.stage import Rejected
 from tasks.result_files import GATE, METRICS

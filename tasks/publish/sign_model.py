@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from artifacts.checksummed_files import first_fault, write_atomic
-from artifacts.download_or_find_model import resolve_model
+from artifacts.models import resolve_model
+from artifacts.records import first_fault, write_atomic
 from artifacts.store import MANIFEST
 from tasks.publish.model_registry import Registry, Version
 from tasks.result_files import REPORT

@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import digest_model
-from artifacts.hashing import digest_bytes, digest_json
-from artifacts.store import Artifact, Draft
+from artifacts.models import digest_model
+from artifacts.records import digest_bytes, digest_json
+from artifacts.store import Artifact, Draft, KeyParts
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora_file_format import read_adapters

@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.hashing import digest_json
-from artifacts.latent_shard_writer import write_latent_shard
-from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts, flipped_group
+from artifacts.latent_shards import (
+    LatentSample,
+    LatentShard,
+    ShardRef,
+    Texts,
+    flipped_group,
+    write_latent_shard,
+)
+from artifacts.records import digest_json
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import family_named
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Draft, Store
+from artifacts.store import Draft, KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download, train
 from tasks.encode import latent_keys as encode

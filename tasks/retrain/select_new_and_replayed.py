@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_json
 from artifacts.latent_shards import INFO, ShardRef
-from artifacts.store import SHARDS, Artifact, Draft, Shard
+from artifacts.records import digest_json
+from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard
 from configs.settings.recipe import Recipe
 from tasks.encode.latent_keys import STAGE, VERSION
 from tasks.retrain.cut_shard import cut_shard

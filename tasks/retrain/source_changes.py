@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from artifacts.checksummed_files import Damaged, FileEntry, read_checked
-from artifacts.hashing import digest_json
 from artifacts.image_shards import read_rows
+from artifacts.records import Damaged, FileEntry, digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Store
 from configs.settings.recipe import Recipe
 from tasks.download.download_shard import STAGE, shard_key

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from artifacts.compare_and_swap import read, swap
-from artifacts.hashing import digest_json, parse_json
 from artifacts.lock import is_alive
-from artifacts.remote_client_options_and_errors import make_folder_of
+from artifacts.records import digest_json, parse_json
+from artifacts.remote_stores import make_folder_of
 from configs.settings.recipe import Recipe
 from tasks.download.sources import SOURCES
 from tasks.publish.stage import registry_of

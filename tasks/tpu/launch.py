@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from artifacts.download_or_find_model import digest_model, files_below
 from artifacts.lock import LockLost, check_held
-from artifacts.model_in_store import put_model
+from artifacts.models import digest_model, files_below, put_model
 from artifacts.store import Store
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Tpu

@@ -8,8 +8,8 @@ import io
 import tarfile
 from pathlib import Path
 
-from artifacts.download_or_find_model import files_below
 from artifacts.image_shards import add_member
+from artifacts.models import files_below
 from configs.load_recipe import CHECKOUT
 
 #: The parts of a checkout that the workers need.

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.artifact_key import KeyParts
-from artifacts.atomic_disk_writes import replacing
-from artifacts.checksummed_files import Damaged, FileEntry, encode_record, first_fault, read_record
-from artifacts.hashing import digest_bytes
+from artifacts.filesystems import replacing
 from artifacts.lock import LockLost
+from artifacts.records import (
+    Damaged,
+    FileEntry,
+    digest_bytes,
+    encode_record,
+    first_fault,
+    read_record,
+)
 from artifacts.safetensors import writing
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 
 
 def committed(store: Store, resolution: int, data: bytes, name: str = "a.bin") -> str:

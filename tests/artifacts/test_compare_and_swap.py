@@ -91,14 +91,14 @@ def test_a_swap_whose_folder_is_deleted_right_after_it_fails(
 ) -> None:
     fs, root = url_to_fs(str(tmp_path / "locks"))
     fs.makedirs(root)
-    create = cas.atomic_disk_writes.create
+    create = cas.filesystems.create
 
     def create_and_delete(path: str, data: bytes) -> bool:
         created = create(path, data)
         fs.rm(root, recursive=True)
         return created
 
-    monkeypatch.setattr(cas.atomic_disk_writes, "create", create_and_delete)
+    monkeypatch.setattr(cas.filesystems, "create", create_and_delete)
     assert cas.swap(fs, f"{root}/state.json", cas.VersionedContent(None, 0), b"1") is None
 
 

@@ -8,9 +8,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from store_servers import REMOTE, RequestsTo, UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.concurrent_requests import AT_ONCE, ask_at_once
-from artifacts.store import Store
+from artifacts.remote_stores import AT_ONCE, ask_at_once
+from artifacts.store import KeyParts, Store
 
 SHARDS = 12
 

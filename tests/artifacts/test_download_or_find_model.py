@@ -15,19 +15,19 @@ from gcs_server import GcsServer
 from loopback_server import LoopbackServer
 from store_servers import REMOTE, S3Server, UrlOf
 
-from artifacts import download_or_find_model
-from artifacts.cache_errors import CacheFull, CacheUnusable
-from artifacts.check_model_available import check_file_available
-from artifacts.download_or_find_model import (
+from artifacts import models
+from artifacts.models import (
     ModelAway,
     ModelNotFound,
     cache_folder,
+    check_file_available,
     digest_model,
+    fetch_model,
     files_below,
     resolve_file,
     resolve_model,
 )
-from artifacts.model_in_store import fetch_model
+from artifacts.remote_stores import CacheFull, CacheUnusable
 from artifacts.store import Store
 
 
@@ -69,17 +69,17 @@ def test_a_copy_that_another_process_mends_meanwhile_stays(
     fs.pipe({f"{root}/model_index.json": b"{}"})
     folder = resolve_model(url)
     (folder / "model_index.json").write_bytes(b"[1]")
-    ours = download_or_find_model.digest_model
+    ours = models.digest_model
 
     def others_mend(read: Path) -> str:
-        monkeypatch.setattr(download_or_find_model, "digest_model", ours)
+        monkeypatch.setattr(models, "digest_model", ours)
         found = ours(read)
         shutil.rmtree(read)
         assert resolve_model(url) == read
         (read / "README.md").write_bytes(b"of the other process")
         return found
 
-    monkeypatch.setattr(download_or_find_model, "digest_model", others_mend)
+    monkeypatch.setattr(models, "digest_model", others_mend)
     assert (resolve_model(url) / "README.md").read_bytes() == b"of the other process"
 
 

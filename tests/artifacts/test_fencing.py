@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 from store_servers import UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.clock import Clock
 from artifacts.compare_and_swap import create, read
+from artifacts.filesystems import Clock
 from artifacts.lock import LockLost, hold, seize
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 
 BUILDER = """
 import sys, time, uuid
 from artifacts.lock import LockLost, hold
-from artifacts.artifact_key import KeyParts
+from artifacts.store import KeyParts
 from artifacts.store import Store
 store, keys = Store(sys.argv[1]), int(sys.argv[2])
 for n in range(keys):

@@ -9,16 +9,16 @@ import pytest
 from hub_server import HubServer, Repository
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from artifacts.cache_errors import CacheFull
-from artifacts.check_model_available import check_on_hub
-from artifacts.download_or_find_model import (
+from artifacts.models import (
     ModelAway,
     ModelNotFound,
+    check_on_hub,
     digest_model,
     files_to_fetch,
     resolve_configs,
     resolve_model,
 )
+from artifacts.remote_stores import CacheFull
 
 SDXL = {
     "model_index.json",

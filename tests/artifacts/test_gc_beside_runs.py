@@ -13,18 +13,14 @@ import pytest
 from gc_stores import DAY, age, collector, kinds, make, use
 from store_servers import REMOTE, UrlOf
 
-from artifacts import run_records
-from artifacts.artifact_key import KeyParts
-from artifacts.clock import Clock
+from artifacts import gc
 from artifacts.compare_and_swap import read, remove, swap
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.file_stamps import TICK
-from artifacts.gc_delete_unneeded import PAUSE, Collector
-from artifacts.gc_find_needed import mark
-from artifacts.list_folder import Entry, checksum, files, modified
+from artifacts.filesystems import Clock, Entry, checksum, delete_tree, files, modified
+from artifacts.gc import PAUSE, Collector, mark
 from artifacts.lock import Lock, hold, read_owner
-from artifacts.remote_client_options_and_errors import file_info
-from artifacts.store import Store
+from artifacts.records import TICK
+from artifacts.remote_stores import file_info
+from artifacts.store import KeyParts, Store
 
 
 @pytest.fixture(params=["local", *REMOTE])
@@ -92,7 +88,7 @@ def test_a_gc_paused_between_two_files_keeps_the_second_of_a_builder(
         lock = f"{store.root}/train/{parts.key}/lock.json"
         swap(store.fs, lock, read(store.fs, lock), b'{"token": "of a builder"}')
 
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.delete_tree", paused)
+    monkeypatch.setattr("artifacts.gc.delete_tree", paused)
     assert list(found.delete([item])) == []
     assert len(deleted) == 1
 
@@ -118,7 +114,7 @@ def test_a_run_waits_for_one_batch_of_deletions(
         is_held = read_owner(local.fs, lock) is not None
         acts.append("batch" if is_held else "look")
         if acts.count("batch") == 1 and acts[-1] == ("batch" if batch == 1 else "look"):
-            run_records._write(local, f"{local.root}/runs/a-run.json", {"stages": {}})
+            gc._write(local, f"{local.root}/runs/a-run.json", {"stages": {}})
         return refresh(self)
 
     def sleep(seconds: float) -> None:
@@ -127,8 +123,8 @@ def test_a_run_waits_for_one_batch_of_deletions(
             acts.append("pause")
 
     items = list(found.garbage())
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.BATCH", 1)
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.time.sleep", sleep)
+    monkeypatch.setattr("artifacts.gc.BATCH", 1)
+    monkeypatch.setattr("artifacts.gc.time.sleep", sleep)
     monkeypatch.setattr(Collector, "_refresh", recorded)
     assert list(found.delete(items[:3])) == items[:3]
     assert acts == ["look", "batch", "look", "pause", "batch", "look", "batch"]
@@ -227,7 +223,7 @@ def test_gc_keeps_an_old_lock_of_a_shard_that_a_builder_takes(
     def aged(entry: Entry) -> float:
         return modified(entry) - (2 * DAY if known in (checksum(entry), entry["name"]) else 0)
 
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.modified", aged)
+    monkeypatch.setattr("artifacts.gc.modified", aged)
     found, locks, held = collector(store, model, min_age=DAY), list[Lock](), ExitStack()
     items = list(found.garbage())
     assert kinds(items) == [("train", "leftover")]
@@ -242,7 +238,7 @@ def test_gc_keeps_an_old_lock_of_a_shard_that_a_builder_takes(
             if taken == "before the deletion":
                 locks.append(held.enter_context(store.shard_lock("train", "shard9")))
             else:
-                monkeypatch.setattr("artifacts.gc_delete_unneeded.file_info", taken_late)
+                monkeypatch.setattr("artifacts.gc.file_info", taken_late)
             deleted = list(found.delete(items))
             assert deleted == [] or store.is_local, "a disk's old lock is another file"
             (lock,) = locks
@@ -260,15 +256,15 @@ def test_gc_waits_a_clock_tick_between_listing_and_reading_the_runs(
     acts = list[Any]()
     listed = Collector._run_records
     monkeypatch.setattr(Collector, "_run_records", lambda c: acts.append("list") or listed(c))
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.time.sleep", acts.append)
+    monkeypatch.setattr("artifacts.gc.time.sleep", acts.append)
     Collector(local, lambda: acts.append("read") or mark(local, [], 30), days=30, min_age=DAY)
     assert acts == ["list", TICK, "read"]
 
 
 RUN = """
 import random, sys
-from artifacts.run_records import record_run
-from artifacts.artifact_key import KeyParts
+from artifacts.gc import record_run
+from artifacts.store import KeyParts
 from artifacts.store import Store
 store, chance, number = Store(sys.argv[1]), random.Random(int(sys.argv[2])), 0
 print("ready", flush=True)

@@ -10,12 +10,18 @@ import pytest
 from gc_stores import DAY, age, collector, kinds, make, use
 from store_servers import REMOTE, UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.gc_delete_unneeded import Collector, Garbage
-from artifacts.gc_find_needed import CONTINUED, Marks, mark, needed_by
-from artifacts.list_folder import files
-from artifacts.run_records import GarbageUnsure, record_run
-from artifacts.store import Store
+from artifacts.filesystems import files
+from artifacts.gc import (
+    CONTINUED,
+    Collector,
+    Garbage,
+    GarbageUnsure,
+    Marks,
+    mark,
+    needed_by,
+    record_run,
+)
+from artifacts.store import KeyParts, Store
 
 
 @pytest.fixture(params=["local", *REMOTE])
@@ -192,7 +198,7 @@ def test_gc_deletes_an_old_lock_of_a_shard(store: Store, monkeypatch: pytest.Mon
     with store.shard_lock("train", "shard9"):
         pass
     present = time.time() + 2 * DAY
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.present_time", lambda *_: present)
+    monkeypatch.setattr("artifacts.gc.present_time", lambda *_: present)
     found = collector(store, model, min_age=3 * DAY)
     assert kinds(found.delete(list(found.garbage()))) == [("train", "leftover")]
     assert list(files(store.fs, f"{store.root}/train/locks")) == []

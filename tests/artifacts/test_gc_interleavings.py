@@ -15,22 +15,18 @@ from typing import Any
 import pytest
 from store_servers import UrlOf
 
-from artifacts import compare_and_swap, gc_delete_unneeded, run_records
-from artifacts.artifact_key import KeyParts
-from artifacts.clock import Clock
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.gc_delete_unneeded import Collector
-from artifacts.gc_find_needed import mark
+from artifacts import compare_and_swap, gc
+from artifacts.filesystems import Clock, delete_tree
+from artifacts.gc import Collector, mark, record_run, runs
 from artifacts.lock import Lock, hold
-from artifacts.run_records import record_run, runs
-from artifacts.store import Draft, Store
+from artifacts.store import Draft, KeyParts, Store
 
 pytestmark = pytest.mark.slow
 
 PARTS, OTHER = KeyParts("train", 1, {}, {}), KeyParts("train", 2, {}, {})
 STEPS: list[tuple[Any, str]] = [
-    *((gc_delete_unneeded, "hold"), (compare_and_swap, "remove")),
-    *((run_records, name) for name in ("_write", "wait_until_free", "read_record")),
+    *((gc, "hold"), (compare_and_swap, "remove")),
+    *((gc, name) for name in ("_write", "wait_until_free", "read_record")),
     *((Store, name) for name in ("shard", "load", "commit_shard")),
     *((Collector, "_run_records"), (Draft, "commit"), (Lock, "release")),
 ]
@@ -128,7 +124,7 @@ def stepwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in STEPS:
         monkeypatch.setattr(owner, name, stopping(name, getattr(owner, name)))
     # Nothing here loses power.
-    monkeypatch.setattr("artifacts.atomic_disk_writes._sync", lambda path: None)
+    monkeypatch.setattr("artifacts.filesystems._sync", lambda path: None)
     waiting = Clock(sleep=lambda seconds: stop("wait"))
     monkeypatch.setitem(hold.__wrapped__.__kwdefaults__, "clock", waiting)  # type: ignore[attr-defined]
 
@@ -227,7 +223,7 @@ def test_a_run_keeps_what_it_finds_during_a_collection(
             deleted.add(len(list(collector.delete(items))))
 
         with monkeypatch.context() as patch:
-            patch.setattr(gc_delete_unneeded, "delete_tree", removing)
+            patch.setattr(gc, "delete_tree", removing)
             interleave(order, collect, run)
         recorded = {one.path.rpartition("/")[2]: one.keys for one in runs(store)}
         assert recorded["a-run.json"] == {("train", PARTS.key)}, order

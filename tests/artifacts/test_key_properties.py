@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from property_tests import JSON, holds_for
 
-from artifacts.checksummed_files import FileEntry, read_record, write_record
-from artifacts.hashing import canonical_json, digest_json
+from artifacts.records import FileEntry, canonical_json, digest_json, read_record, write_record
 
 
 def typed(value: Any) -> Any:

@@ -11,10 +11,6 @@ import torch
 from safetensors.torch import load_file
 from store_servers import REMOTE, UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged, write_record
-from artifacts.hashing import digest_bytes
-from artifacts.latent_shard_writer import write_latent_shard
 from artifacts.latent_shards import (
     Latents,
     LatentSample,
@@ -25,8 +21,10 @@ from artifacts.latent_shards import (
     from_bfloat16,
     open_latents,
     to_bfloat16,
+    write_latent_shard,
 )
-from artifacts.store import Store
+from artifacts.records import Damaged, digest_bytes, write_record
+from artifacts.store import KeyParts, Store
 
 
 def _sample(

@@ -20,8 +20,8 @@ from waiting import at_once, wait_until
 
 from artifacts import compare_and_swap as cas
 from artifacts import lock
-from artifacts.clock import REAL, Clock
 from artifacts.compare_and_swap import VersionedContent
+from artifacts.filesystems import REAL, Clock
 
 
 @pytest.fixture(params=["local", "memory"])

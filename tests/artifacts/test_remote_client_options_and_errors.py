@@ -29,14 +29,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from store_servers import RequestsTo, UrlOf
 from yarl import URL
 
-from artifacts.artifact_key import KeyParts
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.remote_client_options_and_errors import (
-    StoreRefused,
-    is_of_client,
-    is_outage,
-)
-from artifacts.store import Store
+from artifacts.filesystems import delete_tree
+from artifacts.remote_stores import StoreRefused, is_of_client, is_outage
+from artifacts.store import KeyParts, Store
 from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, StorageError, storing
 from tasks.publish.model_registry import Registry

@@ -6,10 +6,9 @@ import pytest
 from gc_stores import DAY, age, collector, kinds, make, use
 from store_servers import REMOTE, UrlOf
 
-from artifacts.artifact_key import KeyParts
 from artifacts.compare_and_swap import swap
-from artifacts.run_records import GarbageUnsure, record_run, runs
-from artifacts.store import Store
+from artifacts.gc import GarbageUnsure, record_run, runs
+from artifacts.store import KeyParts, Store
 
 
 @pytest.fixture(params=["local", *REMOTE])
@@ -121,7 +120,7 @@ def test_a_request_that_arrives_late_takes_no_stage_from_a_run_record(
         requests.append(request)
         return swap(*request)
 
-    monkeypatch.setattr("artifacts.run_records.swap", kept)
+    monkeypatch.setattr("artifacts.gc.swap", kept)
     for stage in ("download", "encode", "train"):
         record_run(store, "r1", {"stages": {stage: [stage]}})
     assert len(requests) == 3

@@ -11,13 +11,11 @@ from gcs_server import GcsServer
 from store_drafts import PARTS, build, elsewhere
 from store_servers import S3Server, UrlOf
 
-from artifacts import checksummed_files
+from artifacts import records
 from artifacts import store as store_module
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged, FileEntry
-from artifacts.hashing import digest_bytes
-from artifacts.list_folder import files, name_of, present_time, subfolders
-from artifacts.store import Store, StoreError
+from artifacts.filesystems import files, name_of, present_time, subfolders
+from artifacts.records import Damaged, FileEntry, digest_bytes
+from artifacts.store import KeyParts, Store, StoreError
 
 
 def test_an_artifact_is_there_only_after_commit(any_store: Store) -> None:
@@ -289,11 +287,9 @@ def test_what_a_newer_version_wrote_is_neither_read_nor_rebuilt(store: Store) ->
     artifact = build(store).commit({}, {})
     newer = {
         **artifact.manifest,
-        "format": checksummed_files.FORMAT + 1,
+        "format": records.FORMAT + 1,
         "files": [{"path": "a", "new": 1}],
     }
-    checksummed_files.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
-    with pytest.raises(
-        checksummed_files.NewerFormat, match="newer version of kilnworks: update this one"
-    ):
+    records.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
+    with pytest.raises(records.NewerFormat, match="newer version of kilnworks: update this one"):
         store.find("encode", PARTS.key)

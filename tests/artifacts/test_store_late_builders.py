@@ -9,9 +9,8 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts import compare_and_swap as cas
 from artifacts import store as store_module
-from artifacts.checksummed_files import FileEntry
-from artifacts.hashing import digest_bytes
 from artifacts.lock import LockLost, seize
+from artifacts.records import FileEntry, digest_bytes
 from artifacts.store import Artifact, Store
 
 

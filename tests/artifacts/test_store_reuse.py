@@ -11,10 +11,8 @@ import pytest
 from store_drafts import PARTS, build, elsewhere, flip
 from store_servers import REMOTE, RequestsTo, UrlOf
 
-from artifacts import checksummed_files
-from artifacts.checksummed_files import Damaged, FileEntry
-from artifacts.file_stamps import TICK
-from artifacts.hashing import digest_bytes
+from artifacts import records
+from artifacts.records import TICK, Damaged, FileEntry, digest_bytes
 from artifacts.store import Artifact, Store
 
 
@@ -85,7 +83,7 @@ def test_a_file_that_was_damaged_since_another_process_wrote_it_is_not_committed
 def test_a_file_that_is_damaged_while_it_is_added_is_found(
     any_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft, digest_stream = build(any_store), checksummed_files.digest_stream
+    draft, digest_stream = build(any_store), records.digest_stream
     any_store.fs.pipe_file(f"{draft.path}/d.bin", b"delta")
 
     def damaged_after(stream: IO[bytes]) -> tuple[str, int]:
@@ -95,7 +93,7 @@ def test_a_file_that_is_damaged_while_it_is_added_is_found(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(checksummed_files, "digest_stream", damaged_after)
+        patched.setattr(records, "digest_stream", damaged_after)
         draft.add(FileEntry("d.bin", 5, digest_bytes(b"delta")))
     artifact = draft.commit({}, {})
     assert any_store.find(artifact.stage, artifact.key) is None
@@ -111,7 +109,7 @@ def test_a_reuse_reads_no_file_whose_size_and_time_stamp_are_as_committed(
     whole: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sorted(entry.path for entry in whole.files) == sorted(FILES)
-    monkeypatch.setattr(checksummed_files, "hash_file", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(records, "hash_file", lambda *_: pytest.fail("read"))
     assert whole.store.find("encode", whole.key) is not None
     assert whole.store.shard("encode", "k") is not None
 
@@ -131,7 +129,7 @@ def test_a_copied_store_is_hashed_once(
     shutil.copytree(whole.store.root, tmp_path / "copy", copy_function=shutil.copyfile)
     copy = Store(str(tmp_path / "copy"))
     assert copy.find("encode", whole.key) is not None and copy.shard("encode", "k") is not None
-    monkeypatch.setattr(checksummed_files, "hash_file", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(records, "hash_file", lambda *_: pytest.fail("read"))
     assert copy.find("encode", whole.key) is not None and copy.shard("encode", "k") is not None
 
 
@@ -166,17 +164,17 @@ def test_a_damaged_file_is_reported_at_the_end_of_a_read_and_at_the_next_reuse(
 ) -> None:
     path = Path(whole.path, TAR).resolve()
     sha256 = digest_bytes(b"tar bytes")
-    with checksummed_files.open_checked(str(path), sha256) as stream:
+    with records.open_checked(str(path), sha256) as stream:
         assert stream.read(3) == b"tar"
     flip(path)
-    damaged = pytest.raises(checksummed_files.Damaged, match=r"\.tar is damaged")
-    with damaged, checksummed_files.open_checked(str(path), sha256) as stream:
+    damaged = pytest.raises(records.Damaged, match=r"\.tar is damaged")
+    with damaged, records.open_checked(str(path), sha256) as stream:
         assert stream.read(3) == b"tar"
     assert whole.store.find("encode", whole.key) is None
 
 
 def test_damage_is_reported_instead_of_its_consequence(whole: Artifact) -> None:
     path = Path(whole.path, "a.bin")
-    for kind, sha256 in ((checksummed_files.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
-        with pytest.raises(kind), checksummed_files.open_checked(str(path), sha256):
+    for kind, sha256 in ((records.Damaged, "0" * 64), (KeyError, digest_bytes(b"alpha"))):
+        with pytest.raises(kind), records.open_checked(str(path), sha256):
             raise KeyError("of a reader")

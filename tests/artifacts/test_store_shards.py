@@ -9,10 +9,8 @@ import pytest
 from store_drafts import build, flip
 
 from artifacts import store as store_module
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import encode_record, first_fault
-from artifacts.hashing import digest_bytes
-from artifacts.store import Shard, Store
+from artifacts.records import digest_bytes, encode_record, first_fault
+from artifacts.store import KeyParts, Shard, Store
 
 
 def test_shards_are_shared_and_verified(

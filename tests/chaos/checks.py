@@ -9,7 +9,7 @@ from typing import Any
 
 from chaos import toy_flow
 
-from artifacts.checksummed_files import FileEntry, file_fault
+from artifacts.records import FileEntry, file_fault
 from artifacts.store import MANIFEST, Store
 from tasks.publish.champion_history import last
 from tasks.publish.model_registry import Registry

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from chaos.faults import Fault
 
-from artifacts.list_folder import files
+from artifacts.filesystems import files
 from artifacts.store import Store
 from tasks.publish.champion_history import Champions, RegistryError
 

@@ -25,7 +25,7 @@ from chaos.proxy import Proxy
 from chaos.toy_flow import ToyRecipe
 from chaos.worker import Command, Given, work
 
-from artifacts.run_records import RUNS
+from artifacts.gc import RUNS
 from artifacts.store import Store
 
 #: Seconds in which each command must end.

@@ -9,8 +9,7 @@ from chaos.damage import damage, restore
 from chaos.faults import STORES, Fault, schedule
 from chaos.report import run_all
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 
 SEED = os.environ.get("KILN_TEST_SEED", "0")
 

@@ -16,13 +16,11 @@ from uuid import uuid4
 import numpy as np
 from fsspec.core import url_to_fs
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import FileEntry, open_checked, read_record
-from artifacts.hashing import digest_json
+from artifacts.gc import record_run
 from artifacts.lock import check_held
-from artifacts.run_records import record_run
+from artifacts.records import FileEntry, digest_json, open_checked, read_record
 from artifacts.safetensors import read_arrays, write_arrays, writing
-from artifacts.store import Artifact, Draft, Shard, Store
+from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.train.write_and_prune_checkpoints import Checkpoints

@@ -28,13 +28,12 @@ from chaos.faults import DAY, EXPIRY, HEARTBEAT, Fault
 from chaos.local_faults import LocalFaults
 from fsspec.exceptions import FSTimeoutError
 
-from artifacts import gc_delete_unneeded, gc_find_needed, lock
-from artifacts.checksummed_files import Damaged
-from artifacts.clock import Clock
-from artifacts.list_folder import present_time
+from artifacts import gc, lock
+from artifacts.filesystems import Clock, present_time
+from artifacts.gc import RUNS, GarbageUnsure
 from artifacts.lock import LockLost
-from artifacts.remote_client_options_and_errors import is_of_client
-from artifacts.run_records import RUNS, GarbageUnsure
+from artifacts.records import Damaged
+from artifacts.remote_stores import is_of_client
 from artifacts.store import Store
 from flows.store_commands import NotInStore, StoreNotThere, collect_garbage, verify_store
 from tasks import build_or_reuse as stage
@@ -120,7 +119,7 @@ def prepare(jump: Jump) -> None:
         days = (jump.value > 0) - (jump.value < 0)
         return present_time(fs, folder) + 1.1 * DAY * days
 
-    gc_delete_unneeded.present_time = gc_find_needed.present_time = present  # type: ignore[attr-defined]
+    gc.present_time = gc.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
     stage.git_commit = lambda: None

@@ -18,10 +18,9 @@ from PIL import Image
 from shortest_recipe import shortest_recipe
 from sklearn.datasets import load_digits
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.store import Store
+from artifacts.records import digest_bytes
+from artifacts.store import KeyParts, Store
 from configs.settings.train import Train
 from runtimes.families import FAMILIES
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job

@@ -18,8 +18,7 @@ from hub_server import HubServer
 from kiln_command import ROOT, environment, kiln, python
 from prefect_server import Server
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import STAGES
 from flows import preflight, runner

@@ -14,9 +14,8 @@ from kiln_command import environment, python
 from store_servers import UrlOf
 from terminal import Terminal
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import ModelAway
-from artifacts.store import Artifact, Store
+from artifacts.models import ModelAway
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe, recipe_names
 from flows.cli import app, main
 from flows.doctor import examine as doctor

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from artifacts.artifact_key import KeyParts
-from artifacts.run_records import runs
-from artifacts.store import Store
+from artifacts.gc import runs
+from artifacts.store import KeyParts, Store
 from flows.task_states import _earlier_stages
 from tasks.publish.model_registry import Registry
 from tasks.result_files import RECIPE

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prefect.logging.loggers import flow_run_logger, task_run_logger
 
-from artifacts.download_or_find_model import ModelNotFound
+from artifacts.models import ModelNotFound
 from configs.load_recipe import RecipeError
 from flows.logs import log_to_prefect
 from tasks.build_or_reuse import StageFailed, failing

@@ -12,8 +12,8 @@ import pytest
 import torch
 from reused_runs import published_by, run_of_digits
 
-from artifacts.download_or_find_model import ModelNotFound
 from artifacts.latent_shards import Latents, ShardRef
+from artifacts.models import ModelNotFound
 from configs.load_recipe import RecipeError, load_recipe, load_trials
 from flows.check_models import _check_position_embeddings
 from flows.preflight import check_gate_rules, prepare

@@ -13,7 +13,7 @@ from kill_training import kill_training
 from published import expect, folder, history, manifest, outcomes
 from safetensors.numpy import load_file
 
-from artifacts.gc_find_needed import CONTINUED
+from artifacts.gc import CONTINUED
 from artifacts.latent_shards import open_latents
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS
 from tasks.publish.model_registry import Registry

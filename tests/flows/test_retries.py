@@ -16,10 +16,9 @@ from botocore.exceptions import (
 )
 from prefect_server import Server
 
-from artifacts.artifact_key import KeyParts
-from artifacts.cache_errors import CacheFull
-from artifacts.download_or_find_model import ModelAway
-from artifacts.store import Draft, Store
+from artifacts.models import ModelAway
+from artifacts.remote_stores import CacheFull
+from artifacts.store import Draft, KeyParts, Store
 from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput

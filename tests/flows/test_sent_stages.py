@@ -15,12 +15,11 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
 
-from artifacts.artifact_key import KeyParts
-from artifacts.clock import Clock
-from artifacts.download_or_find_model import ModelAway
-from artifacts.remote_client_options_and_errors import StoreRefused
-from artifacts.run_records import runs
-from artifacts.store import Artifact, Store
+from artifacts.filesystems import Clock
+from artifacts.gc import runs
+from artifacts.models import ModelAway
+from artifacts.remote_stores import StoreRefused
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.data import UrlSource
 from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 from tasks.evaluate import bootstrap
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish.model_registry import Registry

@@ -7,12 +7,10 @@ from typing import Any, cast
 import pytest
 from reused_runs import commit, publishing, reused, run_of_digits
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import digest_model
-from artifacts.gc_find_needed import needed_by
+from artifacts.gc import needed_by, runs
 from artifacts.latent_shards import INFO, Latents, ShardRef
-from artifacts.run_records import runs
-from artifacts.store import Artifact, Store
+from artifacts.models import digest_model
+from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
 from configs.settings.train_parts import Profile

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from prefect.states import Completed
 
-from artifacts.artifact_key import KeyParts
-from artifacts.gc_find_needed import needed_by
-from artifacts.run_records import runs
-from artifacts.store import Store
+from artifacts.gc import needed_by, runs
+from artifacts.store import KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune

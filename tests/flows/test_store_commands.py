@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.artifact_key import KeyParts
-from artifacts.run_records import GarbageUnsure, record_run
-from artifacts.store import Artifact, Store, StoreError
+from artifacts.gc import GarbageUnsure, record_run
+from artifacts.store import Artifact, KeyParts, Store, StoreError
 from configs.load_recipe import RecipeError, dump_yaml
 from flows.store_commands import (
     NotInStore,
@@ -225,7 +224,7 @@ def test_a_collection_on_a_full_disk_says_what_to_do(
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("artifacts.gc_delete_unneeded.hold", full)
+    monkeypatch.setattr("artifacts.gc.hold", full)
     with pytest.raises(StorageAway, match=r"no space left for its lock .*: delete any other file"):
         collect_garbage(store.root, days=0, hours=0, delete=True)
 

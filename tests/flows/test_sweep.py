@@ -10,9 +10,8 @@ import pytest
 from kill_training import kill_at_record
 
 import flows.sweep as sweep_flow
-from artifacts.artifact_key import KeyParts
-from artifacts.run_records import runs
-from artifacts.store import Store
+from artifacts.gc import runs
+from artifacts.store import KeyParts, Store
 from configs.load_recipe import Trial, load_recipe
 from tasks.build_or_reuse import StageFailed, StageResult
 from tasks.publish.model_registry import Registry

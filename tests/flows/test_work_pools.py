@@ -12,7 +12,7 @@ import pytest
 from kiln_command import ROOT
 from prefect_server import Server
 
-from artifacts.clock import Clock
+from artifacts.filesystems import Clock
 from artifacts.store import Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe

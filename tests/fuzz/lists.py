@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.hashing import digest_bytes
+from artifacts.records import digest_bytes
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.parquet_dataset import Dataset
 from tasks.download.picture_folder import Folder

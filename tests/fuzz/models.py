@@ -13,7 +13,7 @@ import numpy as np
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.hashing import canonical_json
+from artifacts.records import canonical_json
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config

@@ -10,7 +10,7 @@ import yaml
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.hashing import canonical_json
+from artifacts.records import canonical_json
 from configs.load_recipe import RecipeError, dump, load_recipe, parse_override
 from configs.settings.recipe import Recipe
 

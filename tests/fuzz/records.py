@@ -11,9 +11,8 @@ import numpy as np
 from fuzz.mutations import mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import NewerFormat, encode_record
-from artifacts.store import Store
+from artifacts.records import NewerFormat, encode_record
+from artifacts.store import KeyParts, Store
 from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
 
 KEY = "ab" * 32

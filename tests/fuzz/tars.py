@@ -9,9 +9,8 @@ from random import Random
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.checksummed_files import Damaged
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, add_member, read_tar, write_tar
+from artifacts.records import Damaged, digest_bytes
 
 META = {"url": "http://h/a", "caption": "a", "width": 4, "captions": ["a", "b"], "sha256": "0"}
 

@@ -13,9 +13,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.hashing import digest_bytes
-from artifacts.latent_shard_writer import write_latent_shard
-from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts
+from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts, write_latent_shard
+from artifacts.records import digest_bytes
 from artifacts.safetensors import read_arrays, write_arrays
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora_file_format import metadata, read_adapters

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from artifacts import checksummed_files, compare_and_swap
+from artifacts import compare_and_swap, records
 
 HALT = json.loads(os.environ["KILN_TEST_HALT"])
 IN_TURN = threading.Lock()
@@ -49,5 +49,5 @@ def is_first() -> bool:
     return True
 
 
-checksummed_files.write_atomic = halting(checksummed_files.write_atomic)
+records.write_atomic = halting(records.write_atomic)
 compare_and_swap.create = halting(compare_and_swap.create)

@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from artifacts.artifact_key import KeyParts
-from artifacts.latent_shard_writer import write_latent_shard
-from artifacts.latent_shards import LatentSample, Texts
-from artifacts.store import Store
+from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
+from artifacts.store import KeyParts, Store
 from configs.settings.train import Train
 from runtimes.families import family_named
 from runtimes.process.events import EVENT_FD

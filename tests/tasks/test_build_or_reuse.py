@@ -17,10 +17,9 @@ from gcs_server import GcsServer
 from store_servers import UrlOf
 from waiting import wait_until
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import put_atomic
 from artifacts.lock import read_owner
-from artifacts.store import Draft, Store
+from artifacts.records import put_atomic
+from artifacts.store import Draft, KeyParts, Store
 from flows.task_settings import may_pass
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import (

@@ -14,9 +14,8 @@ from store_servers import REMOTE, UrlOf
 from waiting import at_once
 
 from artifacts import compare_and_swap as cas
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import encode_record
-from artifacts.store import Store
+from artifacts.records import encode_record
+from artifacts.store import KeyParts, Store
 from tasks.publish import champion_history
 from tasks.publish.champion_history import COPY, HISTORY, RegistryError
 from tasks.publish.model_registry import ChampionChanged, Registry

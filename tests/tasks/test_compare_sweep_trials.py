@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Store
+from artifacts.store import KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Sweep
 from runtimes.contract import WrongInput

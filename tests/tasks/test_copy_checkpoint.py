@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from store_servers import REMOTE, UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train, key_settings
 from runtimes.process.job import TrainJob

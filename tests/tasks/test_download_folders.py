@@ -18,7 +18,7 @@ from shortest_recipe import shortest_recipe
 from source_rows import ROWS, make_recipe, png, rows_of, write_list
 from web_sites import serving
 
-from artifacts.hashing import digest_bytes
+from artifacts.records import digest_bytes
 from tasks import download
 from tasks.download.list_files import list_files
 from tasks.download.row_fields_and_hash import Row

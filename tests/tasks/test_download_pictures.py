@@ -17,10 +17,9 @@ from picture_bytes import encode_picture
 from picture_server import Web, picture, rotated_picture
 from PIL import Image
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, read_tar, write_tar
-from artifacts.store import Store
+from artifacts.records import digest_bytes
+from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics

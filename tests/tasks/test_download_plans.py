@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_rows import ROWS, context, make_recipe, many_rows, rows_of, write_list
 
-from artifacts.cache_errors import CacheUnusable
+from artifacts.remote_stores import CacheUnusable
 from tasks import download
 from tasks.download import (
     plan_parquet,

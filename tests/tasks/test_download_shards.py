@@ -22,10 +22,9 @@ from picture_server import Web, picture
 from PIL import Image
 from waiting import wait_until
 
-from artifacts.artifact_key import KeyParts
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import read_rows, read_tar
-from artifacts.store import Store
+from artifacts.records import digest_bytes
+from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam_options import BeamOptionsError, check_options
@@ -198,7 +197,7 @@ def test_a_full_disk_raises_and_keeps_committed_shards(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("artifacts.checksummed_files.shutil.copyfile", full)
+        patch.setattr("artifacts.records.shutil.copyfile", full)
         with pytest.raises(StorageAway, match=f"^no space left for {folder}/{key}"):
             build(recipe)
     assert not (folder / f"{key}.json").exists()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from encoder_inputs import BUCKETS, SQUARE, gradient
 
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample
+from artifacts.records import digest_bytes
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_ahead import decoded_batches
 from tasks.encode.encode_shard import ShardEncoder

@@ -17,7 +17,7 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from artifacts.download_or_find_model import digest_model
+from artifacts.models import digest_model
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
 from runtimes.torch_models.encode_images_and_captions import Encoder

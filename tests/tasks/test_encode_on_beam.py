@@ -10,7 +10,7 @@ import pytest
 from apache_beam.utils.shared import Shared
 from encoder_inputs import SQUARE
 
-from artifacts.hashing import digest_bytes
+from artifacts.records import digest_bytes
 from artifacts.store import Shard, Store
 from runtimes.process.job import EncodeJob
 from tasks.build_or_reuse import TransientError

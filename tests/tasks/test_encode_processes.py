@@ -13,9 +13,8 @@ import pytest
 from encoder_inputs import SQUARE, gradient
 from kiln_command import ROOT
 
-from artifacts.checksummed_files import Damaged
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
+from artifacts.records import Damaged, digest_bytes
 from bench.stand_in_encoder import NAME, registered
 from runtimes import encoder_devices as devices
 from runtimes.contract import WrongInput

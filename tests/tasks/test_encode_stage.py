@@ -22,10 +22,9 @@ from encode_stage import (
 )
 from PIL import Image
 
-from artifacts.checksummed_files import Damaged
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
+from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob

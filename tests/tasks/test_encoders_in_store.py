@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.download_or_find_model import ModelNotFound
+from artifacts.models import ModelNotFound
 from artifacts.store import Store
 from runtimes.pipeline_folder.describe_encoders import digest_encoders
 from runtimes.process.job import EncodeJob

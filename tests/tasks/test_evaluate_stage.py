@@ -20,9 +20,8 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.numpy import load_file
 from transformers import CLIPModel
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged
-from artifacts.store import Artifact, Shard
+from artifacts.records import Damaged
+from artifacts.store import Artifact, KeyParts, Shard
 from runtimes.contract import WrongInput
 from runtimes.process.events import Events
 from runtimes.process.job import Drawing, Job

@@ -40,7 +40,7 @@ from transformers import (
     ViTMAEModel,
 )
 
-from artifacts.download_or_find_model import digest_model
+from artifacts.models import digest_model
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, digits
 from demo.palette import NEW_STYLE, style_index

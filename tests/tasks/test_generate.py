@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.generate import read_settings
 from runtimes.adapters.lora_file_format import LORA_WEIGHTS

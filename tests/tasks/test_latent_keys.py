@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from artifacts.hashing import digest_json
+from artifacts.records import digest_json
 from configs.load_recipe import load_recipe
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.latent_keys import settings_for_key, shard_key

@@ -8,10 +8,9 @@ import pytest
 from store_drafts import flip
 from store_servers import UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged
-from artifacts.download_or_find_model import resolve_model
-from artifacts.store import Artifact, Store
+from artifacts.models import resolve_model
+from artifacts.records import Damaged
+from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.generate import Generate
 from runtimes.contract import WrongInput
 from tasks import generate

@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 from picture_bytes import encode_picture
 from PIL import Image
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample, write_tar
-from artifacts.store import Artifact, Shard, Store
+from artifacts.records import Damaged, digest_bytes
+from artifacts.store import Artifact, KeyParts, Shard, Store
 from configs.settings.evaluate import Memorization
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.holdout_split import is_holdout

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from evaluation_world import LOSSES, World, metrics_in
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged, hash_local, write_record
+from artifacts.records import Damaged, hash_local, write_record
+from artifacts.store import KeyParts
 from configs.settings.train import Train
 from runtimes.pipeline_folder.denoiser_config import trained_config
 from runtimes.pipeline_folder.read_configs import read_denoiser_config

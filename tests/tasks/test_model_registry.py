@@ -13,10 +13,9 @@ from store_servers import REMOTE, UrlOf
 from waiting import at_once
 
 from artifacts import compare_and_swap as cas
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged, first_fault
-from artifacts.list_folder import subfolders
-from artifacts.store import Store, StoreError
+from artifacts.filesystems import subfolders
+from artifacts.records import Damaged, first_fault
+from artifacts.store import KeyParts, Store, StoreError
 from tasks.publish import champion_history
 from tasks.publish.champion_history import RegistryError
 from tasks.publish.model_registry import REPORT, Registry, registry_url

@@ -7,7 +7,7 @@ import pytest
 from evaluation_world import World, evaluation_recipe
 from loopback_server import LoopbackServer, refusing
 
-from artifacts.hashing import digest_json
+from artifacts.records import digest_json
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate import stage as evaluate

@@ -19,8 +19,8 @@ from store_drafts import flip
 from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import ModelAway
+from artifacts.models import ModelAway
+from artifacts.store import KeyParts
 from configs.settings.generate import Generate
 from flows.cli import main
 from tasks.evaluate.load_published_model import load_published_model

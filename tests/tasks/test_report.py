@@ -13,8 +13,7 @@ from chromium import CHROMIUM, chromium, require_chromium
 from picture_bytes import noise_picture
 from picture_server import picture
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from flows.store_commands import _lineage
 from tasks.build_or_reuse import StageResult

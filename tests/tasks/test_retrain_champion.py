@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import digest_model
-from artifacts.store import Artifact, Store
+from artifacts.models import digest_model
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput

@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts.artifact_key import KeyParts
-from artifacts.latent_shard_writer import write_latent_shard
-from artifacts.latent_shards import INFO, LatentSample, LatentShard, Texts, open_latents
-from artifacts.store import Artifact, Store
+from artifacts.latent_shards import (
+    INFO,
+    LatentSample,
+    LatentShard,
+    Texts,
+    open_latents,
+    write_latent_shard,
+)
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from picture_server import picture
 
-from artifacts.artifact_key import KeyParts
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
 from tasks.publish import rejection as rejection_artifact

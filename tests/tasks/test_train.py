@@ -15,9 +15,8 @@ import pytest
 from picture_bytes import plain_picture
 from PIL import Image
 
-from artifacts.artifact_key import KeyParts
 from artifacts.lock import LockLost
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile

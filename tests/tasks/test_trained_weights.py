@@ -5,9 +5,8 @@ import os
 import pytest
 from store_servers import REMOTE, UrlOf
 
-from artifacts.artifact_key import KeyParts
-from artifacts.checksummed_files import Damaged
-from artifacts.store import Store
+from artifacts.records import Damaged
+from artifacts.store import KeyParts, Store
 from tasks.trained_weights import local_weights
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from artifacts.clock import Clock
+from artifacts.filesystems import Clock
 from artifacts.store import Store
 from tasks.worker_reports import (
     WorkerReport,

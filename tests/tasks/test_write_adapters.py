@@ -18,10 +18,9 @@ from safetensors.torch import load_file, save_file
 from store_drafts import commit
 from tiny_adapters import RANK, make_lora
 
-from artifacts.artifact_key import KeyParts
-from artifacts.download_or_find_model import ModelAway, ModelNotFound
+from artifacts.models import ModelAway, ModelNotFound
 from artifacts.safetensors import write_arrays
-from artifacts.store import Artifact, Store
+from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Lora

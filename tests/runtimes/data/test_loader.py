@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts.clock import Clock
+from artifacts.filesystems import Clock
 from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data import shard_cache

@@ -17,9 +17,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from gcsfs.retry import HttpError, validate_response
 
-from artifacts.checksummed_files import open_checked
 from artifacts.latent_shards import LatentShard, open_latents
-from artifacts.remote_client_options_and_errors import StoreRefused
+from artifacts.records import open_checked
+from artifacts.remote_stores import StoreRefused
 from runtimes.contract import WrongInput
 from runtimes.data import shard_cache
 from runtimes.data.loader import open_job_latents

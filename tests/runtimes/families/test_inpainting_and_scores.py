@@ -13,9 +13,9 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from picture_bytes import noise_picture
 from PIL import Image
 
-from artifacts.hashing import digest_bytes
 from artifacts.image_shards import Sample
 from artifacts.latent_shards import LatentShard, from_bfloat16
+from artifacts.records import digest_bytes
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families.inpainting_and_scores import ExtraInputs, added_weights

@@ -15,7 +15,7 @@ from diffusers import Flux2KleinPipeline, QwenImagePipeline, ZImagePipeline
 from flow_families import assert_jax_encodes_as_torch
 from transformers import Qwen2Tokenizer
 
-from artifacts.download_or_find_model import digest_model
+from artifacts.models import digest_model
 from runtimes.pipeline_folder.describe_encoders import describe_encoders
 from runtimes.torch_models.encode_images_and_captions import Encoder
 from tasks.evaluate.draw_pictures import DRAWING_PARTS, digest_pipeline

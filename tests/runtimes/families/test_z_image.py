@@ -12,8 +12,7 @@ from flow_families_of_diffusers import PROMPTS, Z_IMAGE
 from jobs import MakeJob
 from training import history, train
 
-from artifacts.latent_shard_writer import write_latent_shard
-from artifacts.latent_shards import LatentShard, Texts, to_bfloat16
+from artifacts.latent_shards import LatentShard, Texts, to_bfloat16, write_latent_shard
 from runtimes.families import FAMILIES
 from runtimes.families.family import token_mask
 from runtimes.torch_models.encode_images_and_captions import Encoder

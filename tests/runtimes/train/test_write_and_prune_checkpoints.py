@@ -26,7 +26,7 @@ from store_servers import REMOTE, UrlOf
 from training import newest
 
 from artifacts.compare_and_swap import read
-from artifacts.list_folder import subfolders
+from artifacts.filesystems import subfolders
 from artifacts.lock import LockLost, hold, seize
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter

@@ -10,9 +10,9 @@ from fsspec.core import url_to_fs
 from gcsfs.retry import HttpError
 from store_servers import UrlOf
 
-from artifacts.checksummed_files import FileEntry
 from artifacts.compare_and_swap import read
 from artifacts.lock import Claim, LockLost, hold, seize
+from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob

@@ -1,6 +1,16 @@
-"""Garbage collection: delete what nothing needs and what has not changed for a day.
+"""Garbage collection: mark what runs and published models need, delete the rest after a day.
 
-gc_find_needed.py marks what is needed.
+What the store is needed for: what each run used, and which registries hold its models.
+
+<store>/runs/<run>.json                what a run used
+<store>/registries/<digest>.json       URL of a registry that holds models of this store
+<store>/gc.lock                        held while `kiln gc` deletes
+
+What of a store is needed: by recent runs, living builders and published models.
+
+Garbage collection: delete what nothing needs and what has not changed for a day.
+
+gc.py marks what is needed.
 
 A collection deletes under the lock that every run waits for once it has recorded what it needs. So
 either the run's record is seen here, or the run sees the store as it is after the deletion. An I/O
@@ -9,21 +19,23 @@ error ends the collection, since what cannot be read may be needed.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
+from typing import Any
 
-from artifacts.checksummed_files import read_record
-from artifacts.compare_and_swap import read, remove, remove_checked
-from artifacts.delete_and_fetch_folders import delete_tree
-from artifacts.file_stamps import TICK
-from artifacts.gc_find_needed import DAY, Marks, is_held
-from artifacts.list_folder import (
+import yaml
+
+from artifacts.compare_and_swap import read, remove, remove_checked, swap
+from artifacts.filesystems import (
     Entry,
     checksum,
+    delete_tree,
     entries,
     files,
     modified,
@@ -31,13 +43,231 @@ from artifacts.list_folder import (
     present_time,
     size_of,
 )
-from artifacts.lock import LockLost, hold, seize
-from artifacts.remote_client_options_and_errors import file_info
-from artifacts.run_records import COLLECTION, REGISTRIES, RUNS, GarbageUnsure
+from artifacts.lock import (
+    LockLost,
+    hold,
+    is_dead,
+    owner_in_words,
+    read_owner,
+    seize,
+    wait_until_free,
+)
+from artifacts.records import TICK, digest_json, encode_record, read_record, write_record
+from artifacts.remote_stores import ask_at_once, file_info
 from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Artifact, Store, is_key
 
+RUNS = "runs"
+REGISTRIES = "registries"
+COLLECTION = "gc.lock"
+log = logging.getLogger("kiln")
+
+
+class GarbageUnsure(ValueError):
+    """A damaged record hides the needed artifacts; nothing may be deleted until its repair."""
+
+
+def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
+    """Remember the artifacts that a run needs, beside those that it needed before.
+
+    Args:
+        facts: of the run; `stages` has a list of keys per stage.
+
+    A collection that did not see the record has ended when this returns: what the run then finds in
+    the store stays.
+
+    Raises GarbageUnsure if its record is damaged, and as the filesystem does.
+    """
+    path, recorded = f"{store.root}/{RUNS}/{run}.json", False
+    while not recorded:
+        known = _read(store, path)
+        if known is not None:
+            facts = {**known, **facts, "stages": _united(known["stages"], facts["stages"])}
+        _write(store, path, facts)
+        wait_until_free(store.fs, f"{store.root}/{COLLECTION}", _log_collection)
+        # An expired record was garbage until then.
+        recorded = read_record(store.fs, path) is not None
+
+
+def _united(known: dict[str, list[str]], more: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Keys per stage, of both."""
+    merged = {stage: known.get(stage, []) + keys for stage, keys in more.items()}
+    return known | {stage: list(dict.fromkeys(keys)) for stage, keys in merged.items()}
+
+
+def _write(store: Store, path: str, facts: dict[str, Any]) -> None:
+    if store.is_local:
+        write_record(store.fs, path, facts)
+        return
+    data = encode_record(facts)
+    while not swap(store.fs, path, read(store.fs, path), data):
+        pass  # an earlier request of ours arrived late
+
+
+def _log_collection(owner: dict[str, Any]) -> None:
+    log.info("`kiln gc` deletes files (%s); waiting", owner_in_words(owner))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run used."""
+
+    path: str
+    at: float  # when its last stage began, in seconds since 1970 by the store's own clock
+    keys: set[tuple[str, str]]  # (stage, key) of its artifacts
+    recipe: str | None = None  # name; a run of `generate` has none
+    model: str | None = None  # which a run of `generate` drew with
+
+
+def runs(store: Store) -> Iterator[RunRecord]:
+    """The record of every run.
+
+    Raises GarbageUnsure if a record is damaged, and as the filesystem does.
+    """
+    listed = entries(store.fs, f"{store.root}/{RUNS}")
+    found = {one["name"]: one for one in listed if one["name"].endswith(".json")}
+    records = ask_at_once(store.fs, partial(_read, store), found)
+    for (path, entry), record in zip(found.items(), records, strict=True):
+        if record is not None:
+            keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
+            model = record.get("model")
+            yield RunRecord(path, modified(entry), keys, _recipe_name(record), model)
+
+
+def _recipe_name(record: dict[str, Any]) -> str | None:
+    """`name` in a record's dump of the recipe; the rest, which is long, is not parsed."""
+    named = re.search(r"^name:.*(?:\n(?: .*)?$)*", str(record.get("recipe", "")), re.MULTILINE)
+    return None if named is None else _parsed_name(named[0])
+
+
+@cache  # of thousands of records of a few recipes
+def _parsed_name(line: str) -> str:
+    return str(yaml.safe_load(line)["name"])
+
+
+def _read(store: Store, path: str) -> dict[str, Any] | None:
+    try:
+        record = read_record(store.fs, path)
+        for keys in record["stages"].values() if record else ():
+            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+                raise TypeError("the keys of a stage are a list of strings")
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise GarbageUnsure(
+            f"{path} is damaged: delete it if its run is no longer needed"
+        ) from None
+    return record
+
+
+def record_registry(store: Store, registry: Store) -> None:
+    """Remember that a registry holds models of this store, so that their lineage is kept."""
+    path = f"{store.root}/{REGISTRIES}/{digest_json(registry.url)}.json"
+    if registry.url != store.url_of("registry") and not store.fs.exists(path):
+        write_record(store.fs, path, {"url": registry.url})
+
+
+def registries(store: Store) -> Iterator[tuple[str, str]]:
+    """(path of the record, URL) of every registry outside the store that holds its models."""
+    for entry in entries(store.fs, f"{store.root}/{REGISTRIES}"):
+        path = entry["name"]
+        if path.endswith(".json"):
+            try:
+                record = read_record(store.fs, path)
+                url = None if record is None else str(record["url"])
+            except (KeyError, ValueError):
+                raise GarbageUnsure(f"{path} is damaged: write the registry's URL again") from None
+            if url is not None:
+                yield path, url
+
+
+DAY = 86400.0
+#: Name of the parent from which a training continued. Finished weights do not need it; otherwise,
+#: a champion that is retrained every week would keep the weights of all those before it.
+CONTINUED = "start"
+Key = tuple[str, str]  # (stage, key)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The needed artifacts."""
+
+    artifacts: dict[Key, Artifact]  # finished
+    unfinished: set[Key]  # of recent runs, which may resume them, and all of living builders
+    expired: frozenset[str] = frozenset()  # paths of the records of runs that need nothing
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.artifacts or key in self.unfinished
+
+    @property
+    def busy(self) -> set[str]:
+        """Stages with an unfinished artifact, which may name any shard of its stage."""
+        return {stage for stage, _ in self.unfinished}
+
+
+def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Marks:
+    """What runs of the last `days`, living builders and published models need.
+
+    Args:
+        published: manifests of every version in every registry.
+
+    Raises:
+        GarbageUnsure: a record is damaged, so what it needs is unknown.
+    """
+    now = present_time(store.fs, store.root)
+    held = {key for key in store.artifact_keys() if is_held(store, key, now)}
+    roots = set(held)
+    expired = set()
+    for run in list(runs(store)):
+        if now - run.at <= days * DAY or run.keys & held:  # a run can take longer than `days`
+            roots |= run.keys
+        else:
+            expired.add(run.path)
+    for manifest in published:
+        roots |= {("publish", manifest["key"]), *_parents(manifest)}
+    needed = needed_by(store, roots)
+    return Marks(needed, held | (roots - needed.keys()), frozenset(expired))
+
+
+def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
+    """The artifacts of `roots` and their ancestors but CONTINUED ones, without their files.
+
+    Raises:
+        GarbageUnsure: a manifest is damaged, so its parents are unknown.
+    """
+    found: dict[Key, Artifact] = {}
+    pending = list(roots)
+    while pending:
+        stage, key = pending.pop()
+        if (stage, key) in found:
+            continue
+        try:
+            artifact = store.load(stage, key, with_files=False)
+        except ValueError as error:
+            raise GarbageUnsure(
+                f"{error}; its parents are unknown: "
+                "rebuild it, or move it away if another program wrote it"
+            ) from None
+        if artifact is not None:
+            found[stage, key] = artifact
+            pending += _parents(artifact.manifest)
+    return found
+
+
+def is_held(store: Store, key: Key, now: float) -> bool:
+    """Whether a builder holds an artifact's lock; a day without a heartbeat ends any doubt."""
+    folder = f"{store.root}/{'/'.join(key)}"
+    locks = [entry for entry in entries(store.fs, folder) if name_of(entry).startswith(LOCK)]
+    if not any(now - modified(entry) < DAY for entry in locks):
+        return False
+    owner = read_owner(store.fs, f"{folder}/{LOCK}")
+    return owner is not None and not is_dead(owner)
+
+
+def _parents(manifest: dict[str, Any]) -> list[Key]:
+    parents = manifest["run"].get("parents", {})
+    return [(p["stage"], p["key"]) for name, p in parents.items() if name != CONTINUED]
+
+
 CHECKPOINTS = "checkpoints"
-#: A file that atomic_disk_writes.py and list_folder.py name, and delete unless they are killed.
+#: A file that filesystems.py and filesystems.py name, and delete unless they are killed.
 LEFTOVER = re.compile(r".*\.[0-9a-f]{32}\.tmp|\.probe-[0-9a-f]{32}", re.DOTALL)
 #: Things that are deleted before waiting runs continue.
 BATCH = 20

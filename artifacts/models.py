@@ -1,4 +1,11 @@
-"""Resolve a model's location to a local folder, and digest its content."""
+"""Models: from a folder, a store or the hub to a local folder with a digest.
+
+Resolve a model's location to a local folder, and digest its content.
+
+Check that a model can be fetched, without fetching its weights.
+
+Models in the store: copied there for other machines, and fetched there once per machine.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +13,9 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -16,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from filelock import FileLock
 from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
 
-from artifacts.cache_errors import caching
-from artifacts.delete_and_fetch_folders import fetch_files
-from artifacts.hashing import canonical_json, digest_bytes, digest_json
-from artifacts.remote_client_options_and_errors import (
+from artifacts.filesystems import fetch_files
+from artifacts.records import canonical_json, digest_bytes, digest_json, put_atomic
+from artifacts.remote_stores import (
+    caching,
     find_files,
     is_forbidden,
     is_full,
@@ -31,6 +41,7 @@ from artifacts.remote_client_options_and_errors import (
     target_of,
     web_cause,
 )
+from artifacts.store import Store
 from configs.secrets import one_line
 
 log = logging.getLogger("kiln")
@@ -423,3 +434,154 @@ def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
         return f"the hub cannot be reached at {constants.ENDPOINT}"
     reason = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
     return f"the hub could not serve it ({reason.strip()})"
+
+
+#: Time limit in seconds of a request to the hub.
+SECONDS = 20.0
+
+
+def check_model_available(path: str, *, revision: str | None) -> str:
+    """Where a model is, in words such as `local folder` or `on the hub, 12 files`.
+
+    Args:
+        path: as of `resolve_model`.
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ModelNotFound, ModelAway: it cannot be fetched; the message has the reason.
+    """
+    if local_model(path) is not None:
+        return "local folder"
+    if "://" in path:
+        _check_folder(path)
+        return "remote folder"
+    return _ask_hub(path, revision)
+
+
+def check_on_hub(repo: str, *, revision: str | None) -> None:
+    """Raise ModelNotFound for a model that neither the hub's cache nor the hub has.
+
+    Raises ModelAway if the hub does not answer.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:  # of a part of the files, `resolve_model` fetches the others
+        snapshot_download(repo, revision=revision, local_files_only=True)
+    except (OSError, ValueError):
+        _ask_hub(repo, revision)
+
+
+def check_file_available(path: str) -> str:
+    """`local file` or `remote file`; a remote one is not fetched.
+
+    Raises:
+        ModelNotFound, ModelAway: it cannot be fetched; the message has the reason.
+    """
+    if "://" not in path:
+        resolve_file(path)
+        return "local file"
+    with asking_for(path):
+        remote_file(path)
+    return "remote file"
+
+
+def _check_folder(url: str) -> None:
+    """Raise ModelNotFound unless the folder has something; what is below it is not listed."""
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+        found = bool(fs.ls(root, detail=False))
+    except FileNotFoundError:
+        found = False
+    except Exception as error:  # each filesystem's client has errors of its own
+        raise ModelNotFound(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
+    if not found:
+        raise ModelNotFound(f"model {url}: no files there")
+
+
+def _ask_hub(repo: str, revision: str | None) -> str:
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+
+    if is_offline_mode():
+        resolve_model(repo, revision=revision)
+        return "in the hub's cache (HF_HUB_OFFLINE is set)"
+    try:
+        listed = HfApi().model_info(repo, revision=revision, timeout=SECONDS).siblings or []
+        names = sorted(files_to_fetch(file.rfilename for file in listed))
+        if not any(name.endswith(".safetensors") for name in names):
+            raise ModelNotFound(
+                f"model {repo}: on the hub it has no .safetensors weights by the names of "
+                "diffusers or transformers (from_single_file and save_pretrained make them of a "
+                "checkpoint file)"
+            )
+        # The hub lists the files of a gated model to everybody, and serves them to few.
+        get_hf_file_metadata(hf_hub_url(repo, names[0], revision=revision), timeout=SECONDS)
+    except ModelNotFound:
+        raise
+    except (OSError, HTTPError, HFValidationError, JSONDecodeError) as error:
+        raise hub_error(error, repo, revision) from None
+    return f"on the hub, {len(names)} files"
+
+
+def put_model(store: Store, digest: str, files: Mapping[str, Path]) -> str:
+    """URL of a model's folder in the store, copied if it is not there.
+
+    Args:
+        digest: sha256 (hex) of the model's content, the name of the folder.
+        files: relative path in the folder -> local file.
+    """
+    path = f"models/{digest}"
+    done = f"{store.root}/{path}.json"
+    if not store.fs.exists(done):
+        log.info("copying %d files of a model to %s", len(files), store.url_of(path))
+        for name, file in files.items():
+            put_atomic(store.fs, str(file), f"{store.root}/{path}/{name}")
+    # Last: it marks a complete copy. Its age is the time since the last use, for `kiln gc`.
+    store.fs.pipe_file(done, b"{}")
+    return store.url_of(path)
+
+
+def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path:
+    """The local folder of a model of `put_model`, fetched to the cache once per machine.
+
+    A damaged copy in the cache is fetched again.
+
+    Args:
+        digest_of: the digest of a local folder; it may raise ValueError.
+
+    Raises:
+        ModelNotFound: the store has no such model, or other bytes.
+        CacheUnusable: the cache cannot be written.
+    """
+    target = cache_folder() / "models" / digest
+    with caching(cache_folder()):
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+    def is_whole() -> bool:
+        with suppress(ValueError):  # of a damaged config.json
+            return target.is_dir() and digest_of(target) == digest
+        return False
+
+    if is_whole():
+        return target
+    # The other workers of this machine wait.
+    with caching(cache_folder()), FileLock(f"{target}.lock"):
+        if not is_whole():
+            if target.is_dir():
+                log.warning("%s is fetched again: its local copy is damaged", url)
+                shutil.rmtree(target)
+            fs, root = url_to_fs(url)
+            names = fs.find(root)
+            if not names:
+                raise ModelNotFound(f"model {url}: no files there")
+            with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+                complete = Path(temporary, "model")
+                fetch_files(fs, root, names, str(complete))
+                if digest_of(complete) != digest:
+                    raise ModelNotFound(
+                        f"model {url}: it has other bytes than its name says: delete {url}.json, "
+                        "and the next run copies it again"
+                    )
+                complete.rename(target)
+    return target

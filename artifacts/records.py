@@ -1,14 +1,25 @@
-"""A set of files that is either wholly there or not there: a record naming them, written last."""
+"""Records: sets of files that are wholly there or not there, with their digests and stamps.
+
+What changes with a file's bytes and is known without reading them.
+
+A remote store's own checksum, or a local file's time stamp; files in memory have neither.
+
+Digests of JSON, bytes and streams, and JSON in a canonical form.
+
+A set of files that is either wholly there or not there: a record naming them, written last.
+"""
 
 from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256 as new_sha256
@@ -19,16 +30,102 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.atomic_disk_writes import replacing
-from artifacts.concurrent_requests import AT_ONCE, ask_at_once
-from artifacts.file_stamps import TICK, distrust, present_stamp, restore_stamp, time_stamp
-from artifacts.hashing import canonical_json, digest_bytes, digest_stream, parse_json
-from artifacts.remote_client_options_and_errors import (
+from artifacts.filesystems import checksum, replacing
+from artifacts.remote_stores import (
+    AT_ONCE,
+    ask_at_once,
+    file_info,
     is_of_client,
     make_folder_of,
     read_small_file,
     refusals,
 )
+
+#: Seconds of a tick of the clock that the kernel stamps files by, at the least.
+TICK = 0.01
+
+
+def time_stamp(path: str) -> str:
+    """The stamp of a local file."""
+    return _stamp(os.stat(path))
+
+
+def _stamp(status: os.stat_result) -> str:
+    return f"mtime:{status.st_mtime_ns}"
+
+
+def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | None]:
+    """A file's stamp, and its size in bytes."""
+    if isinstance(fs, LocalFileSystem):
+        status = os.stat(path)
+        return _stamp(status), status.st_size
+    fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
+    info = file_info(fs, path)
+    return checksum(info), info.get("size")
+
+
+def restore_stamp(fs: AbstractFileSystem, path: str, seen: str | None, committed: str) -> None:
+    """Give an intact local file its committed time stamp again, which copies of a store may lack.
+
+    Args:
+        seen: the stamp from before its bytes were checked; a file that changed since keeps its own.
+    """
+    if not isinstance(fs, LocalFileSystem) or seen == committed:
+        return
+    # Somebody else's file, or one of a bucket that was copied to a disk, is hashed at each reuse.
+    with suppress(OSError, ValueError, OverflowError):
+        status = os.stat(path)
+        if _stamp(status) == seen:
+            os.utime(path, ns=(status.st_atime_ns, int(committed.removeprefix("mtime:"))))
+
+
+def distrust(fs: AbstractFileSystem, path: str) -> None:
+    """Change a damaged file's time stamp, so that no reuse trusts the one it was committed with.
+
+    A remote store's checksum cannot outlast the bytes that it is of.
+    """
+    if isinstance(fs, LocalFileSystem):
+        with suppress(OSError):  # somebody else's file: the damage is reported all the same
+            os.utime(path)
+
+
+CHUNK = 2**20
+
+
+def canonical_json(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces and no NaN: equal values give equal bytes."""
+    text = json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
+    return text.encode()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON text. Raises ValueError, also for nesting too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def digest_json(value: Any) -> str:
+    """sha256 (hex) of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def digest_bytes(data: bytes) -> str:
+    """sha256 (hex) of `data`."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
+    """sha256 (hex) and byte count of the rest of `stream`."""
+    digest, size = hashlib.sha256(), 0
+    while chunk := stream.read(CHUNK):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest.hexdigest(), size
+
 
 #: Of records; one of a higher number was written by a newer version.
 FORMAT = 2

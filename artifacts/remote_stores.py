@@ -1,16 +1,26 @@
-"""Clients of remote stores: their requests, packages and errors."""
+"""Remote stores: their clients, errors, local caches and concurrent requests.
+
+Clients of remote stores: their requests, packages and errors.
+
+Errors of the local cache: its disk is full, or its folder cannot be written.
+
+Many requests to a remote store at once, since each answer takes tens of milliseconds.
+"""
 
 from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = (
@@ -237,3 +247,70 @@ def _raised_in(error: BaseException) -> str:
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+
+
+class CacheUnusable(RuntimeError):
+    """The local cache cannot be written; the message has the reason and the remedy."""
+
+
+class CacheFull(CacheUnusable):
+    """The disk of the local cache is full: retry."""
+
+
+@contextmanager
+def caching(folder: Path, variable: str = "KILN_CACHE") -> Iterator[None]:
+    """Convert errors of a cache's disk and folder; others, as those of a network, pass through.
+
+    Args:
+        variable: the variable of the environment that names another folder.
+
+    Raises:
+        CacheFull, CacheUnusable: the cache cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise CacheFull(
+                f"no space left for the cache {folder}: free space in it, or set {variable} to a "
+                "folder on another disk"
+            ) from error
+        if not _is_cause_of(folder, error):
+            raise
+        raise CacheUnusable(
+            f"the cache {folder} cannot be written ({error.strerror}): set {variable} to a "
+            "writable folder"
+        ) from error
+
+
+def _is_cause_of(folder: Path, error: OSError) -> bool:
+    """Whether an error names a file of the folder, or a folder above, which has to be made."""
+    place = Path(str(error.filename or "."))
+    return place.is_absolute() and (place.is_relative_to(folder) or folder.is_relative_to(place))
+
+
+#: Requests in flight. S3's client opens so many connections, see `Store`.
+AT_ONCE = 64
+#: Items that are submitted together, which bounds the memory.
+BATCH = 1024
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def ask_at_once(
+    fs: AbstractFileSystem,
+    ask: Callable[[Item], Answer],
+    items: Iterable[Item],
+    at_once: int = AT_ONCE,
+) -> Iterator[Answer]:
+    """`ask(item)` for each item, in order; up to `at_once` threads ask a remote store.
+
+    A local filesystem is asked one item after another. Raises as `ask` does.
+    """
+    if isinstance(fs, LocalFileSystem):
+        yield from map(ask, items)
+        return
+    pending = iter(items)
+    with ThreadPoolExecutor(at_once, thread_name_prefix="store") as pool:
+        while batch := list(islice(pending, BATCH)):
+            yield from pool.map(ask, batch)
