@@ -191,7 +191,7 @@ $(OWN:%=$(VENV)-%/list.stamp): $(VENV)-%/list.stamp: requirements/%.txt | $(UV)/
 	@echo "$(VENV)-$*: runtime $* ($$(wc -l < $<) pinned packages)"
 	@$(call make_environment,$(VENV)-$*)
 	@$(call install,$(VENV)-$*) --no-deps --requirements $<
-	@$(call import,$(VENV)-$*,runtimes.$*.runtime runtimes.$*.encoder)
+	@$(call import,$(VENV)-$*,runtimes.$*.runtime runtimes.$*.sampler)
 	@touch $@
 
 $(OWN:%=$(VENV)-%/stamp): $(VENV)-%/stamp: pyproject.toml $(VENV)-%/list.stamp

@@ -211,7 +211,7 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
     from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
     from artifacts.store import KeyParts, Store
     from runtimes.families import family_named
-    from runtimes.pipeline_folder.describe_encoders import describe_encoders
+    from runtimes.pipeline_folder.folder import describe_encoders
 
     info = describe_encoders(model)
     random, side = np.random.default_rng(0), size // info["vae_scale_factor"]

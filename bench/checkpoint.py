@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from bench.report import Row, machine, publish, spread, versions
 from runtimes.contract import StateShapes
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays
+from runtimes.optimizer_step import owned_copies, read_state_arrays
 from runtimes.process.collectives import HostCollectives, free_port, join
-from runtimes.process.ranks import Ranks
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.process.launcher import Ranks
+from runtimes.train.checkpoints import Checkpoints
 
 ROUNDS = 5
 GROUPS = ("weights", "exp_avg", "exp_avg_sq", "ema")

@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from bench.job_command_line import read_train_job
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.scheduler_config import read_schedule
-from runtimes.objective.training_objective import Objective
+from runtimes.objective.noise_schedule import read_schedule
+from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
-from runtimes.train.learning_rate import learning_rate
+from runtimes.train.training_run import learning_rate
 
 CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Arrays = dict[str, NDArray[np.float32]]

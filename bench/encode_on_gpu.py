@@ -27,7 +27,7 @@ from bench import benchmark_inputs, report
 from bench.gpu import SD2, SDXL, Model
 from bench.report import Row, spread
 from bench.training_step_workloads import Context
-from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
+from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
 from runtimes.torch.device import make_deterministic

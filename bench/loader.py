@@ -36,8 +36,7 @@ from bench.training_step_workloads import Context
 from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.training_objective import Objective
+from runtimes.objective.training_objective import LatentScale, Objective
 
 NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")
 Batch = dict[str, NDArray[Any]]

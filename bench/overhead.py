@@ -18,9 +18,8 @@ from bench.job_command_line import run
 from bench.report import spread
 from configs.settings.train import Train
 from runtimes.data.loader import open_job_latents
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Stop
 from runtimes.registry import open_runtime
 from runtimes.train.training_loop import make_loader, train
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.published_configs import write_published_configs
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
-from runtimes.pipeline_folder.describe_encoders import vae_path
+from runtimes.pipeline_folder.folder import vae_path
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
 from tasks.estimate_disk import in_words
 from tasks.gpu.estimate_peak_memory import executed_flops

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from bench.report import Row, log, machine, publish, versions
-from runtimes.check_support import probe_runtime
+from runtimes.registry import probe_runtime
 
 AMPLIFICATION, ENLARGEMENT = 100, 2  # factors
 LABEL_WIDTH = 72  # pixels

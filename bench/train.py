@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         report.log(f"error: {error}")
         return WRONG_INPUT
     if options.runtime != "torch":
-        from runtimes.check_support import probe_runtime
+        from runtimes.registry import probe_runtime
 
         facts["runtime_versions"] = probe_runtime(options.runtime).versions
     rows = []

@@ -12,9 +12,8 @@ from typing import Any
 from bench import benchmark_inputs, run_kilnworks
 from bench.report import Row, Skip
 from bench.training_step_workloads import Context, Workload
-from runtimes.check_support import probe_runtime
 from runtimes.process.job import TrainJob, write_job
-from runtimes.registry import interpreter
+from runtimes.registry import interpreter, probe_runtime
 
 SMALL = Workload("small", benchmark_inputs.write_pipeline, pictures=100, size=32, batch=16)
 TENFOLD = replace(SMALL, name="tenfold", pictures=1000)

@@ -11,7 +11,7 @@ from pathlib import Path
 from artifacts.store import MANIFEST, Store
 from configs.load_recipe import RecipeError
 from configs.settings.recipe import Recipe, StageName
-from runtimes.hosts.detect_nvidia import find_gpus
+from runtimes.hosts.host import find_gpus
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks import download
 from tasks.encode.latent_keys import STAGE as ENCODE

@@ -17,24 +17,27 @@ from artifacts.models import (
 from configs.load_recipe import RecipeError
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes import check_support
+from runtimes import registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.noise_schedule import schedule_facts
-from runtimes.objective.resolution_shift import ResolutionShift
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.scheduler_config import (
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import (
+    ResolutionShift,
     read_schedule,
     read_scheduler_config,
+    schedule_facts,
     scheduler_config,
 )
-from runtimes.objective.training_objective import Objective
-from runtimes.pipeline_folder.check_weights_and_vocabulary import check_tokenizers, check_weights
-from runtimes.pipeline_folder.denoiser_config import folder_extras, replacement_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, vae_path
-from runtimes.pipeline_folder.read_configs import read_denoiser_config, read_part_config
-from runtimes.pipeline_folder.weight_files import stored_weight_files
+from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.pipeline_folder.folder import (
+    describe_encoders,
+    folder_extras,
+    read_denoiser_config,
+    read_part_config,
+    replacement_config,
+    vae_path,
+)
+from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
 from tasks import check_training_targets
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import TransformSettings
@@ -53,7 +56,7 @@ def check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     with _naming("model.path" if vae is None else "model.path or model.vae"):
         found = describe_encoders(model, vae)
     for device in (recipe.train.device, recipe.evaluate.device):
-        check_support.check_family(recipe.runtime, found["family"], device)
+        registry.check_family(recipe.runtime, found["family"], device)
     factor = found["size_step"]
     largest = max(map(max, bucket_sizes(TransformSettings.of(recipe), factor)))
     _check_position_embeddings(recipe, model, largest, factor)
@@ -130,9 +133,7 @@ def _check_schedulers(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for a scheduler that cannot draw the base or the tuned model."""
     own, drawn = read_scheduler_config(model / "scheduler"), recipe.evaluate
     for config in (own, scheduler_config(own, recipe.train)):
-        check_support.check_scheduler(
-            recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
-        )
+        registry.check_scheduler(recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps)
 
 
 def check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> MeasuringModels:

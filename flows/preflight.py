@@ -23,10 +23,9 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from flows.check_models import check_local_models, check_measuring_models, check_models
 from flows.run import Run
 from flows.send_stage import check_deployments
-from runtimes import check_support
-from runtimes.hosts.detect_nvidia import usable_gpus
-from runtimes.hosts.host_memory import host_memory
-from runtimes.train.wandb_tracker import check_wandb
+from runtimes import registry
+from runtimes.hosts.host import host_memory, usable_gpus
+from runtimes.train.trackers import check_wandb
 from tasks import check_training_targets, download
 from tasks.beam_workers import (
     BEAM_STAGES,
@@ -179,7 +178,7 @@ def stages_without_pool(recipe: Recipe, stages: Sequence[StageName] = STAGES) ->
 def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     if not {"encode", "train", "evaluate"} & set(stages):
         return
-    check_support.check_installed(recipe.runtime)
+    registry.check_installed(recipe.runtime)
     asked = devices_here(recipe, stages)
     settings = recipe.train
     unsure = (
@@ -192,11 +191,11 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
     )
     if set(asked.values()) <= {"auto", "cpu"} and not any(unsure):
         return  # always available; a probe would import the runtime, which takes seconds
-    check_support.check_devices(recipe.runtime, asked)
+    registry.check_devices(recipe.runtime, asked)
     if "train" in stages:
         if recipe.tpu is not None:  # launch.check compares it with the chips of the slice
             settings = settings.model_copy(update={"fsdp": 1})
-        check_support.check_settings(recipe.runtime, settings)
+        registry.check_settings(recipe.runtime, settings)
 
 
 def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:

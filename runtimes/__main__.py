@@ -36,18 +36,25 @@ from artifacts.lock import LockLost
 from artifacts.models import ModelAway, ModelNotFound, resolve_model
 from artifacts.remote_stores import is_outage, target_of
 from configs.settings.train import Train
-from runtimes.check_support import check_settings_here, probe_here
 from runtimes.contract import WrongInput
-from runtimes.process.events import Events
-from runtimes.process.job import Job, TrainJob, read_job
-from runtimes.process.launcher import Launcher, LostRank
-from runtimes.process.leave import leave
+from runtimes.process.job import Events, Job, TrainJob, read_job
+from runtimes.process.launcher import (
+    STOPPED,
+    Launcher,
+    LostRank,
+    Ranks,
+    Stop,
+    adopt_mpi,
+    is_follower,
+    is_msrun_scheduler,
+    launched,
+    leave,
+)
 from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
-from runtimes.process.ranks import Ranks, adopt_mpi, is_follower, is_msrun_scheduler, launched
-from runtimes.process.signals import STOPPED, Stop
+from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate_job import generate
-from runtimes.train.checkpoint_errors import CheckpointError
-from runtimes.train.detect_divergence import Diverged
+from runtimes.train.checkpoints import CheckpointError
+from runtimes.train.recorder import Diverged
 from runtimes.train.training_loop import read_train_settings, train
 
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
-from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
+from runtimes.optimizer_step import owned_copies, shapes_of
 from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 
 
 class BaseRuntime(ABC):

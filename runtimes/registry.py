@@ -1,15 +1,33 @@
-"""The table of runtimes, and functions that open or query one. A new runtime is a row here."""
+"""The table of runtimes, and functions that open or query one. A new runtime is a row here.
+
+Check what a runtime supports on this machine: packages, devices, settings, families, schedulers.
+
+A runtime with an environment of its own is probed in that environment, by a subprocess.
+
+The devices on which a machine encodes: one encoder process for each.
+
+Compute dtypes that the shared PyTorch models support in training.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from runtimes.contract import Pipeline, PipelineEncoder, Runtime, WrongInput
-from runtimes.objective.scheduler_config import TABULATED
+from configs.settings.train import Train
+from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime, WrongInput
+from runtimes.families import FAMILIES, family_named
+from runtimes.hosts.detect_ascend import count_npus
+from runtimes.hosts.detect_gaudi import bridge_version, count_hpus
+from runtimes.objective.noise_schedule import SCHEDULERS, TABULATED, drawing_config, is_flow
 from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
 
 
@@ -59,7 +77,7 @@ def open_runtime(name: str) -> Runtime:
 def open_pipeline(job: GenerateJob) -> Pipeline:
     """The pipeline that generates a job's images. Raises WrongInput."""
     prepare(job)
-    return cast(Pipeline, import_from(job.runtime, "generate").ThePipeline(job))
+    return cast(Pipeline, import_from(job.runtime, "sampler").ThePipeline(job))
 
 
 def prepare(job: Job | EncodeJob) -> None:
@@ -78,7 +96,7 @@ def prepare(job: Job | EncodeJob) -> None:
 def open_encoder(job: EncodeJob) -> PipelineEncoder:
     """Load a pipeline's encoders in this process. Raises WrongInput."""
     prepare(job)
-    return cast(PipelineEncoder, import_from(job.runtime, "encoder").open_encoder(job))
+    return cast(PipelineEncoder, import_from(job.runtime, "sampler").open_encoder(job))
 
 
 def uses_tabulated_scheduler(name: str) -> bool:
@@ -128,3 +146,183 @@ def import_from(name: str, module: str) -> Any:
         raise WrongInput(
             f"runtime {name} cannot be imported in this environment: {error}"
         ) from None
+
+
+#: Time limit in seconds for a probe or check in a subprocess.
+PROBE_SECONDS = 120.0
+
+
+def check_installed(name: str) -> None:
+    """Raise WrongInput if a runtime lacks packages. Unlike a probe, it imports none of them."""
+    if has_own_environment(name):
+        return  # its own environment was installed as a whole
+    missing = [package for package in spec_of(name).needs if find_spec(package) is None]
+    if missing:
+        raise WrongInput(f"runtime {name} needs {', '.join(missing)}, not installed here")
+
+
+def probe_runtime(name: str) -> Probe:
+    """Probe this machine for a runtime, in the runtime's own environment."""
+    try:
+        if _needs_subprocess(python := interpreter(name)):
+            return Probe(**_query(python, "--probe", name))
+        return probe_here(name)
+    except (WrongInput, TypeError) as error:
+        return Probe(available=False, reason=str(error))
+
+
+def probe_here(name: str) -> Probe:
+    """`probe_runtime` in this process. Raises WrongInput."""
+    return cast(Probe, import_from(name, "device").probe())
+
+
+def check_devices(name: str, asked: Mapping[str, str]) -> None:
+    """Raise WrongInput if a runtime is not available, or one of the devices is missing.
+
+    Args:
+        asked: setting -> device.
+    """
+    found = probe_runtime(name)
+    if not found.available:
+        raise WrongInput(f"runtime {name}: {found.reason}")
+    for setting, device in asked.items():
+        if device not in {"auto", *found.names}:
+            known = ", ".join(found.devices)
+            raise WrongInput(f"{setting}: {device} is not on this machine ({known})")
+
+
+def check_settings(name: str, settings: Train) -> None:
+    """Raise WrongInput for train settings that the runtime or its device does not support."""
+    if not _needs_subprocess(python := interpreter(name)):
+        check_settings_here(name, settings)
+    elif (
+        wrong := _query(python, "--check", name, settings.model_dump_json())["wrong"]
+    ) is not None:
+        raise WrongInput(wrong)
+
+
+def check_settings_here(name: str, settings: Train) -> None:
+    """`check_settings` in this process. Raises WrongInput."""
+    import_from(name, "device").check(settings)
+
+
+def check_family(name: str, family: str, device: str = "auto") -> None:
+    """Raise WrongInput if a runtime, or the kind of a device, does not support a model family."""
+    kind = device.partition(":")[0]
+    if (why := family_named(family).refused_devices.get(kind)) is not None:
+        raise WrongInput(f"a model of family {family} is not for device {kind}: {why}")
+    denoisers = spec_of(name).denoisers
+    if denoisers is not None and family_named(family).denoiser_class not in denoisers:
+        known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)
+        raise WrongInput(
+            f"a model of family {family} is not for runtime {name}, which supports "
+            f"{', '.join(known)}: choose runtime torch"
+        )
+
+
+def check_scheduler(
+    name: str,
+    config: Mapping[str, Any],
+    chosen: str | None,
+    steps: int,
+    section: str = "evaluate.",
+) -> None:
+    """Raise WrongInput for a scheduler that the runtime lacks, or steps that the scheduler lacks.
+
+    Args:
+        config: config of the model's own scheduler.
+        chosen: a name in SCHEDULERS that replaces the model's scheduler; None keeps it.
+        steps: of a drawing.
+        section: of the settings, for messages.
+    """
+    supported = spec_of(name).schedulers
+    kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
+    if supported is not None and kind not in supported:
+        names = ", ".join(key for key, value in SCHEDULERS.items() if value in supported)
+        raise WrongInput(
+            f"{section}scheduler: runtime {name} cannot draw with {kind}, which it has not "
+            f"tabulated: choose one of {names}"
+        )
+    if is_flow(config):
+        if config.get("shift_terminal") and steps < 2:  # its formula divides by zero at one step
+            raise WrongInput(f"{section}num_inference_steps: {kind} takes 2 or more steps, not 1")
+        return
+    # PNDM begins with three Runge-Kutta steps (arXiv 2202.09778).
+    least = 4 if kind == "PNDMScheduler" and not config.get("skip_prk_steps") else 1
+    most = config.get("num_train_timesteps", 1000)
+    if not least <= steps <= most:
+        raise WrongInput(
+            f"{section}num_inference_steps: {kind} takes {least} to {most} steps, not {steps}"
+        )
+
+
+def _needs_subprocess(python: str) -> bool:
+    """Whether a probe or check must run in a subprocess.
+
+    It must for another environment. It must also where Habana's bridge is installed: the bridge
+    would change PyTorch in this process, and cannot be unloaded.
+    """
+    return python != sys.executable or bridge_version() is not None
+
+
+@cache  # each takes seconds, and a run asks before and after its server starts
+def _query(python: str, *arguments: str) -> dict[str, Any]:
+    """The JSON object in the last line of output of a subprocess."""
+    command = [python, "-P", "-m", "runtimes", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
+        raise WrongInput(f"runtime {arguments[1]}: {python} does not answer: {error}") from None
+
+
+def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
+    """Names of the devices, as `encode.device` names them. None of them is opened.
+
+    A runtime that shards batches over all its devices (jax, xla) needs one process.
+
+    Args:
+        processes: number of encoder processes; None: one for each accelerator, one on a CPU.
+
+    Raises:
+        WrongInput: this machine has fewer accelerators than processes.
+    """
+    kind, numbered, _ = job.device.partition(":")
+    kind = _found(job.runtime) if kind == "auto" else kind
+    if kind == "cpu":
+        return ["cpu"] * (processes or 1)
+    shares_all = spec_of(job.runtime).uses_all_devices
+    devices = [job.device]
+    if not numbered and not shares_all:
+        devices = [f"{kind}:{number}" for number in range(_count(kind))] or devices
+    if processes is not None and processes > len(devices):
+        reason = f"runtime {job.runtime} uses all devices in one" if shares_all else "none is free"
+        raise WrongInput(
+            f"encode.processes: device {job.device} is for {len(devices)} of the {processes} "
+            f"processes ({reason}): lower it, or set it to null"
+        )
+    return devices[:processes]
+
+
+def _found(runtime: str) -> str:
+    """The kind of device that `auto` selects: see choose_device and choose of the runtimes."""
+    if runtime == "torch":
+        return "cuda" if _count("cuda") else "cpu"
+    if runtime == "mindspore":
+        return "ascend" if count_npus() else "cpu"
+    return "auto"
+
+
+def _count(kind: str) -> int:
+    if kind == "cuda":
+        import torch
+
+        return torch.cuda.device_count()
+    counts = {"npu": count_npus, "ascend": count_npus, "hpu": count_hpus}
+    return counts[kind]() if kind in counts else 0
+
+
+def check_precision(settings: Train) -> None:
+    """Raise WrongInput for float16, which needs a loss scale."""
+    if settings.compute_dtype == "float16":
+        raise WrongInput("train.mixed_precision: fp16 is for runtime mindspore: set bf16")

@@ -19,9 +19,8 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
-from runtimes.jax.tpu_step_memory_records import TpuStepRequest
-from runtimes.pipeline_folder.describe_encoders import vae_path
-from runtimes.torch.gpu_step_memory_records import GpuStepRequest
+from runtimes.pipeline_folder.folder import vae_path
+from runtimes.process.planner import GpuStepRequest, TpuStepRequest
 
 
 class PlanFailed(RuntimeError):

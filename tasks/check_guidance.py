@@ -9,7 +9,7 @@ from configs.settings.generate import Generate
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.family import Family
-from runtimes.pipeline_folder.read_configs import read_index, read_part_config
+from runtimes.pipeline_folder.folder import read_index, read_part_config
 
 
 def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "") -> None:

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 
 from configs.settings.recipe import Recipe
-from runtimes.adapters.kohya_format import to_kohya
-from runtimes.adapters.lora_target_layers import choose_layers, layers_of
-from runtimes.adapters.merge_lora import Adapter
+from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.family import Family
-from runtimes.pipeline_folder.denoiser_config import replacement_config, trained_config
-from runtimes.pipeline_folder.read_configs import read_part_config
-from runtimes.pipeline_folder.weight_files import weight_shapes
+from runtimes.pipeline_folder.folder import read_part_config, replacement_config, trained_config
+from runtimes.pipeline_folder.weights import weight_shapes
 from tasks.check_guidance import check_guidance
 
 log = logging.getLogger("kiln")

@@ -21,9 +21,8 @@ from typing import Any
 from artifacts.lock import LockLost, check_held
 from configs.secrets import one_line
 from runtimes.contract import WrongInput
-from runtimes.process.events import EVENT_FD
-from runtimes.process.job import Job, write_job
-from runtimes.process.signals import STOPPED
+from runtimes.process.job import EVENT_FD, Job, write_job
+from runtimes.process.launcher import STOPPED
 from runtimes.registry import interpreter
 from tasks.build_or_reuse import StorageAway, TransientError
 

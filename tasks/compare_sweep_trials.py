@@ -12,8 +12,7 @@ from artifacts.store import Artifact
 from configs.settings.recipe import Recipe, Sweep
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput
-from runtimes.objective.noise_schedule import schedule_facts
-from runtimes.objective.scheduler_config import read_schedule
+from runtimes.objective.noise_schedule import read_schedule, schedule_facts
 from tasks.build_or_reuse import StageFailed
 from tasks.evaluate.metric_names import hint_of_metric, lower_is_better, metric_names
 from tasks.evaluate.metric_table import with_interval

@@ -14,7 +14,7 @@ from artifacts.filesystems import entries, name_of, subfolders
 from artifacts.remote_stores import refusals
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.settings.train import Train
-from runtimes.train.best_checkpoint import CheckpointRanking
+from runtimes.train.measurements import CheckpointRanking
 
 #: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
 STEPS = ("steps", "epochs")

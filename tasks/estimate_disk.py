@@ -13,11 +13,11 @@ from pathlib import Path
 
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
-from runtimes.adapters.lora_target_layers import choose_layers, layers_of
+from runtimes.adapters.lora import choose_layers, layers_of
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.pipeline_folder.weight_files import WeightShapes, weight_shapes
+from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
 from tasks.base_training_plan import caption_bytes, latent_bytes
 from tasks.evaluate.prompts import prompt_sets, sample_prompts
 

@@ -18,11 +18,12 @@ from configs.explain_errors import explain, hint_of
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
-from runtimes import check_support, registry
+from runtimes import registry
+from runtimes import registry as runtimes_registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.objective.scheduler_config import drawing_config, read_scheduler_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
+from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.process.job import GenerateJob
 from runtimes.sample.initial_noise import check_size
 from tasks.build_or_reuse import runtime_facts
@@ -128,16 +129,18 @@ def check(settings: Generate, model: EvalModel) -> None:
     Args:
         settings: of `with_sampler`.
     """
-    check_support.check_installed(settings.runtime)
+    runtimes_registry.check_installed(settings.runtime)
     if settings.offload and settings.runtime != "torch":
         raise WrongInput(f"offload requires runtime torch, not {settings.runtime}: set it to false")
     if settings.device not in ("auto", "cpu"):
-        check_support.check_devices(settings.runtime, {"device": settings.device})
-    check_support.check_family(settings.runtime, detect_family(model.folder).name, settings.device)
+        runtimes_registry.check_devices(settings.runtime, {"device": settings.device})
+    runtimes_registry.check_family(
+        settings.runtime, detect_family(model.folder).name, settings.device
+    )
     own = read_scheduler_config(model.part("scheduler"))
     chosen, steps = settings.scheduler, settings.num_inference_steps
     assert steps is not None  # with_sampler
-    check_support.check_scheduler(settings.runtime, own, chosen, steps, section="")
+    runtimes_registry.check_scheduler(settings.runtime, own, chosen, steps, section="")
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
         raise WrongInput(f"ddim_eta is for scheduler ddim alone, not {kind}: set it to 0")

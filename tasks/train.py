@@ -16,7 +16,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train, key_settings
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.denoiser_config import replacement_config
+from runtimes.pipeline_folder.folder import replacement_config
 from runtimes.process.job import TrainJob
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job

@@ -12,8 +12,8 @@ from typing import Any
 
 from artifacts.records import Damaged, first_fault, open_checked
 from artifacts.store import Artifact
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
-from runtimes.objective.scheduler_config import SCHEDULER_FILE
+from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.objective.noise_schedule import SCHEDULER_FILE
 from runtimes.process.job import Drawing
 
 

@@ -14,7 +14,7 @@ from fsspec import AbstractFileSystem
 
 from artifacts.filesystems import matching
 from artifacts.records import FileEntry, write_atomic
-from runtimes.train.samples import scores_path
+from runtimes.train.measurements import scores_path
 from tasks.child_process import Event
 from tasks.panels import Chart, Panel, PicturePanel, Table, human
 from tasks.panels_charts import loss_chart

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from runtimes.check_support import probe_runtime
+from runtimes.registry import probe_runtime
 
 #: Environment variable: runtimes to test, separated by spaces; unset: all.
 SELECTED = "KILN_RUNTIMES"

@@ -21,11 +21,10 @@ from training import history, train
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from configs.settings.train import Train
-from runtimes.adapters.initialise_lora import initial_down
+from runtimes.adapters.lora import initial_down
 from runtimes.data.bucketed_sample_order import Order
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 
 #: Relative; the script sums a batch at once, the runtime sample by sample.

@@ -16,8 +16,7 @@ from artifacts.records import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes.process.events import Events
-from runtimes.process.job import GenerateJob, Job
+from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate
 from tasks.encode import stage as encode
 from tasks.evaluate import holdout_loss

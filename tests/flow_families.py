@@ -18,16 +18,14 @@ from jobs import HOLDOUT, MakeJob, predicted, trained
 from safetensors.torch import save_file
 from training import history, roll_back, train, weights
 
-from runtimes.adapters.kohya_format import to_kohya
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters, to_kohya
 from runtimes.families import FAMILIES
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
+from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.network import Network
-from runtimes.train.write_result import write_result
+from runtimes.train.training_run import write_result
 from tasks.publish.assemble_pipeline import assemble
 
 STEPS, GUIDANCE = 20, 3.5
@@ -127,7 +125,7 @@ def assert_latents_of_vae(encoder: Encoder, vae: Any, *, frames: bool = False) -
 
 def assert_jax_encodes_as_torch(model: Path, prompts: tuple[str, ...]) -> None:
     chips.require("jax")
-    from runtimes.jax import encoder as of_jax
+    from runtimes.jax import sampler as of_jax
 
     job = EncodeJob("jax", str(model), None, 4, "cpu", "float32")
     found, _ = of_jax.open_encoder(job).texts(prompts)

@@ -12,19 +12,19 @@ MADE_UP = Path(__file__).with_name("made_up")
 @pytest.fixture
 def plugged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install the plug-in, a package with an entry point, for this process and its children."""
-    from runtimes.families import registry
+    from runtimes import families
 
     record = tmp_path / "site" / "patchwork-1.0.dist-info"
     record.mkdir(parents=True)
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: patchwork\nVersion: 1.0\n")
-    entry = f"[{registry.PLUG_INS}]\npatchwork = patchwork:FAMILY\n"
+    entry = f"[{families.PLUG_INS}]\npatchwork = patchwork:FAMILY\n"
     (record / "entry_points.txt").write_text(entry)
     for folder in (MADE_UP, record.parent):
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    registry._plugged_in.cache_clear()
+    families._plugged_in.cache_clear()
     yield
-    registry._plugged_in.cache_clear()
+    families._plugged_in.cache_clear()
 
 
 @pytest.fixture(scope="session")

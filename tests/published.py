@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.train.checkpoints import Checkpoints
 
 STAGES = ["download", "encode", "train", "evaluate", "publish"]
 METRICS = {"clip_score", "cmmd", "fd", "holdout_loss"}

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Stop
 from runtimes.train import training_loop
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 
 
 class RecordedEvents(Events):

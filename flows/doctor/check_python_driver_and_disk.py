@@ -19,10 +19,10 @@ from artifacts.store import Store
 from configs.secrets import without_secrets
 from flows.check_disk import free_bytes
 from flows.doctor.findings import Finding, fine, note, problem
-from runtimes.hosts.c_compiler import find_c_compiler
-from runtimes.hosts.detect_nvidia import (
+from runtimes.hosts.host import (
     NvidiaGpu,
     driver_version,
+    find_c_compiler,
     find_gpus,
     torch_cuda_version,
 )

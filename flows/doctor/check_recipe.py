@@ -22,7 +22,7 @@ from flows.preflight import (
     stages_without_pool,
 )
 from runtimes.contract import Probe, WrongInput
-from runtimes.hosts.detect_nvidia import usable_gpus
+from runtimes.hosts.host import usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import download
 from tasks.build_or_reuse import TransientError, storage_error

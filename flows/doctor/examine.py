@@ -19,7 +19,6 @@ from flows.doctor.findings import Check, Finding, collect, named, problem
 from flows.own_prefect_server import HomeNotWritable, check_home
 from flows.preflight import devices_here, stages_without_pool
 from flows.runner import ServerAway, check_server, configured_server
-from runtimes.check_support import probe_runtime
 from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import (
@@ -29,6 +28,7 @@ from runtimes.hosts.detect_ascend import (
     torch_npu_version,
 )
 from runtimes.process.launcher import count_cores
+from runtimes.registry import probe_runtime
 from tasks.build_or_reuse import package_versions
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
-from runtimes.objective.counter_based_random import Stream, generator
+from runtimes.objective.random_draws import Stream, generator
 
 
 class SampleIndex(NamedTuple):

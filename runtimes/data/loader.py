@@ -1,13 +1,25 @@
-"""The loader: a step's batch as a pure function of (seed, step, rank, world size), prefetched."""
+"""The loader: a step's batch as a pure function of (seed, step, rank, world size), prefetched.
+
+Pad batches to a fixed number of rows, so that one compiled program serves every batch.
+
+Prefetch: a thread prepares batches while the device computes.
+
+The held-out split: batches with fixed noise, and the losses of each sample.
+"""
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.filesystems import REAL, Clock
 from artifacts.latent_shards import (
     Latents,
     LatentSample,
@@ -18,14 +30,122 @@ from artifacts.latent_shards import (
 )
 from artifacts.remote_stores import is_outage
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window
-from runtimes.data.kept_rows import KeptRows, KeptShard
-from runtimes.data.prefetch import Prefetch
-from runtimes.data.shard_cache import ShardFiles
+from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window, evenly_spaced
+from runtimes.data.shard_cache import KeptRows, KeptShard, ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
-from runtimes.families.inpainting_and_scores import NO_EXTRA_INPUTS, ExtraInputs
-from runtimes.objective.draw_noise_timesteps_and_captions import Choices
+from runtimes.families.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs
+from runtimes.objective.random_draws import Choices
 from runtimes.objective.training_objective import Objective
+
+#: Captions of varying length are padded to a multiple of this number of tokens.
+TOKEN_STEP = 32
+
+
+def padded_rows(count: int, devices: int) -> int:
+    """The smallest multiple of `devices` that is at least `count`."""
+    return -(-count // devices) * devices
+
+
+def pad_rows(array: NDArray[Any], rows: int) -> NDArray[Any]:
+    """Repeat the last row of an array [B, ...] until it has `rows` rows.
+
+    An array that already has `rows` rows or more is copied unchanged.
+    """
+    return np.concatenate([array, np.repeat(array[-1:], max(0, rows - len(array)), axis=0)])
+
+
+def pad_batch(batch: StepBatch, rows: int, devices: int) -> StepBatch:
+    """Repeat the last sample of a batch until every device has the same number of rows.
+
+    Args:
+        rows: least number of rows of the padded batch.
+        devices: devices that share the rows; the padded number is a multiple of it.
+    """
+    rows = padded_rows(max(rows, len(batch.timesteps)), devices)
+    names = ("noisy_latents", "timesteps", "target", "weight")
+    conditioning = {name: pad_rows(array, rows) for name, array in batch.conditioning.items()}
+    arrays: dict[str, Any] = {name: pad_rows(getattr(batch, name), rows) for name in names}
+    return replace(batch, conditioning=conditioning, **arrays)
+
+
+Batch = TypeVar("Batch")
+POLL_SECONDS = 0.1
+JOIN_SECONDS = 5.0
+
+
+class Prefetch(Generic[Batch]):
+    """An iterator over batches that a thread prepares. Enter it as a context manager first.
+
+    Args:
+        batches: iterated by the thread.
+        depth: maximum number of prepared batches.
+        stopping: ends the iteration once it returns True, even during a slow read.
+        clock: source of time for `waited`.
+
+    Attributes:
+        waited: total seconds that the consumer has waited for a batch.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        depth: int,
+        stopping: Callable[[], bool] = lambda: False,
+        clock: Clock = REAL,
+    ) -> None:
+        self.waited = 0.0
+        self._batches = batches
+        self._stopping = stopping
+        self._clock = clock
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="loader", daemon=True)
+
+    def __enter__(self) -> Prefetch[Batch]:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(JOIN_SECONDS)  # a stalled read must not block the process's exit
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            begin = self._clock.now()
+            item = self._next()
+            self.waited += self._clock.now() - begin
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def _next(self) -> Batch | BaseException | None:
+        """The next batch or the thread's error; None at the end or after a stop request."""
+        while not self._stopping():
+            try:
+                return self._ready.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                continue
+        return None
+
+    def _fill(self) -> None:
+        try:
+            for batch in self._batches:
+                self._put(batch)
+                if self._stop.is_set():
+                    return
+        except BaseException as error:  # the consumer's thread raises it again
+            self._put(error)
+        else:
+            self._put(None)
+
+    def _put(self, item: Batch | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                return self._ready.put(item, timeout=POLL_SECONDS)
+            except queue.Full:
+                continue
 
 
 class BatchReader:
@@ -294,3 +414,73 @@ def open_job_latents(url: str) -> Latents:
         if is_outage(error):
             raise
         raise WrongInput(f"latents {url}: {error}") from None
+
+
+class Holdout:
+    """Batches of held-out samples, each sample with `draws` fixed draws of noise and timestep.
+
+    The seed of the reader's objective determines the noise, so every run measures the same batches.
+
+    Args:
+        reader: closed with this object.
+        samples: maximum number of held-out samples, evenly spaced over the shards.
+        draws: noise draws per sample.
+        batch_size: maximum samples per batch.
+
+    Raises:
+        WrongInput: the latents have no held-out samples.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        *,
+        samples: int,
+        draws: int,
+        batch_size: int,
+    ) -> None:
+        self._samples = evenly_spaced(reader.groups, "holdout", samples)
+        if not self._samples:
+            raise WrongInput("the latents have no held-out samples: raise encode.holdout")
+        self._draws = draws
+        self._batch_size = batch_size
+        self._reader = reader
+
+    def batches(self) -> Iterator[tuple[list[int], StepBatch]]:
+        """Yield (numbers, batch); `numbers` has the held-out sample (from 0) of each row."""
+        numbered = sorted(enumerate(self._samples), key=lambda item: item[1].group)
+        for _, bucket in groupby(numbered, key=lambda item: item[1].group):
+            rows = [(number, sample, d) for number, sample in bucket for d in range(self._draws)]
+            for start in range(0, len(rows), self._batch_size):
+                chunk = rows[start : start + self._batch_size]
+                counters = [number * self._draws + draw for number, _, draw in chunk]
+                numbers = [number for number, _, _ in chunk]
+                samples = [sample for _, sample, _ in chunk]
+                yield numbers, self._reader.batch(0, samples, counters, len(chunk))
+
+    def __enter__(self) -> Holdout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unmap the shards."""
+        self._reader.close()
+
+
+def draw_losses(
+    holdout: Holdout,
+    errors: Callable[[StepBatch], NDArray[np.float32]],
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[list[float]] | None:
+    """The losses of each held-out sample, one per draw; None if `stopping` returned True.
+
+    Args:
+        errors: returns the mean squared error per sample [B] f32 of a batch.
+        stopping: polled before each batch.
+    """
+    found: dict[int, list[float]] = {}
+    for numbers, batch in holdout.batches():
+        if stopping():
+            return None
+        for number, error in zip(numbers, errors(batch).tolist(), strict=True):
+            found.setdefault(number, []).append(error)
+    return [found[n] for n in sorted(found)]

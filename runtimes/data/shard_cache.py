@@ -1,4 +1,9 @@
-"""Memory-mapped latent shards; remote shards go through a local cache of bounded size."""
+"""Memory-mapped latent shards; remote shards go through a local cache of bounded size.
+
+Fetch files that will be needed, in background threads that block no exit of the process.
+
+Rows of latent shards that stay in memory, so that reading them again opens no shard.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +16,71 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
 
-from artifacts.latent_shards import LatentShard, ShardRef
+from artifacts.latent_shards import LatentSample, LatentShard, ShardRef
 from artifacts.models import cache_folder
 from artifacts.records import Damaged, open_checked
 from artifacts.remote_stores import is_forbidden, is_full, is_of_client, refusals
 from runtimes.contract import WrongInput
-from runtimes.data.read_ahead import ReadAhead
+
+#: Files that are fetched at the same time.
+THREADS = 4
+log = logging.getLogger("kiln")
+
+
+class ReadAhead:
+    """Calls `fetch(number)` in daemon threads, for the numbers that were asked for last.
+
+    An error is logged only: who needs the file fetches it again, and raises.
+    """
+
+    def __init__(self, fetch: Callable[[int], None]) -> None:
+        self._fetch = fetch
+        self._numbers: list[int] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        for number in range(THREADS):
+            threading.Thread(target=self._run, name=f"read-ahead-{number}", daemon=True).start()
+
+    def replace(self, numbers: Iterable[int]) -> None:
+        """Fetch these in order, and none of the earlier ones that are still waiting."""
+        with self._changed:
+            self._numbers = list(numbers)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads once they have fetched what they are at."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (number := self._next()) is not None:
+            try:
+                self._fetch(number)
+            except Exception as error:
+                log.debug("shard %d was not read ahead: %s", number, error)
+
+    def _next(self) -> int | None:
+        """The next number; None once this is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._numbers or self._closed)
+            return None if self._closed else self._numbers.pop(0)
+
 
 CHUNK = 2**20
 #: Seconds before each retry of a download.
 WAITS = (1.0, 5.0, 30.0)
-log = logging.getLogger("kiln")
 
 
 class ShardFiles:
@@ -269,3 +319,74 @@ def _evict(folder: Path, limit: int, room: int) -> None:
             return
         path.unlink(missing_ok=True)
         total -= size
+
+
+T = TypeVar("T")
+
+
+class KeptRows:
+    """Shards by number, of which rows that were read once stay in memory.
+
+    Args:
+        limit: maximum bytes of the kept arrays; rows beyond it are read from their shard each time.
+    """
+
+    def __init__(self, files: ShardFiles, limit: int) -> None:
+        self._files = files
+        self._left = limit
+        self._kept: dict[tuple[object, ...], Any] = {}
+
+    def __getitem__(self, number: int) -> KeptShard:
+        return KeptShard(self, number)
+
+    def read(self, number: int, place: tuple[object, ...], get: Callable[[LatentShard], T]) -> T:
+        """What `get` returns of a shard; `place` identifies it. Raises as ShardFiles and `get`."""
+        key = (number, *place)
+        if key in self._kept:
+            kept: T = self._kept[key]
+            return kept
+        found = get(self._files[number])
+        if (size := _array_bytes(found)) <= self._left:
+            self._left -= size
+            self._kept[key] = found
+        return found
+
+
+class KeptShard:
+    """What a BatchReader reads of a LatentShard; opens the shard for what was not read before."""
+
+    def __init__(self, rows: KeptRows, number: int) -> None:
+        self._rows = rows
+        self._number = number
+
+    def _read(self, place: tuple[object, ...], get: Callable[[LatentShard], T]) -> T:
+        return self._rows.read(self._number, place, get)
+
+    @property
+    def path(self) -> Path:
+        return self._read(("path",), lambda shard: shard.path)
+
+    @property
+    def groups(self) -> dict[str, int]:
+        return self._read(("groups",), lambda shard: shard.groups)
+
+    def sample(self, group: str, index: int) -> LatentSample:
+        return self._read(("sample", group, index), lambda shard: shard.sample(group, index))
+
+    def prompt_embeds(self, row: int) -> NDArray[np.uint16]:
+        return self._read(("prompt_embeds", row), lambda shard: shard.prompt_embeds(row))
+
+    def pooled_prompt_embeds(self, row: int) -> NDArray[np.uint16] | None:
+        return self._read(("pooled", row), lambda shard: shard.pooled_prompt_embeds(row))
+
+    def input_ids(self, row: int) -> NDArray[np.int32]:
+        return self._read(("input_ids", row), lambda shard: shard.input_ids(row))
+
+
+def _array_bytes(found: object) -> int:
+    if isinstance(found, np.ndarray):
+        return found.nbytes
+    if not isinstance(found, LatentSample):
+        return 0
+    masked = [] if found.masked is None else [found.masked.masks, found.masked.means]
+    return sum(array.nbytes for array in (found.mean, found.logvar, *masked))

@@ -1,14 +1,92 @@
-"""Model families: one file per family; registry.py is the table of them."""
+"""Model families: one file per family; registry.py is the table of them.
 
+The table of model families. A family is one file, and a row here or a plug-in's entry point.
+
+A plug-in is an installed package with an entry point in the group `kilnworks.families`, which must
+load to an instance of `family.Family`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from artifacts.records import parse_json
+from runtimes.contract import WrongInput
 from runtimes.families.family import Captioned, Conditioning, Family, TextEncoder
-from runtimes.families.registry import (
-    FAMILIES,
-    all_families,
-    denoiser_classes,
-    detect_family,
-    family_named,
-    repeated_blocks,
-)
+from runtimes.families.flux import Flux
+from runtimes.families.flux2 import Flux2
+from runtimes.families.qwen_image import QwenImage
+from runtimes.families.sd import SD
+from runtimes.families.sd3 import SD3
+from runtimes.families.sdxl import SDXL
+from runtimes.families.z_image import ZImage
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (SD(), SDXL(), SD3(), Flux(), Flux2(), ZImage(), QwenImage())
+}
+#: Entry-point group of plug-ins.
+PLUG_INS = "kilnworks.families"
+#: transformers' classes of the repeated blocks of a CLIP text encoder.
+CLIP_BLOCKS = ("CLIPEncoderLayer",)
+
+
+def all_families() -> dict[str, Family]:
+    """All families, of this project and of plug-ins, by name."""
+    return FAMILIES | _plugged_in()
+
+
+def family_named(name: str) -> Family:
+    """The family of that name. Raises WrongInput if it is unknown."""
+    found = FAMILIES.get(name) or _plugged_in().get(name)  # the search for plug-ins is slow
+    if found is None:
+        raise WrongInput(f"model family {name!r} is unknown (known: {', '.join(all_families())})")
+    return found
+
+
+def detect_family(folder: Path) -> Family:
+    """The family of the pipeline in `folder`, by the class name in its model_index.json.
+
+    Raises:
+        WrongInput: model_index.json is missing or invalid, a part leads out of the folder, or the
+            class is of no known family.
+    """
+    index = folder / "model_index.json"
+    try:
+        found = parse_json(index.read_text(encoding="utf-8"))
+        pipeline = found["_class_name"]
+    except FileNotFoundError:
+        raise WrongInput(f"{index} is missing: a diffusers pipeline folder is needed") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WrongInput(f"{index} cannot be read: {error}") from None
+    for name, spec in found.items():  # a part is a folder beside; diffusers' are identifiers
+        if isinstance(spec, list) and not name.isidentifier():
+            raise WrongInput(f"{index}: {name!r} is no name of a part: the model may be hostile")
+    for families in (FAMILIES, all_families()):
+        for family in families.values():
+            if pipeline in family.pipelines:
+                return family
+    known = ", ".join(name for family in all_families().values() for name in family.pipelines)
+    raise WrongInput(f"{index}: {pipeline} is not of a family known here (known: {known})")
+
+
+def denoiser_classes() -> tuple[str, ...]:
+    """diffusers' denoiser classes of all families."""
+    return tuple(dict.fromkeys(family.denoiser_class for family in all_families().values()))
+
+
+def repeated_blocks() -> tuple[str, ...]:
+    """Classes of the models' repeated blocks: the units of FSDP, compilation and checkpointing."""
+    found = (block for family in all_families().values() for block in family.blocks)
+    return tuple(dict.fromkeys((*found, *CLIP_BLOCKS)))
+
+
+@cache
+def _plugged_in() -> dict[str, Family]:
+    families = [point.load() for point in entry_points(group=PLUG_INS)]
+    return {family.name: family for family in families}
+
 
 __all__ = [
     "FAMILIES",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from artifacts.latent_shards import LatentSample, stack_rows
 from runtimes.contract import WrongInput
-from runtimes.objective.resolution_shift import ResolutionShift
+from runtimes.objective.noise_schedule import ResolutionShift
 
 Conditioning = dict[str, NDArray[Any]]
 ClipStates = Literal["last", "penultimate"]

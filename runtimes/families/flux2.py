@@ -25,7 +25,7 @@ from runtimes.families.patch_transformer import (
     pack,
     unpack,
 )
-from runtimes.objective.resolution_shift import ResolutionShift
+from runtimes.objective.noise_schedule import ResolutionShift
 
 _STATISTICS = ("bn.running_mean", "bn.running_var")
 _TOP = {

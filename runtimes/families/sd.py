@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from runtimes.families.extra_inputs import latent_channels
 from runtimes.families.family import (
     ClipStates,
     Family,
@@ -13,7 +14,6 @@ from runtimes.families.family import (
     KohyaNames,
     TextEncoder,
 )
-from runtimes.families.inpainting_and_scores import latent_channels
 
 OPENCLIP_WIDTH = 1024  # of the text encoder of version 2
 
@@ -56,6 +56,6 @@ class SD(Family):
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
         found = {"encoder_hidden_states": conditioning["prompt_embeds"]}
-        if "aesthetic_score" in conditioning:  # see inpainting_and_scores.py
+        if "aesthetic_score" in conditioning:  # see extra_inputs.py
             found["class_labels"] = conditioning["aesthetic_score"]
         return found

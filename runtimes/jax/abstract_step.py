@@ -15,11 +15,9 @@ from jax.sharding import NamedSharding
 from configs.settings.train import Train
 from runtimes.jax import scan_blocks
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.micro_batches import stack_micro_batches
-from runtimes.jax.parameters_and_optimizer_state import names_without_gradient, trained_names
-from runtimes.jax.step import Step
+from runtimes.jax.step import Step, names_without_gradient, stack_micro_batches, trained_names
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
-from runtimes.jax.tpu_step_memory_records import TpuStepRequest
+from runtimes.process.planner import TpuStepRequest
 from runtimes.spmd import splash_attention
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network

@@ -15,12 +15,11 @@ from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
+from runtimes.process.launcher import Ranks
 from runtimes.process.memory import peak_rss
-from runtimes.process.ranks import Ranks
-from runtimes.spmd.mesh_shape_and_sharding import mesh_shape
-from runtimes.spmd.tpu_specs import peak_of
+from runtimes.registry import check_precision
+from runtimes.spmd.slices import mesh_shape, peak_of
 from runtimes.torch_models.gpu_specs import known_peak
-from runtimes.torch_models.refuse_float16_training import check_precision
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 _compiling: list[float] = []  # seconds of each compilation
@@ -149,7 +148,7 @@ def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
     shared = ranks.local_world > 1 and device != "cpu" and _gpus() > 0
     # Without it, a failing process waits minutes for lost peers and is then aborted.
     jax.config.update("jax_enable_recoverability", True)
-    # It takes SIGTERM, which requests a stop (runtimes.process.signals).
+    # It takes SIGTERM, which requests a stop (runtimes.process.launcher).
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         f"{address}:{hosts.broadcast(free_port() if ranks.first else 0)}",

@@ -17,8 +17,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.data.padding import padded_rows
-from runtimes.spmd.mesh_shape_and_sharding import AXES, mesh_shape, shard_axes
+from runtimes.data.loader import padded_rows
+from runtimes.spmd.slices import AXES, mesh_shape, shard_axes
 from runtimes.spmd.splash_attention import SplashAttention
 
 

@@ -25,7 +25,6 @@ from runtimes.contract import (
     StepOutput,
     lazy_output,
 )
-from runtimes.jax.clip_update_and_ema import Arrays
 from runtimes.jax.device import (
     check,
     describe,
@@ -37,26 +36,30 @@ from runtimes.jax.device import (
     versions,
 )
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.micro_batches import Stacked, held_out_errors, shard_stacked, stack_micro_batches
-from runtimes.jax.parameters_and_optimizer_state import (
+from runtimes.jax.scan_blocks import scanned_names
+from runtimes.jax.step import (
+    Arrays,
+    Stacked,
+    Step,
+    errors,
     frozen_arrays,
+    gather_weights,
+    held_out_errors,
     initial_state,
     names_without_gradient,
+    shard_stacked,
+    stack_micro_batches,
     trained_names,
 )
-from runtimes.jax.scan_blocks import scanned_names
-from runtimes.jax.step import Step, errors, gather_weights
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.optimizer_step.step_scalars import step_scalars
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.optimizer_step import owned_copies, read_state_arrays, shapes_of, step_scalars
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.layer_dropout_seed import has_dropout
 from runtimes.torch_models.make_scheduler import trained_scheduler
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import Network, has_dropout
 
 
 class TheRuntime(BaseRuntime):

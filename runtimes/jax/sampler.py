@@ -3,6 +3,10 @@
 The scheduler's coefficients are inputs of the program (sample/tabulated_schedulers.py), and batches
 are padded to one size, so one program serves every batch. On a CPU each step is a separate program,
 because XLA runs convolutions within a loop slowly there.
+
+Sample images and compute held-out losses by JAX, for a sequence of models.
+
+Encode images and captions by JAX, in padded batches sharded over all devices.
 """
 
 from __future__ import annotations
@@ -19,19 +23,33 @@ import torch
 from jax import Array
 from numpy.typing import NDArray
 
-from runtimes.contract import UNCAST
-from runtimes.data.padding import pad_rows, padded_rows
-from runtimes.jax.clip_update_and_ema import Arrays
+from runtimes.contract import UNCAST, StepBatch
+from runtimes.data.loader import pad_rows, padded_rows
+from runtimes.families import Family
+from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.parameters_and_optimizer_state import move
+from runtimes.jax.step import Arrays, errors, frozen_arrays, held_out_errors, move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.sample.image_levels import image_levels
-from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
+from runtimes.objective.noise_schedule import read_scheduler_config
+from runtimes.objective.training_objective import LatentScale
+from runtimes.pipeline_folder.folder import TEXT_BATCH
+from runtimes.process.job import Drawing, EncodeJob, GenerateJob
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner
+from runtimes.sample.diffusers_pipeline import BasePipeline
+from runtimes.sample.initial_noise import image_levels
+from runtimes.sample.load_network import load_network
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
-from runtimes.torch_models.encode_images_and_captions import Encoder, Float32, vae_dtype
-from runtimes.torch_models.encode_token_ids import encode_ids, join_t5
+from runtimes.torch_models import encoders
+from runtimes.torch_models.encoders import (
+    Embeds,
+    Encoder,
+    Float32,
+    encode_ids,
+    frozen_states,
+    join_t5,
+    unpadded,
+    vae_dtype,
+)
 from runtimes.torch_models.make_scheduler import make_scheduler
 from runtimes.torch_models.network import Network
 
@@ -254,3 +272,133 @@ def same_architecture(one: Network, other: Network) -> bool:
 def _encode_texts(network: Network, ids: torch.Tensor) -> Any:
     """Encode token ids [B, n, T] by the trained text encoders of a network."""
     return encode_ids(network.family, network.text_encoders, ids)
+
+
+class ThePipeline(BasePipeline):
+    """Implements contract.Pipeline."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        super().__init__(job, make_scheduler, start(job.device, job.compiled, job.dtype).upload)
+        self._mesh = Mesh(fsdp=1)
+
+    def _release(self) -> None:
+        self._arrays: Arrays = {}  # the network itself has no weights
+
+    def _load_network(self, drawing: Drawing) -> Network:
+        half = getattr(torch, self._job.dtype)
+        job = self._job
+        given = (half, torch.device("cpu"), job.text_dtype)
+        network = load_network(drawing, job.model_folder, *given)
+        self._arrays = frozen_arrays(network, self._mesh, half)
+        if self._network is not None and same_architecture(network, self._network):
+            return self._network  # its programs are reused
+        self._errors = jax.jit(partial(errors, as_function(network, training=False)))
+        return network
+
+    def _open_sampler(self) -> Sampler:
+        job = self._job
+        return Sampler(job.model_folder, self._mesh, job.dtype, job.vae_folder)
+
+    def _use_network(self) -> None:
+        self._sampler.use(self._network, lambda: self._arrays, self._scheduler)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        dtype = jnp.dtype(self._job.dtype)
+        rows = self._loss_rows
+        return held_out_errors(self._errors, self._arrays, batch, rows, self._mesh, dtype)
+
+    def compile_seconds(self) -> float:
+        return compile_seconds()
+
+
+class JaxEncoder(encoders.Encoder):
+    """The encoder of torch_models/encode_images_and_captions.py, compiled by JAX.
+
+    Every batch is padded to one size and runs one program, so the bits of an image do not depend on
+    the size of its batch.
+    """
+
+    def __init__(self, job: EncodeJob) -> None:
+        self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
+        folders = (job.model_folder, job.vae_folder)
+        super().__init__(*folders, device="cpu", dtype=job.dtype, embeds=job.embeds)
+        self._batch_size = job.batch_size
+        clip = [model for _, model in self._clip]
+        frozen = None if self._frozen is None else self._frozen.model
+        moments = partial(_moments, self.family, self.vae.dtype)
+        self._moments = _compiled(Wrapped(self.vae, moments), mesh)
+        self._embeds: Any = None
+        if job.embeds:
+            self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        mean, logvar = self._moments(self._batch_size, pixels)
+        self._compile_cache.upload()
+        return mean, logvar
+
+    def texts(
+        self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
+    ) -> tuple[Embeds, Float32 | None]:
+        if clip:
+            return super().texts(captions, clip)
+        given = [self.input_ids(captions)] if self._clip else []
+        kept = None
+        if self._frozen is not None:
+            ids, mask = self._frozen.ids(captions)
+            kept = self._frozen.kept(mask)
+            given += [ids, mask]
+        states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in given))
+        return unpadded(states, kept), pooled[0] if pooled else None
+
+
+def open_encoder(job: EncodeJob) -> JaxEncoder:
+    """Open the encoders of a job. Raises WrongInput."""
+    return JaxEncoder(job)
+
+
+def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
+    """Move a module to the devices and compile it.
+
+    Returns:
+        A function of the number of rows to pad to, and of the module's inputs as host arrays
+        [B, ...]. It returns the module's outputs as host arrays [B, ...].
+    """
+    arrays, call = move(module, mesh), jax.jit(as_function(module, training=False))
+
+    def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
+        count = len(given[0])
+        padded = padded_rows(max(rows, count), mesh.local)
+        sent = [mesh.shard_rows(pad_rows(array, padded)) for array in given]
+        return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
+
+    return run
+
+
+def _moments(
+    family: Family, dtype: torch.dtype, vae: Any, pixels: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Mean and log-variance [B, C, h, w] f32 of latents; a VAE of `dtype` computes them."""
+    mean, logvar = family.encode_pictures(vae, pixels.to(dtype))
+    return mean.float(), logvar.float()
+
+
+class _Embeds(torch.nn.Module):
+    """Text encoders whose forward pass returns prompt embeddings and, if any, pooled ones."""
+
+    def __init__(self, family: Family, clip: list[Any], frozen: Any) -> None:
+        super().__init__()
+        self.family = family
+        self.clip = torch.nn.ModuleList(clip)
+        self.frozen = frozen
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Args: CLIP's ids [K, n, T] if it is there; ids and mask [K, T] of the frozen encoder."""
+        rest, states, pooled = list(given), None, None
+        if len(self.clip):
+            states, pooled = encode_ids(self.family, list(self.clip), rest.pop(0))
+        if rest:
+            ids, mask = rest
+            assert self.family.frozen_text is not None
+            found = frozen_states(self.family.frozen_text, self.frozen, ids.long(), mask.long())
+            states = join_t5(states, found)
+        return tuple(array.float() for array in (states, pooled) if array is not None)

@@ -2,21 +2,79 @@
 
 It computes the forward and backward pass of each micro-batch, and the update
 (clip_update_and_ema.py).
+
+Gradient clipping, AdamW and EMA, as part of the compiled step.
+
+The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step
+(learning rate, bias corrections, share of the EMA) are inputs, so all steps run one program.
+
+Stack a batch into micro-batches of one size, as inputs of the compiled step.
+
+A network's arrays on the devices: trained parameters, optimizer state and frozen arrays.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import torch
 from jax import Array
+from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.jax.clip_update_and_ema import Arrays, Groups, update
+from runtimes.contract import UNCAST, StepBatch
+from runtimes.data.loader import pad_batch
 from runtimes.jax.mesh import Mesh
+from runtimes.optimizer_step import learning_rate_factors
+from runtimes.torch_models.network import Network
+
+Arrays = dict[str, Array]
+#: Group of State (such as `exp_avg`) to State's key to array.
+Groups = dict[str, Arrays]
+
+
+def update(
+    state: Groups, gradients: Arrays, numbers: Array, settings: Train, untouched: frozenset[str]
+) -> tuple[Groups, Array]:
+    """Clip the gradients and compute the next state.
+
+    Args:
+        state: groups weights, exp_avg, exp_avg_sq and, if set, ema; f32 by State's keys.
+        gradients: f32 by State's keys.
+        numbers: [4] f32, see optimizer_step.step_scalars.
+        settings: AdamW, clipping and EMA.
+        untouched: keys of parameters that stay unchanged, without weight decay.
+
+    Returns:
+        The next state, and the gradients' L2 norm before clipping, a f32 scalar.
+    """
+    rate, step_size, root, ema_share = numbers
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(array)) for array in gradients.values()))
+    factor = jnp.ones(())
+    if settings.max_grad_norm is not None:
+        factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
+    (beta1, beta2), found = settings.adam_betas, {group: dict(state[group]) for group in state}
+    shares = learning_rate_factors(gradients, settings)
+    for name, gradient in gradients.items():
+        if name in untouched:
+            continue
+        gradient, share = gradient * factor, shares[name]
+        first, second = state["exp_avg"][name], state["exp_avg_sq"][name]
+        first = first + (1 - beta1) * (gradient - first)
+        second = beta2 * second + (1 - beta2) * jnp.square(gradient)
+        weight = state["weights"][name] * (1 - rate * (share * settings.weight_decay))
+        change = first / (jnp.sqrt(second) / root + settings.adam_epsilon)
+        found["weights"][name] = weight - (step_size * share) * change
+        found["exp_avg"][name], found["exp_avg_sq"][name] = first, second
+    for name, average in state.get("ema", {}).items():
+        found["ema"][name] = average + ema_share * (found["weights"][name] - average)
+    return found, norm
 
 
 @dataclass(frozen=True)
@@ -137,3 +195,172 @@ def errors(predict: Callable[..., Array], arrays: Arrays, seed: Array, micro: An
     given = micro["noisy_latents"], micro["timesteps"], micro["conditioning"]
     prediction = predict(arrays, seed, *given).astype(jnp.float32)
     return jnp.square(prediction - micro["target"]).mean(axis=(1, 2, 3))
+
+
+Stacked = dict[str, Any]
+
+
+def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: Any) -> Stacked:
+    """Stack this process's batch into n micro-batches of B rows, padded with rows of weight 0.
+
+    Args:
+        batch: this process's share of the global batch.
+        size: samples per micro-batch; None is the whole batch.
+        mesh: B is a multiple of its local device count.
+        dtype: of latents and of all conditioning that is not in contract.UNCAST.
+
+    Returns:
+        noisy_latents: [n, B, C, h, w] `dtype`.
+        timesteps: [n, B].
+        target: [n, B, C, h, w] f32.
+        weight: [n, B] f32.
+        conditioning: keyword to [n, B, ...].
+    """
+    count = len(batch.timesteps)
+    size = min(size or count, count)
+    parts = -(-count // size)
+    rows = mesh.padded_rows(size)
+    # Sample index of each row. Padding rows repeat sample 0.
+    places = np.zeros((parts, rows), np.int64)
+    weight = np.zeros((parts, rows), np.float32)
+    for part in range(parts):
+        taken = np.arange(part * size, min((part + 1) * size, count))
+        places[part, : len(taken)], weight[part, : len(taken)] = taken, batch.weight[taken]
+    conditioning = {
+        name: array[places] if name in UNCAST else array[places].astype(dtype)
+        for name, array in batch.conditioning.items()
+    }
+    return {
+        "noisy_latents": batch.noisy_latents[places].astype(dtype),
+        "timesteps": batch.timesteps[places],
+        "target": batch.target[places],
+        "weight": weight,
+        "conditioning": conditioning,
+    }
+
+
+def shard_stacked(stacked: Stacked, mesh: Mesh) -> Stacked:
+    """Copy stacked micro-batches to the devices, their rows sharded over all devices."""
+    return dict(jax.tree.map(lambda array: mesh.shard_rows(array, axis=1), stacked))
+
+
+def held_out_errors(
+    errors: Callable[..., Array], arrays: Any, batch: StepBatch, rows: int, mesh: Mesh, dtype: Any
+) -> NDArray[np.float32]:
+    """Mean squared error per sample [B] f32 of a batch that every process has.
+
+    Args:
+        errors: compiled `step.errors` of a network.
+        arrays: the network's, by their names in it.
+        batch: with at most `rows` samples.
+        rows: number of rows to which every batch is padded, to run one program.
+        mesh: devices that share the rows.
+        dtype: of latents and conditioning.
+    """
+    padded = pad_batch(batch, rows, mesh.count)
+    stacked = stack_micro_batches(padded, None, mesh, dtype)
+    micro = jax.tree.map(lambda array: mesh.shard_global_rows(array[0]), stacked)
+    return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]
+
+
+log = logging.getLogger("kiln")
+
+
+def trained_names(network: Network) -> dict[str, str]:
+    """State's key of each trained parameter to its name in the network."""
+    own = {id(parameter): name for name, parameter in network.named_parameters()}
+    return {name: own[id(parameter)] for name, parameter in network.trained().items()}
+
+
+def initial_state(network: Network, settings: Train, mesh: Mesh) -> Groups:
+    """Initial State on the devices: float32 masters, zero moments and, if set, the EMA."""
+    trained = {name: to_numpy(p) for name, p in network.trained().items()}
+    state = {"weights": {name: mesh.shard(array) for name, array in trained.items()}}
+    for group in ("exp_avg", "exp_avg_sq"):
+        state[group] = {n: mesh.shard(np.zeros(a.shape, np.float32)) for n, a in trained.items()}
+    if settings.ema_decay is not None:
+        state["ema"] = {name: mesh.shard(array) for name, array in trained.items()}
+    return state
+
+
+def frozen_arrays(network: Network, mesh: Mesh, dtype: torch.dtype) -> Arrays:
+    """Untrained weights and buffers, replicated on every device.
+
+    They have `dtype`, except for frozen text encoders, which keep their own.
+    """
+    texts = move(network.frozen_clip, mesh)
+    own = {f"frozen_clip.{name}": array for name, array in texts.items()}
+    but = frozenset(trained_names(network).values()) | own.keys()
+    return own | move(network, mesh, dtype, but=but)
+
+
+def move(
+    module: torch.nn.Module,
+    mesh: Mesh,
+    dtype: torch.dtype | None = None,
+    but: frozenset[str] = frozenset(),
+) -> Arrays:
+    """Move a module's parameters and buffers to every device, by their names in the module.
+
+    The module's own tensors become `meta` tensors, which frees their memory.
+
+    Args:
+        module: on the CPU.
+        mesh: of the devices.
+        dtype: of floating-point arrays; None keeps each array's dtype.
+        but: names to leave out.
+    """
+    moved: dict[int, Array] = {}  # by tensor id: tied weights have two names and one array
+    arrays: dict[str, Array] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
+        if name not in but:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = _replicate(tensor, mesh, dtype or tensor.dtype)
+            arrays[name] = moved[id(tensor)]
+    module.to("meta")
+    return arrays
+
+
+def _replicate(tensor: torch.Tensor, mesh: Mesh, dtype: torch.dtype) -> Array:
+    array = to_numpy(tensor) if tensor.is_floating_point() else tensor.cpu().numpy()
+    if tensor.is_floating_point():
+        array = array.astype(jnp.dtype(str(dtype).removeprefix("torch.")))
+    elif array.dtype == np.int64:
+        array = array.astype(np.int32)  # JAX has no int64 without jax_enable_x64
+    return mesh.replicate(array)
+
+
+def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
+    return tensor.detach().float().contiguous().cpu().numpy()
+
+
+def names_without_gradient(
+    counted: torch.nn.Module, network: Network, batch: StepBatch
+) -> frozenset[str]:
+    """State's keys of trained parameters on which the loss does not depend.
+
+    Examples are the last layer of a text encoder with penultimate hidden states, and the text
+    stream of Qwen-Image's last block. PyTorch's optimizers skip parameters without gradient, and
+    the compiled step must do the same.
+
+    Args:
+        counted: a copy of the network on `meta`.
+        network: the trained network.
+        batch: its shapes are used.
+    """
+
+    def empty(array: NDArray[Any]) -> torch.Tensor:
+        return torch.empty_like(torch.from_numpy(array[:1]), device="meta")
+
+    conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
+    given = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
+    try:
+        counted(*given).mean().backward()
+    except RuntimeError as error:
+        log.warning("weights without gradient are unknown, so weight decay changes them: %s", error)
+        return frozenset()
+    reached = {name for name, p in counted.named_parameters() if p.grad is not None}
+    counted.zero_grad(set_to_none=True)
+    names = trained_names(network)
+    return frozenset(name for name, own in names.items() if own not in reached)

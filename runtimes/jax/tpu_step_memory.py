@@ -17,9 +17,8 @@ from typing import Any
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
-from runtimes.process.answer_planner import answer_planner
-from runtimes.spmd.tpu_slices import TpuSlice, parse_slice
+from runtimes.process.planner import StepCost, TpuStepRequest, answer_planner
+from runtimes.spmd.slices import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 #: libtpu's out-of-memory messages, with the program's bytes. Both figures include arguments, though

@@ -13,8 +13,8 @@ from mindspore import mint
 from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.detect_ascend import cann_version, missing_components
+from runtimes.process.launcher import Ranks, launched
 from runtimes.process.memory import peak_rss
-from runtimes.process.ranks import Ranks, launched
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
 ALONE = Ranks()

@@ -16,13 +16,11 @@ from transformers import CLIPTextConfig
 
 from artifacts.safetensors import Arrays, read_floats
 from configs.secrets import one_line
-from runtimes.adapters.weight_names import stored_name
+from runtimes.adapters.lora import stored_name
 from runtimes.contract import WrongInput
-from runtimes.families.inpainting_and_scores import added_weights
-from runtimes.pipeline_folder.describe_encoders import text_class
-from runtimes.pipeline_folder.read_configs import read_config
-from runtimes.pipeline_folder.vae_dtype import vae_overflows
-from runtimes.pipeline_folder.weight_files import (
+from runtimes.families.extra_inputs import added_weights
+from runtimes.pipeline_folder.folder import read_config, text_class, vae_overflows
+from runtimes.pipeline_folder.weights import (
     DENOISER_WEIGHTS,
     TEXT_WEIGHTS,
     check_fit,
@@ -50,7 +48,7 @@ def load_denoiser(
     Args:
         folder: the UNet's folder in the pipeline.
         dtype: of the weights, whatever their stored precision is.
-        config: config of a UNet with extra inputs (inpainting_and_scores.py); None is the folder's.
+        config: config of a UNet with extra inputs (extra_inputs.py); None is the folder's.
         seed: initializes the weights of the extra inputs.
 
     Raises:

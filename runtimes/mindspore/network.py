@@ -1,29 +1,152 @@
-"""The trained network: a UNet and, where the step encodes captions, its CLIP text encoders."""
+"""The trained network: a UNet and, where the step encodes captions, its CLIP text encoders.
+
+Low-rank adapters on mindone's models, through mindone's PEFT.
+
+Text encoding in a step, as in torch_models/encode_token_ids.py.
+
+Split a batch into micro-batches of MindSpore tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+import numpy as np
+from mindone.peft import LoraConfig, inject_adapter_in_model
+from mindone.peft.tuners.lora import LoraLayer
+from mindspore import Parameter, Tensor, mint, nn, ops
+from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.adapters.weight_names import state_name
-from runtimes.check_support import check_family
+from configs.settings.train_parts import Lora
+from runtimes.adapters.lora import (
+    ADAPTER,
+    Adapter,
+    Layer,
+    alpha,
+    check_unambiguous,
+    choose_layers,
+    initial_down,
+    merged_weights,
+    state_name,
+)
+from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, detect_family, repeated_blocks
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.mindspore.encode_token_ids import as_stored, encode_ids, pooled_outputs
+from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.mindspore.load_diffusers_weights import (
     load_denoiser,
     load_text_encoder,
     named_weights,
     random_init_denoiser,
+    set_parameter,
 )
-from runtimes.mindspore.lora_injection import add_adapters
-from runtimes.pipeline_folder.denoiser_config import job_config
+from runtimes.pipeline_folder.folder import job_config
 from runtimes.process.job import TrainJob
+from runtimes.registry import check_family
+
+A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+
+def add_adapters(
+    part: str, model: nn.Cell, lora: Lora, seed: int, attention: Sequence[str] = ()
+) -> None:
+    """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
+
+    The adapted model initially computes the same as the base: `up` is zero.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        lora: rank, alpha, dropout and targets.
+        seed: initializes `down`.
+        attention: name suffixes of attention layers (families/family.py).
+
+    Raises:
+        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
+    """
+    chosen = choose_layers(part, _layers(model), lora, attention)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha(lora),
+        lora_dropout=lora.dropout,
+        target_modules=chosen,
+    )
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
+    check_unambiguous(part, chosen, adapted)
+    for name, parameter in model.parameters_and_names():
+        parameter.requires_grad = name.endswith((A, B))
+        if name.endswith(A):
+            stored = state_name(part, name.removesuffix(A))
+            set_parameter(parameter, initial_down(seed, stored, parameter.shape))
+        elif name.endswith(B):
+            set_parameter(parameter, parameter.asnumpy() * 0)
+
+
+def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
+    """Merge adapters into the float32 weights of a component.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        adapters: stored layer name to adapter.
+
+    Raises:
+        WrongInput: the component lacks an adapted layer, or the layer has another shape.
+    """
+    parameters = named_weights(model)
+    weights = {name: parameters[f"{name}.weight"] for name in _layers(model)}
+    for name, merged in merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
+        set_parameter(weights[name], merged)
+
+
+def _layers(model: nn.Cell) -> dict[str, Layer]:
+    kinds = ((name, _kind(cell)) for name, cell in model.cells_and_names())
+    return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _kind(cell: nn.Cell) -> Layer | None:
+    if isinstance(cell, (mint.nn.Linear, nn.Dense)):
+        return "linear"
+    return "conv" if isinstance(cell, (mint.nn.Conv2d, nn.Conv2d)) else None
+
+
+def pooled_outputs(family: Family, models: Sequence[Any]) -> tuple[str | None, ...]:
+    """Family.pooled_outputs of CLIP encoders; empty without them."""
+    projecting = [hasattr(model, "text_projection") for model in models]
+    return family.pooled_outputs(projecting) if projecting else ()
+
+
+def encode_ids(
+    penultimate: bool, models: Sequence[Any], pooling: Sequence[str | None], ids: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states [B, T, D] and pooled embeddings [B, P] or None of token ids.
+
+    Args:
+        penultimate: True returns the hidden states before the last layer of all encoders, and the
+            pooled embeddings of one (SDXL). False returns the states after the final norm of the
+            only encoder (Stable Diffusion 1 and 2).
+        models: n CLIP encoders.
+        pooling: `pooled_outputs` of them.
+        ids: [B, n, T], one row of tokens per encoder.
+    """
+    if not penultimate:
+        return models[0](ids[:, 0], return_dict=False)[0], None
+    states, pooled = [], None
+    for row, model in enumerate(models):
+        output = model(ids[:, row], output_hidden_states=True, return_dict=False)
+        states.append(output[-1][-2])
+        if pooling[row] is not None:
+            pooled = output[0]
+    return ops.concat(states, -1), pooled
+
+
+def as_stored(embeds: Tensor, dtype: ms.Type) -> Tensor:
+    """Embeddings of frozen encoders, without gradient, with the bits that a shard would store."""
+    return ops.stop_gradient(embeds).astype(ms.bfloat16).astype(dtype)
 
 
 class Network(nn.Cell):
@@ -209,3 +332,72 @@ def _recompute(part: nn.Cell) -> None:
     for _, cell in part.cells_and_names():
         if type(cell).__name__ in blocks:
             cell.recompute()
+
+
+def squared_errors(prediction: Tensor, target: Tensor) -> Tensor:
+    """Mean squared error per sample [B] f32 of [B, C, h, w] arrays."""
+    return ops.square(prediction.astype(ms.float32) - target).mean((1, 2, 3))
+
+
+class Inputs:
+    """One micro-batch: samples `first` to `end` (exclusive) of a batch.
+
+    Args:
+        batch: this rank's batch on the host.
+        network: orders the conditioning.
+        dtype: of the latents and of all conditioning that is not in contract.UNCAST.
+        first: index of the first sample.
+        end: index after the last sample; None is the end of the batch.
+
+    Attributes:
+        seen: arguments of the network: noisy latents [B, C, h, w], timesteps [B] and the
+            conditioning [B, ...] in the order of Network.conditioning.
+        target: [B, C, h, w] f32, the objective's regression target.
+        share: [B] f32, each sample's loss weight divided by the global batch size.
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        network: Network,
+        dtype: ms.Type,
+        first: int = 0,
+        end: int | None = None,
+    ) -> None:
+        part = slice(first, end)
+        self.first = first
+        # Cast on the host: a cast on the device would wait behind the previous step's operators.
+        kind = ms.dtype_to_nptype(dtype)
+        latents = tensor(batch.noisy_latents[part].astype(kind))
+        given = batch.conditioning
+        conditioning = [
+            tensor(given[name][part] if name in UNCAST else given[name][part].astype(kind))
+            for name in network.conditioning(given)
+        ]
+        self.seen = (latents, tensor(batch.timesteps[part]), *conditioning)
+        self.target = tensor(batch.target[part])
+        self.share = tensor(batch.weight[part] / np.float32(batch.denominator))
+
+    def errors(self, network: Network) -> Tensor:
+        """Mean squared error per sample [B] f32, without loss weights."""
+        return squared_errors(network(*self.seen), self.target)
+
+    def to_device(self) -> Inputs:
+        """Start an asynchronous copy to the NPU; returns self."""
+        self.seen = tuple(array.move_to("Ascend", blocking=False) for array in self.seen)
+        self.target = self.target.move_to("Ascend", blocking=False)
+        self.share = self.share.move_to("Ascend", blocking=False)
+        return self
+
+
+def micro_batches(
+    batch: StepBatch, size: int | None, network: Network, dtype: ms.Type
+) -> Iterator[Inputs]:
+    """Yield micro-batches of at most `size` samples; None is the whole batch."""
+    for first, end in batch.micro_batches(size):
+        yield Inputs(batch, network, dtype, first, end)
+
+
+def tensor(array: NDArray[Any]) -> Tensor:
+    """A tensor with a contiguous copy of an array."""
+    return Tensor(np.ascontiguousarray(array))

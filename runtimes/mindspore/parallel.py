@@ -18,7 +18,7 @@ from mindspore import Tensor, communication, ops
 
 from configs.secrets import one_line
 from runtimes.contract import OneWriter, Writers, WrongInput
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.process.socket_writers import SocketWriters
 
 #: Bytes of gradients per all-reduce: a bucket saves one round trip per small array.

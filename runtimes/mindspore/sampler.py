@@ -1,9 +1,14 @@
-"""Sampling with one of mindone's pipelines."""
+"""Sampling with one of mindone's pipelines.
+
+Encode images and captions with a pipeline's VAE and text encoders, without its denoiser.
+
+Sample images with mindone's pipelines and compute held-out losses, for a sequence of models.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +18,148 @@ from mindone import diffusers
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
-from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import fully_masked
-from runtimes.mindspore.encoder import Encoder
-from runtimes.mindspore.micro_batches import tensor
-from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.pipeline_folder.read_configs import read_index
-from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
+from configs.secrets import one_line
+from runtimes.contract import StepBatch, WrongInput
+from runtimes.data.loader import pad_rows
+from runtimes.families import detect_family, family_named
+from runtimes.families.extra_inputs import fully_masked
+from runtimes.mindspore.device import choose, precision, start
+from runtimes.mindspore.load_diffusers_weights import (
+    load_denoiser,
+    load_text_encoder,
+    load_vae,
+    set_flash_attention,
+    text_config,
+)
+from runtimes.mindspore.network import (
+    Inputs,
+    Network,
+    encode_ids,
+    load_frozen_clip,
+    merge_adapters,
+    pooled_outputs,
+    tensor,
+)
+from runtimes.objective.noise_schedule import read_scheduler_config
+from runtimes.pipeline_folder.folder import (
+    TEXT_BATCH,
+    caption_limits,
+    describe_encoders,
+    read_index,
+    vae_path,
+)
+from runtimes.process.job import Drawing, EncodeJob, GenerateJob
+from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
+from runtimes.sample.generate_job import load_trained_components
 from runtimes.sample.initial_noise import NoiseBatch
+from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary
+
+Float32 = NDArray[np.float32]
+
+
+class Encoder:
+    """Implements contract.PipelineEncoder.
+
+    Args:
+        model_folder: local diffusers pipeline folder of a family that this runtime supports.
+        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
+            config computes in float32 where `dtype` is float16.
+        flash: whether the VAE uses fused attention, see load_diffusers_weights.load_vae.
+        images, captions: rows to which every batch is padded: MindSpore compiles a program for
+            each shape.
+        embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.
+
+    Raises:
+        WrongInput: weights are missing, damaged or do not match their config.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        vae_folder: Path | None = None,
+        dtype: ms.Type = ms.float32,
+        *,
+        flash: bool = True,
+        images: int = 1,
+        captions: int = 1,
+        embeds: bool = True,
+    ) -> None:
+        self._image_rows, self._caption_rows = images, captions
+        self.info = describe_encoders(model_folder, vae_folder)
+        self.limits = caption_limits(model_folder)
+        self._dtype = dtype
+        self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
+        self.tokenizers = dict[str, Any]()
+        self._tokenizers = list[TextTokenizer]()
+        self.text_encoders = dict[str, Any]()
+        self._family = family_named(self.info["family"])
+        for text_encoder in self._family.clip:
+            part, name = text_encoder.component, text_encoder.tokenizer
+            self.tokenizers[name] = tokenizer = _tokenizer(model_folder, name, part)
+            self._tokenizers.append(
+                TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
+            )
+            if embeds:
+                self.text_encoders[part] = load_text_encoder(model_folder, part, dtype)
+
+    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+        """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
+
+        Numerical overflow in half precision is returned as NaN or infinity.
+
+        Args:
+            pixels: images [B, 3, H, W] f32 in -1..1.
+        """
+        batch = Tensor(pad_rows(pixels, self._image_rows)).astype(self.vae.dtype)
+        moments = self.vae.encode(batch, return_dict=False)[0].astype(ms.float32)[: len(pixels)]
+        mean, logvar = ops.split(moments, moments.shape[1] // 2, 1)
+        return mean.asnumpy(), np.clip(logvar.asnumpy(), -30.0, 20.0)  # as diffusers
+
+    def texts(self, captions: Sequence[str]) -> tuple[Float32, Float32 | None]:
+        """Prompt embeddings [K, T, D] f32 and pooled embeddings [K, P] f32 of K captions.
+
+        SD 1 and 2 have no pooled embeddings: the second value is None.
+        """
+        ids = Tensor(pad_rows(self.input_ids(captions), self._caption_rows))
+        models = list(self.text_encoders.values())
+        penultimate = self._family.clip_states == "penultimate"
+        pooling = pooled_outputs(self._family, models)
+        states, pooled = encode_ids(penultimate, models, pooling, ids)
+        count = len(captions)
+        embeds = states.astype(ms.float32).asnumpy()[:count]
+        return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()[:count]
+
+    def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
+        """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
+        rows = [tokenizer.ids(captions)[0] for tokenizer in self._tokenizers]
+        return np.stack(rows, axis=1)
+
+    def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
+        """Text encoder -> number of tokens of each caption before it is cut, special ones too."""
+        return {t.encoder.component: t.counts(captions) for t in self._tokenizers}
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """Open the encoders of a job. Raises WrongInput."""
+    dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
+    start(job.device)
+    given = (job.model_folder, job.vae_folder, dtype)
+    return Encoder(*given, images=job.batch_size, captions=TEXT_BATCH, embeds=job.embeds)
+
+
+def _tokenizer(model_folder: Path, name: str, part: str) -> Any:
+    """A tokenizer; its vocabulary must fit its text encoder `part`."""
+    from transformers import CLIPTokenizerFast
+
+    folder = model_folder / name
+    try:
+        tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
+    check_vocabulary(str(folder), tokenizer, text_config(model_folder, part).vocab_size)
+    return tokenizer
+
 
 #: MindSpore's errors for an operator, or an operator and dtype, that the device does not support.
 NO_KERNEL = re.compile(
@@ -118,3 +256,66 @@ def _keep_sizes_exact(pipe: Any) -> None:
         return made(*arguments, **{**more, "dtype": ms.float32})
 
     pipe._get_add_time_ids = exact
+
+
+class ThePipeline(BasePipeline):
+    """Implements contract.Pipeline."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        self._dtype = precision(job.dtype, choose(job.device)[0], "evaluate.dtype")
+        start(job.device)
+        super().__init__(job, make_scheduler)
+
+    def _load_network(self, drawing: Drawing) -> Network:
+        job = self._job
+        given = (drawing, job.model_folder, self._dtype, job.text_dtype)
+        return load_network(*given, flash=job.flash_attention)
+
+    def _open_sampler(self) -> Sampler:
+        # The sampler loads its own text encoders: the next model may not have trained ones.
+        job, name = self._job, self._network.family.denoiser
+        denoiser, flash = {name: self._network.denoiser}, job.flash_attention
+        return Sampler(job.model_folder, denoiser, self._dtype, job.vae_folder, flash=flash)
+
+    def _use_network(self) -> None:
+        self._sampler.use(self._network.parts, self._scheduler)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        inputs = Inputs(batch, self._network, self._dtype)
+        return inputs.errors(self._network).asnumpy()
+
+
+def load_network(
+    drawing: Drawing,
+    model: Path,
+    dtype: ms.Type,
+    text_dtype: str | None = None,
+    *,
+    flash: bool = True,
+) -> Network:
+    """Load the denoiser of a drawing and the text encoders that it runs, for inference in `dtype`.
+
+    Adapters are merged in float32 before the weights are cast. `text_dtype` is as in
+    sample/load_network.py.
+
+    Raises:
+        WrongInput: weights or adapters are missing, damaged or of another architecture.
+    """
+    family = detect_family(model)
+
+    def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
+        if name == family.denoiser:
+            part = load_denoiser(folder)
+        else:
+            part = load_text_encoder(model, name, folder=folder)
+        merge_adapters(name, part, adapters)
+        return part
+
+    parts, frozen = load_trained_components(drawing, model, load), None
+    if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
+        frozen = load_frozen_clip(model, family, text_dtype)
+    network = Network(family, parts, frozen)
+    network.cast(dtype)
+    for part in parts.values():
+        set_flash_attention(part, flash=flash)
+    return network.set_train(False)

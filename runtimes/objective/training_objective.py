@@ -1,9 +1,20 @@
-"""The training objective: latents, noise, timesteps, targets and loss weights of a batch."""
+"""The training objective: latents, noise, timesteps, targets and loss weights of a batch.
+
+Loss weights: the factor of a sample's squared error, by its noise level.
+
+The papers define weights for the error of the latents, |z' - z|^2. The error of eps is SNR times
+that, the error of v is SNR + 1 times that. The weight is divided by this factor, so that the loss
+is the same for every prediction type.
+
+Scale and shift between the VAE's latents and the denoiser's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,26 +22,146 @@ from numpy.typing import NDArray
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
-from runtimes.objective.counter_based_random import Stream
-from runtimes.objective.draw_noise_timesteps_and_captions import (
-    Choices,
-    draw_choices,
-    draw_noise,
-    draw_normal,
-    perturb,
-)
-from runtimes.objective.loss_weights import FlowWeighting, loss_weight
 from runtimes.objective.noise_schedule import (
     FlowSchedule,
     Levels,
     NoiseSchedule,
+    ResolutionShift,
     Schedule,
 )
-from runtimes.objective.resolution_shift import ResolutionShift
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.timestep_probabilities import Probabilities, level_bounds
+from runtimes.objective.random_draws import (
+    Choices,
+    Probabilities,
+    Stream,
+    draw_choices,
+    draw_noise,
+    draw_normal,
+    level_bounds,
+    perturb,
+)
 
 Array = NDArray[np.float32]
+FlowWeighting = Literal["none", "sigma_sqrt", "cosmap"]
+
+
+def loss_weight(
+    schedule: Schedule,
+    levels: Levels,
+    *,
+    snr_gamma: float | None = None,
+    debiased_estimation_loss: bool = False,
+    weighting_scheme: FlowWeighting = "none",
+) -> Array:
+    """Loss weight per sample [B] f32; 1 without an option for this kind of schedule."""
+    if isinstance(schedule, FlowSchedule):
+        return flow_weight(schedule.sigmas[levels], weighting_scheme)
+    if snr_gamma is not None:
+        return min_snr_weight(_snr(schedule, levels), snr_gamma, schedule.prediction_type)
+    if debiased_estimation_loss:
+        return debiased_weight(_snr(schedule, levels), schedule.prediction_type)
+    return np.ones(len(levels), np.float32)
+
+
+def min_snr_weight(snr: Array, gamma: float, prediction_type: str) -> Array:
+    """Min-SNR-gamma weights [B] (arXiv 2303.09556), finite at SNR 0.
+
+    min(SNR, gamma) for sample, divided by SNR for epsilon and by SNR + 1 for v_prediction.
+    """
+    if prediction_type == "v_prediction":
+        return np.divide(np.minimum(snr, np.float32(gamma)), snr + 1, dtype=np.float32)
+    if prediction_type == "sample":
+        return np.minimum(snr, np.float32(gamma))
+    with np.errstate(divide="ignore"):
+        return np.minimum(np.float32(1), np.float32(gamma) / snr)
+
+
+def debiased_weight(snr: Array, prediction_type: str) -> Array:
+    """Debiased estimation weights [B] (arXiv 2310.08442).
+
+    1 / sqrt(SNR) for epsilon, sqrt(SNR) for sample, sqrt(SNR) / (SNR + 1) for v_prediction. The
+    last is 0 at SNR 0; the objective rejects epsilon there.
+    """
+    root: Array = np.sqrt(snr, dtype=np.float32)
+    if prediction_type == "v_prediction":
+        divided = np.divide(root, snr + 1, dtype=np.float32)
+        return np.where(np.isinf(snr), np.float32(0), divided)
+    return root if prediction_type == "sample" else np.reciprocal(root)
+
+
+def flow_weight(sigma: Array, kind: FlowWeighting) -> Array:
+    """Weights [B] of rectified flow for sigma [B] in (0, 1] (SD3, arXiv 2403.03206, section 3.1).
+
+    sigma_sqrt, a name of diffusers, is sigma^-2; cosmap is 2 / (pi - 2 pi sigma + 2 pi sigma^2).
+    """
+    if kind == "sigma_sqrt":
+        return sigma**-2
+    if kind == "cosmap":
+        return np.float32(2 / np.pi) / (1 - 2 * sigma + 2 * sigma**2)
+    return np.ones_like(sigma)
+
+
+def _snr(schedule: NoiseSchedule, levels: Levels) -> Array:
+    with np.errstate(divide="ignore"):  # SNR is infinite without noise
+        return schedule.snr(levels)
+
+
+@dataclass(frozen=True)
+class LatentScale:
+    """Scale and shift from the VAE's latents to the denoiser's latents."""
+
+    scaling_factor: float
+    shift_factor: float = 0.0
+    #: latents_mean and latents_std: [C], or [C p p], one for each latent pixel of a p x p patch.
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    draws: bool = True  # whether `sample` draws from the posterior; else it takes the mean
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any], *, draws: bool = True) -> LatentScale:
+        """From the content of an encode artifact's latents.json, or a VAE's config."""
+        return cls(
+            info["scaling_factor"],
+            info.get("shift_factor") or 0.0,
+            info.get("latents_mean"),
+            info.get("latents_std"),
+            draws,
+        )
+
+    def sample(self, mean: Array, logvar: Array, eps: Array) -> Array:
+        """Scaled posterior sample z = (mean + exp(logvar / 2) eps - shift) * scale [B, C, h, w].
+
+        The log-variance is clipped to [-30, 20], as in diffusers' DiagonalGaussianDistribution.
+        Without draws, eps counts as 0.
+        """
+        if not self.draws:
+            return self.scaled(mean)
+        return self.scaled(mean + np.exp(np.float32(0.5) * np.clip(logvar, -30, 20)) * eps)
+
+    def scaled(self, z: Array) -> Array:
+        """The denoiser's latents [B, C, h, w] f32 from the VAE's latents `z`."""
+        if self.mean is not None and self.std is not None:
+            center, spread = (tiled(x, z.shape[-3:]) for x in (self.mean, self.std))
+            return (z - center) / spread * np.float32(self.scaling_factor)
+        return (z - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
+
+    def unscaled(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """(scale, shift) f32 of the inverse: the VAE's latents are `latents * scale + shift`.
+
+        Args:
+            shape: (C, h, w) of the latents; the results broadcast to it.
+        """
+        spread, center = np.ones((1, 1, 1), np.float32), np.zeros((1, 1, 1), np.float32)
+        if self.mean is not None and self.std is not None:
+            spread, center = tiled(self.std, shape), tiled(self.mean, shape)
+        return spread / np.float32(self.scaling_factor), center + np.float32(self.shift_factor)
+
+
+def tiled(values: Sequence[float], shape: tuple[int, ...]) -> Array:
+    """Values [C] as f32 [C, 1, 1], or values [C p p] of a patch, repeated to `shape` (C, h, w)."""
+    channels, height, width = shape
+    side = math.isqrt(len(values) // channels)
+    patch = np.array(values, np.float32).reshape(channels, side, side)
+    return patch if side == 1 else np.tile(patch, (1, height // side, width // side))
 
 
 @dataclass(frozen=True)

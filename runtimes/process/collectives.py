@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 
 #: Time limit of a collective, longer than a rank needs to write its part of a large checkpoint.
 #: launcher.py detects a lost process of this machine much earlier.

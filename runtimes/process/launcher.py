@@ -3,12 +3,24 @@
 A child has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. A byte
 on it passes on a signal that requests a stop. Under torchrun (RANK is set) the launcher starts no
 process.
+
+This process's rank, read from the launcher's environment variables.
+
+Supported launchers: ours and torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), mpirun (OMPI_COMM_WORLD_*), and MindSpore's msrun (RANK_ID, MS_WORKER_NUM, DEVICE_ID,
+with MS_ROLE=MS_WORKER).
+
+Stop requests: SIGTERM, SIGINT (Ctrl-C), or the death of the parent process.
+
+The end of a runtime's process.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,12 +31,143 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from types import FrameType, TracebackType
+from typing import IO, Any, NoReturn
 
-from runtimes.process.events import EVENT_FD
-from runtimes.process.ranks import FOLLOWER
-from runtimes.process.signals import STOP_SIGNALS
+from runtimes.contract import WrongInput
+from runtimes.process.job import EVENT_FD
+
+#: Environment variable of the processes that launcher.py starts; torchrun does not set it.
+FOLLOWER = "KILN_FOLLOWER"
+_MPI = {
+    "RANK": "OMPI_COMM_WORLD_RANK",
+    "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+    "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank and world size of this process."""
+
+    rank: int = 0  # of this process, from 0
+    world: int = 1  # processes of the run
+    local_rank: int = 0  # of this process, among those of its machine
+    local_world: int = 1  # processes of its machine; under msrun, a lower bound
+
+    @classmethod
+    def here(cls) -> Ranks:
+        """Read the environment; without a launcher, a single process. Raises WrongInput."""
+        if "RANK" not in os.environ and _started_by_msrun():
+            local_rank = int(os.environ.get("DEVICE_ID") or 0)
+            rank, world = os.environ.get("RANK_ID"), os.environ["MS_WORKER_NUM"]
+            if rank is None:  # msrun then assigns ranks only at the rendezvous
+                raise WrongInput("msrun on several hosts: pass --node_rank to each msrun")
+            return cls(int(rank), int(world), local_rank, local_rank + 1)
+        defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        return cls(*(int(os.environ.get(name) or default) for name, default in defaults))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone emits events and writes all but checkpoints."""
+        return self.rank == 0
+
+
+def launched() -> bool:
+    """Whether torchrun, mpirun, msrun or ours has started the processes of this run."""
+    return "RANK" in os.environ or _started_by_msrun()
+
+
+def is_msrun_scheduler() -> bool:
+    """Whether msrun started this process as its rendezvous server, which does not train."""
+    return os.environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def adopt_mpi() -> None:
+    """Set torchrun's environment variables from mpirun's (also gaudi_spawn's), if there are several
+    processes.
+
+    Raises:
+        WrongInput: the processes run on several hosts and MASTER_ADDR is not set.
+    """
+    found = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
+    if int(found.get("WORLD_SIZE", 1)) == 1:
+        return
+    if "MASTER_ADDR" not in os.environ and found["WORLD_SIZE"] != found.get("LOCAL_WORLD_SIZE"):
+        raise WrongInput("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "12345")
+    for name, value in found.items():
+        os.environ.setdefault(name, value)
+
+
+def _started_by_msrun() -> bool:
+    return os.environ.get("MS_ROLE") == "MS_WORKER"
+
+
+def is_follower() -> bool:
+    """Whether rank 0's launcher started this process, which must end when rank 0 does."""
+    return FOLLOWER in os.environ
+
+
+#: Signals that request a stop.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Exit code after a stop request: 128 + SIGTERM.
+STOPPED = 143
+
+
+class Stop:
+    """A stop request. The first signal requests a stop; the second one kills the process.
+
+    The parent's death, or its byte on our standard input, requests a stop and never kills. Before
+    `defer` there is no progress to save, so the first signal ends the process at once.
+
+    Attributes:
+        requested: whether the process must stop at the next step.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._signalled = False
+        self._deferred = False
+
+    def listen(self) -> None:
+        """Install the signal handlers; watch the parent if it is a stage or a launcher."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+        if EVENT_FD in os.environ:
+            parent = os.getppid()
+            threading.Thread(target=_watch, args=(self, parent), name="parent", daemon=True).start()
+
+    def defer(self) -> None:
+        """From now on, the first signal only sets `requested`; the loop then saves and exits."""
+        self._deferred = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self._signalled = self.requested = True
+        if not self._deferred:
+            sys.exit(STOPPED)
+
+
+def _watch(stop: Stop, parent: int) -> None:
+    """Send this process SIGTERM when the parent dies or closes our standard input."""
+    stdin = sys.stdin.fileno()
+    alive = True
+    while alive and os.getppid() == parent:
+        readable, _, _ = select.select([stdin], [], [], 1.0)
+        if readable:
+            alive = bool(os.read(stdin, 4096))
+            if alive:  # the launcher passes on rank 0's stop by a byte
+                stop.requested = True
+    if is_follower():  # rank 0 has died, and no other rank writes checkpoints
+        os._exit(STOPPED)
+    if not stop.requested:  # otherwise the parent's death after its SIGTERM would kill
+        os.kill(os.getpid(), signal.SIGTERM)
+
 
 #: Fields of an event `error` with which rank 0 reports it again.
 FACTS = ("wrong_input", "errno", "file", "away", "traceback")
@@ -224,3 +367,16 @@ def _start(job: Path, rank: int) -> _Child:
     )
     os.close(write)
     return _Child(rank, process, os.fdopen(events))
+
+
+def leave(code: int) -> NoReturn:
+    """Run the exit handlers, write what is buffered, and end this process with `code`.
+
+    The interpreter is not taken down: threads of PyTorch's collectives outlive their last result,
+    and one that then drops a tensor aborts the process.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(code)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, cast
 
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 
 #: Time limit in seconds for all ranks to connect, and for one gather: longer than a rank needs to
 #: write its part of a large checkpoint. launcher.py detects a lost process much earlier.

@@ -1,10 +1,14 @@
-"""The generate job of every runtime: images and held-out losses of a list of models."""
+"""The generate job of every runtime: images and held-out losses of a list of models.
+
+The trained components of a GenerateJob: denoiser, text encoders and scheduler.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from artifacts.records import write_atomic
-from runtimes.contract import Pipeline
-from runtimes.data.holdout_batches import Holdout, draw_losses
-from runtimes.data.loader import BatchReader, open_job_latents
+from runtimes.adapters.lora import read_adapters
+from runtimes.contract import Pipeline, WrongInput
+from runtimes.data.loader import BatchReader, Holdout, draw_losses, open_job_latents
 from runtimes.families import detect_family
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.scheduler_config import read_schedule
-from runtimes.objective.training_objective import Objective
-from runtimes.pipeline_folder.denoiser_config import folder_extras
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob
+from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
+from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.pipeline_folder.folder import folder_extras
+from runtimes.process.job import Drawing, Events, GenerateJob
 from runtimes.registry import open_pipeline
 
 LOSS_BATCH = 32
@@ -139,3 +141,46 @@ def _path(out: Path, number: int) -> Path:
 
 def _write(path: Path, data: bytes) -> None:
     write_atomic(LocalFileSystem(), str(path), data)
+
+
+#: Loads one component: (name, folder, adapters to merge by layer name) -> model.
+Load = Callable[[str, Path, Mapping[str, Any]], Any]
+
+
+def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
+    """Load the denoiser of a drawing and the text encoders that were trained with it.
+
+    Args:
+        drawing: folders of trained components, and the LoRA file if there is one.
+        model: folder of the base pipeline, which supplies every untrained component.
+        load: loads one component and merges its adapters.
+
+    Returns:
+        Component name, such as `unet` or `text_encoder`, to model.
+
+    Raises:
+        WrongInput: the adapters were trained for another architecture.
+    """
+    family = detect_family(model)
+    adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
+    known = (family.denoiser, *family.clip_encoders)
+    if strange := adapters.keys() - set(known):
+        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
+    return {
+        name: load(name, Path(drawing.parts.get(name, model / name)), adapters.get(name, {}))
+        for name in known
+        if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
+    }
+
+
+def load_trained_scheduler(drawing: Drawing, make: Callable[[dict[str, Any]], Any]) -> Any:
+    """The scheduler that a drawing replaces, or None where it keeps the pipeline's scheduler.
+
+    A drawing has its own scheduler when training changed the noise schedule or prediction type.
+
+    Args:
+        make: constructs a scheduler from its diffusers config.
+    """
+    if "scheduler" not in drawing.parts:
+        return None
+    return make(read_scheduler_config(Path(drawing.parts["scheduler"])))

@@ -1,4 +1,7 @@
-"""Initial noise and sizes of the pictures of a GenerateJob."""
+"""Initial noise and sizes of the pictures of a GenerateJob.
+
+Images of a sampler as the bytes of their pixels.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
+from runtimes.contract import ImagesNotFinite, WrongInput
 from runtimes.families import Family
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import describe_encoders
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,17 @@ def noise_batches(
         rngs = [generator(sampler["seed"], Stream.PICTURE, number) for number in numbers]
         noise = np.stack([rng.standard_normal(shape, dtype=np.float32) for rng in rngs])
         yield NoiseBatch(count, part, height, width, noise, rngs)
+
+
+def image_levels(images: NDArray[Any]) -> NDArray[np.uint8]:
+    """Images [N, H, W, 3] in 0..1 as uint8.
+
+    Raises:
+        ImagesNotFinite: a pixel is NaN or infinite; as bytes, it would be black.
+    """
+    if not np.isfinite(images).all():
+        raise ImagesNotFinite(
+            "the model's pictures are not finite: a weight is not finite, or activations exceed "
+            "the dtype of drawing (dtype, evaluate.dtype): choose bfloat16 or float32"
+        )
+    return np.asarray((images * 255).round().astype(np.uint8))

@@ -10,10 +10,9 @@ import torch
 
 from runtimes.families import detect_family
 from runtimes.process.job import Drawing
-from runtimes.sample.trained_components import load_trained_components
+from runtimes.sample.generate_job import load_trained_components
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
-from runtimes.torch_models.lora_injection import merge_adapters
-from runtimes.torch_models.network import Network, load_frozen_clip
+from runtimes.torch_models.network import Network, load_frozen_clip, merge_adapters
 
 
 def load_network(

@@ -18,14 +18,14 @@ from runtimes.contract import Probe, WrongInput
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version
 from runtimes.process.job import EncodeJob, Job, TrainJob
+from runtimes.process.launcher import Ranks
 from runtimes.process.memory import peak_rss
-from runtimes.process.ranks import Ranks
-from runtimes.torch import hpu, npu
-from runtimes.torch.attention import check_attention
+from runtimes.registry import check_precision
+from runtimes.torch import device_hooks, gaudi
 from runtimes.torch.compile_denoiser import check_compiler
 from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import check_attention
 from runtimes.torch.make_optimizer import check_optimizer
-from runtimes.torch_models.refuse_float16_training import check_precision
 
 ALONE = Ranks()
 log = logging.getLogger("kiln")
@@ -101,9 +101,9 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     if kind == "mps":
         return _choose_mps(ranks)
     if kind == "npu":
-        npu.load()
+        device_hooks.load()
     if kind == "hpu":
-        hpu.load()
+        gaudi.load()
     words, there = ACCELERATORS[kind], torch.get_device_module(kind).device_count()
     if ranks.world > 1 and number is not None:
         raise WrongInput(
@@ -155,19 +155,19 @@ def open_device(
             torch.get_device_module(device).set_device(device)
         return DeviceHooks(device)
     settings = settings or Hpu()
-    compile_cache = hpu.load(settings, compiled)
+    compile_cache = gaudi.load(settings, compiled)
     choose_device(name, ranks)
     if number := name.partition(":")[2]:
-        hpu.choose_module(int(number))
+        gaudi.choose_module(int(number))
     if ranks.world > 1:
-        hpu.load_hccl()
-    return hpu.Gaudi(settings, compile_cache)
+        gaudi.load_hccl()
+    return gaudi.Gaudi(settings, compile_cache)
 
 
 def prepare(job: Job | EncodeJob) -> None:
     """Load Habana's PyTorch bridge for a job, see registry.prepare. Raises WrongInput."""
     settings = Train(**job.train).hpu if isinstance(job, TrainJob) else None
-    hpu.load(settings, job.compiled)
+    gaudi.load(settings, job.compiled)
 
 
 def check(settings: Train) -> None:
@@ -189,7 +189,7 @@ def check_on_device(settings: Train, device: torch.device) -> None:
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
     if device.type == "hpu":
-        hpu.check(settings)
+        gaudi.check(settings)
 
 
 def check_fsdp(settings: Train, ranks: Ranks, device_type: str) -> None:
@@ -243,7 +243,9 @@ def probe() -> Probe:
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
     if detect_gaudi.bridge_version() is not None:
         bridge = f"habana_frameworks {detect_gaudi.bridge_version()}"
-        devices += [f"hpu:{n} ({bridge})" for n in range(detect_gaudi.count_hpus() or hpu.count())]
+        devices += [
+            f"hpu:{n} ({bridge})" for n in range(detect_gaudi.count_hpus() or gaudi.count())
+        ]
     if torch.backends.mps.is_available():
         devices.append(describe(torch.device("mps")))
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

@@ -11,8 +11,8 @@ import torch
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.optimizer_step.step_scalars import learning_rate_groups
-from runtimes.torch import hpu_adamw
+from runtimes.optimizer_step import learning_rate_groups
+from runtimes.torch import gaudi
 
 Tensors = dict[str, torch.Tensor]
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -86,8 +86,8 @@ class _Kind:
 def _kind(settings: Train, device: torch.device) -> _Kind:
     kind = _KINDS[settings.optimizer]
     if device.type == "hpu" and settings.optimizer == "adamw":
-        count = _count if hpu_adamw.counts_steps_on_host(settings) else _count_on_device
-        return replace(kind, make=hpu_adamw.adamw, count=count)
+        count = _count if gaudi.counts_steps_on_host(settings) else _count_on_device
+        return replace(kind, make=gaudi.adamw, count=count)
     if device.type == "npu" and settings.optimizer == "adamw":
         return replace(kind, count=_count_on_host)  # the unfused step reads the count on the host
     return kind

@@ -26,7 +26,7 @@ from configs.settings.train import Train
 from runtimes.families import repeated_blocks
 from runtimes.process.collectives import TIMEOUT, join
 from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.torch.device import check_fsdp
 from runtimes.torch_models.network import Network
 

@@ -14,15 +14,12 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
-from runtimes.check_support import check_family
 from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput
 from runtimes.families import detect_family
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
-from runtimes.torch.attention import load_attention
-from runtimes.torch.channels_last import keep_channels_last, memory_format
-from runtimes.torch.clip_update_and_ema import Update
+from runtimes.process.launcher import Ranks
+from runtimes.registry import check_family
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     check_on_device,
@@ -34,9 +31,10 @@ from runtimes.torch.device import (
     versions,
     warn_of_slow_float32,
 )
-from runtimes.torch.npu import enable_npu_attention
+from runtimes.torch.device_hooks import enable_npu_attention
+from runtimes.torch.kernels import keep_channels_last, load_attention, memory_format
 from runtimes.torch.parallel import open_parallel
-from runtimes.torch.step import Step
+from runtimes.torch.step import Step, Update
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops
 from runtimes.torch_models.make_scheduler import trained_scheduler
 from runtimes.torch_models.micro_batches import Inputs, sender

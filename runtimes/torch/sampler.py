@@ -1,8 +1,17 @@
-"""Sampling with a diffusers pipeline, around given components."""
+"""Sampling with a diffusers pipeline, around given components.
+
+Run a model whose weights stay in the host's memory; a layer is on the device while it runs.
+
+Sample images with a diffusers pipeline, for a sequence of models.
+
+Encode images and captions on the devices of runtime torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +23,66 @@ from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from configs.secrets import one_line
-from runtimes.contract import WrongInput
+from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import fully_masked
-from runtimes.pipeline_folder.describe_encoders import text_length
-from runtimes.pipeline_folder.read_configs import read_index
-from runtimes.pipeline_folder.weight_files import weight_variant
-from runtimes.sample.diffusers_pipeline_sampler import PipelineSampler
+from runtimes.families.extra_inputs import fully_masked
+from runtimes.pipeline_folder.folder import TEXT_BATCH, read_index, text_length
+from runtimes.pipeline_folder.weights import weight_variant
+from runtimes.process.job import Drawing, EncodeJob, GenerateJob
+from runtimes.registry import check_family
+from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
 from runtimes.sample.initial_noise import NoiseBatch
-from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.offload import offload_layers
+from runtimes.sample.load_network import load_network
+from runtimes.torch.device import describe, free_memory, make_deterministic, open_device
+from runtimes.torch.device_hooks import DeviceHooks, enable_npu_attention
+from runtimes.torch_models.encoders import Encoder, PaddedEncoder
 from runtimes.torch_models.loading import load_text_encoder
 from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.network import Network
+
+#: Kinds of devices that diffusers copies single layers to; on the CPU nothing moves.
+OFFLOADING = ("cuda", "cpu")
+#: PyTorch rounds an allocation of pinned memory up to a power of two, so weights share blocks.
+BLOCK = 2**30  # bytes
+ALIGNMENT = 64  # bytes
+
+
+def offload_layers(model: torch.nn.Module, device: torch.device) -> None:
+    """Copy each layer of a model on the host to a device before it runs, and drop it afterwards.
+
+    On CUDA, the next layer is copied from pinned memory on a stream of its own during the current
+    one's kernels. The first pass records the order of layers.
+    """
+    from diffusers.hooks import apply_group_offloading
+
+    if device.type == "cuda":
+        move_to_blocks(model, partial(torch.empty, dtype=torch.uint8, pin_memory=True))
+    apply_group_offloading(  # memory that is pinned already is not copied
+        model,
+        onload_device=device,
+        offload_type="leaf_level",
+        use_stream=device.type == "cuda",
+    )
+
+
+@torch.no_grad()
+def move_to_blocks(model: torch.nn.Module, allocate: Callable[[int], torch.Tensor]) -> None:
+    """Move all tensors of a model into shared blocks of memory, and free their own one by one.
+
+    Args:
+        model: on the host.
+        allocate: returns that many bytes, a tensor of dtype uint8.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    left, used, block = sum(sizes), 0, torch.empty(0, dtype=torch.uint8)
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if used + size > block.nbytes:
+            used, block = 0, allocate(max(size, min(BLOCK, left)))
+        moved = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = moved.copy_(tensor)
+        used, left = used + size, left - size
 
 
 class Sampler(PipelineSampler):
@@ -127,3 +184,74 @@ class Sampler(PipelineSampler):
 
     def _append_channels(self, latents: torch.Tensor, more: NDArray[np.float32]) -> torch.Tensor:
         return torch.cat([latents, self._to_device(more).to(latents.dtype)], dim=1)
+
+
+log = logging.getLogger("kiln")
+
+
+class ThePipeline(BasePipeline):
+    """Implements contract.Pipeline."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        make_deterministic()
+        self._device_hooks = open_device(job.device, compiled=job.compiled)
+        self._device = self._device_hooks.device
+        check_family("torch", detect_family(job.model_folder).name, self._device.type)
+        self._dtype = getattr(torch, job.dtype)
+        self._offload = job.offload and self._device.type in OFFLOADING
+        if job.offload and self._device.type != "cuda":  # `auto` may have chosen another device
+            log.warning("offload has no effect on %s", describe(self._device))
+        super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
+
+    def _release(self) -> None:
+        super()._release()
+        free_memory()  # compiled and hooked modules refer to themselves
+
+    def _load_network(self, drawing: Drawing) -> Network:
+        job = self._job
+        place = torch.device("cpu") if self._offload else self._device
+        given = (self._dtype, place, job.text_dtype)
+        network = load_network(drawing, job.model_folder, *given)
+        if self._offload:
+            for part in network.parts.values():
+                offload_layers(part, self._device)
+            network.frozen_clip.to(self._device)
+        enable_npu_attention(network.denoiser, self._device)
+        self._device_hooks.prepare_sampling(network.denoiser)
+        return network
+
+    def _open_sampler(self) -> Sampler:
+        # The sampler loads its own text encoders: the next model may not have trained ones.
+        denoiser = {self._network.family.denoiser: self._network.denoiser}
+        job = self._job
+        given = (self._device_hooks, self._dtype, job.vae_folder)
+        return Sampler(job.model_folder, denoiser, *given, offload=self._offload)
+
+    def _use_network(self) -> None:
+        self._sampler.use(self._network.parts, self._scheduler)
+
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            inputs = Inputs(batch, sender(self._device), dtype=self._dtype)
+            return inputs.errors(self._network).cpu().numpy()
+
+    def compile_seconds(self) -> float:
+        return self._device_hooks.compile_seconds()
+
+
+def open_encoder(job: EncodeJob) -> Encoder:
+    """Open the encoders of a job. Raises WrongInput."""
+    make_deterministic()  # a rebuilt shard must have identical bytes
+    hooks = open_device(job.device, compiled=job.compiled)
+    folders = (job.model_folder, job.vae_folder)
+    if not hooks.pads_batches:
+        return Encoder(*folders, device=hooks.device, dtype=job.dtype, embeds=job.embeds)
+    return PaddedEncoder(
+        *folders,
+        images=job.batch_size,
+        captions=TEXT_BATCH,
+        save_compiled=hooks.save_compiled,
+        device=hooks.device,
+        dtype=job.dtype,
+        embeds=job.embeds,
+    )

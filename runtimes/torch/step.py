@@ -1,24 +1,355 @@
-"""One training step: forward and backward pass of each micro-batch, then the update."""
+"""One training step: forward and backward pass of each micro-batch, then the update.
+
+Forward and backward passes as CUDA graphs, which the host launches by one call.
+
+A step of SDXL with 4 samples has thousands of kernels, and an H100 computes them faster than Python
+launches them. A graph replays them on the same memory: inputs are copied into its own tensors, and
+its gradients are always the same tensors.
+
+Copy a device's tensors to NumPy arrays on the host.
+
+The optimizer step: gradient clipping, the optimizer and the EMA of the weights.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from configs.secrets import one_line
 from configs.settings.train import Train
-from runtimes.contract import StepBatch, StepOutput, WrongInput
-from runtimes.torch.attention import attention_kernel
-from runtimes.torch.clip_update_and_ema import Update
-from runtimes.torch.cuda_graphs import CudaGraphs
+from runtimes.contract import (
+    Owners,
+    SavedState,
+    State,
+    StateShapes,
+    StepBatch,
+    StepOutput,
+    WrongInput,
+)
+from runtimes.optimizer_step import ema_decay_at, owned_copies, read_state_arrays, swapped
 from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import attention_kernel
+from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
-from runtimes.torch_models.layer_dropout_seed import has_dropout, seed_dropout
 from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import Network, has_dropout, seed_dropout
+
+#: Passes of a shape before its first capture: compilation and cuDNN's search cannot be captured.
+EAGER_PASSES = 3
+#: Owner of gradients that no graph has made; a graph that adds to them would write to freed memory.
+EAGER = "eager"
+#: Tensors of Inputs, besides the conditioning.
+ARRAYS = ("noisy_latents", "timesteps", "target", "weight")
+#: Computes a micro-batch's gradients and its part of the loss, given the loss's denominator.
+Backward = Callable[[Inputs, int], torch.Tensor]
+
+
+class CudaGraphs:
+    """Captures and replays passes, by the shapes of their inputs.
+
+    All graphs share one memory pool, which passes without a graph cannot use: such a pass frees it
+    first. A pass that adds to a graph's gradients, as the second micro-batch of a step does, has a
+    graph of its own.
+
+    Args:
+        network: the trained network.
+        backward: the pass to capture.
+    """
+
+    def __init__(self, network: Network, backward: Backward) -> None:
+        self._parameters = list(network.trained().values())
+        self._backward = backward
+        self._passes: Counter[object] = Counter()
+        self._graphs: dict[object, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, inputs: Inputs, denominator: int) -> torch.Tensor:
+        """As `backward`; the result is valid until the next call.
+
+        Raises:
+            WrongInput: the pass has an operation that CUDA cannot capture.
+        """
+        shapes, owner = (_shapes(inputs), denominator), self._owner()
+        kind = shapes, owner
+        if kind in self._graphs:
+            return self._graphs[kind].replay(inputs)
+        if owner == EAGER or self._passes[shapes] < EAGER_PASSES:
+            self._passes[shapes] += 1
+            if owner is None:
+                self.release()
+            return self._backward(inputs, denominator)
+        graph = self._graphs[kind] = self._capture(inputs, denominator)
+        return graph.replay(inputs)
+
+    def release(self) -> None:
+        """Free the memory of all graphs; the next passes capture them again. Between steps only."""
+        if self._graphs:
+            self._graphs.clear()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def _owner(self) -> object:
+        """The kind of the graph whose gradients the parameters have; None if they have none."""
+        existing = next((p.grad for p in self._parameters if p.grad is not None), None)
+        if existing is None:
+            return None
+        for kind, graph in self._graphs.items():  # its gradients live, so an address is one's own
+            if graph.gradients and graph.gradients[0][1].data_ptr() == existing.data_ptr():
+                return kind
+        return EAGER
+
+    def _capture(self, inputs: Inputs, denominator: int) -> _Graph:
+        static = copy.copy(inputs)
+        static.conditioning = {name: t.clone() for name, t in inputs.conditioning.items()}
+        for name in ARRAYS:
+            setattr(static, name, getattr(inputs, name).clone())
+        before = [p.grad for p in self._parameters]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The loader's thread may allocate meanwhile, which the default mode prohibits.
+            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+                loss = self._backward(static, denominator)
+        except RuntimeError as error:
+            # The end of a failed capture raises an error of its own.
+            cause = error.__context__ or error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            raise WrongInput(
+                "train.cuda_graphs: CUDA cannot capture this model's step; set false: "
+                f"{one_line(cause)}"
+            ) from None
+        pairs = zip(self._parameters, before, strict=True)
+        made = [(p, p.grad) for p, old in pairs if old is None and p.grad is not None]
+        return _Graph(graph, static, loss, made)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A captured pass: its inputs, its loss and the gradients that it creates."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Inputs
+    loss: torch.Tensor
+    gradients: list[tuple[torch.Tensor, torch.Tensor]]  # of parameters
+
+    def replay(self, inputs: Inputs) -> torch.Tensor:
+        for (_, mine), (_, given) in zip(_tensors(self.inputs), _tensors(inputs), strict=True):
+            mine.copy_(given, non_blocking=True)
+        self.graph.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient  # the optimizer drops its reference
+        return self.loss
+
+
+def _tensors(inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in ARRAYS:
+        yield name, getattr(inputs, name)
+    yield from sorted(inputs.conditioning.items())
+
+
+def _shapes(inputs: Inputs) -> object:
+    return tuple((name, t.shape, t.dtype) for name, t in _tensors(inputs))
+
+
+#: Bytes of one of the two staging buffers.
+STAGE = 64 * 2**20
+
+
+class HostCopies:
+    """Float32 NumPy copies of tensors.
+
+    From CUDA, pieces pass through two pinned buffers in turn: the device fills one of them while
+    the host empties the other. An array is complete after `finish`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stages: list[_Stage] = []
+        if device.type == "cuda":
+            self._stages = [_Stage(), _Stage()]
+
+    def copy(self, tensor: torch.Tensor) -> NDArray[np.float32]:
+        """A new array for a tensor's values, which must not change before `finish`."""
+        array = np.empty(tensor.shape, np.float32)
+        target = torch.from_numpy(array)
+        if not self._stages:
+            target.copy_(tensor.detach())
+            return array
+        source = tensor.detach().float().contiguous().flatten()
+        size = STAGE // 4
+        for piece, place in zip(source.split(size), target.flatten().split(size), strict=True):
+            self._stages.reverse()
+            self._stages[0].begin(piece, place)
+        return array
+
+    def finish(self) -> None:
+        """Wait for the copies that have begun."""
+        for stage in reversed(self._stages):
+            stage.end()
+
+
+class _Stage:
+    """One pinned buffer, and the copy through it."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(STAGE // 4, pin_memory=True)
+        self._filled = torch.cuda.Event()
+        self._place: torch.Tensor | None = None
+
+    def begin(self, piece: torch.Tensor, place: torch.Tensor) -> None:
+        self.end()
+        self._buffer[: piece.numel()].copy_(piece, non_blocking=True)
+        self._filled.record(_stream(piece.device))
+        self._place = place
+
+    def end(self) -> None:
+        if self._place is not None:
+            self._filled.synchronize()
+            self._place.copy_(self._buffer[: self._place.numel()])
+            self._place = None
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of the copies from a device, which need not be the current one of the thread."""
+    return torch.cuda.current_stream(device)
+
+
+class Update:
+    """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
+
+    optimizer_step/step_scalars.py gives the decay of the average.
+
+    Args:
+        parameters: float32 masters of this process, by State's keys.
+        settings: optimizer, clipping and EMA.
+        parallel: reduces norms, and gathers or shards State; None is a single process.
+        device_hooks: hooks of the device; None is the CPU.
+
+    Raises:
+        WrongInput: the optimizer is not available for this device.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        settings: Train,
+        parallel: SingleProcess | None = None,
+        device_hooks: DeviceHooks | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._settings = settings
+        self._parallel = parallel or SingleProcess()
+        self._device_hooks = device_hooks or DeviceHooks(torch.device("cpu"))
+        self._masters: list[torch.Tensor] = list(parameters.values())
+        frees_gradients = self._parallel.frees_gradients
+        self._optimizer = Optimizer(parameters, settings, frees_gradients=frees_gradients)
+        self._average: list[torch.Tensor] | None = None
+        if settings.ema_decay is not None:
+            self._average = [p.detach().clone() for p in self._masters]
+            # A swap must not allocate: one of them follows each out-of-memory error.
+            largest = max(self._masters, key=torch.Tensor.numel)
+            self._scratch = torch.empty_like(largest.detach()).flatten()
+        self._step = 0
+
+    def apply(self, learning_rate: float) -> torch.Tensor:
+        """Clip the gradients, update the weights and the EMA, and clear the gradients.
+
+        Args:
+            learning_rate: of the denoiser.
+
+        Returns:
+            The global L2 norm of the gradients before clipping, a scalar on the device.
+        """
+        norm = self._clip()
+        self._optimizer.step(learning_rate)
+        self._update_average()
+        self._device_hooks.mark_step()
+        self._step += 1
+        return norm
+
+    def _update_average(self) -> None:
+        decay = ema_decay_at(self._step, self._settings)
+        if self._average is None or decay == 1:
+            return
+        share: Any = self._device_hooks.scalar(1 - decay)
+        if isinstance(share, torch.Tensor):
+            share = [share] * len(self._average)
+        with torch.no_grad():
+            torch._foreach_lerp_(self._average, self._masters, share)
+
+    def _clip(self) -> torch.Tensor:
+        most = self._settings.max_grad_norm
+        norm = None if most is None else self._device_hooks.clip_grad_norm(self._masters, most)
+        if norm is not None:
+            return norm
+        foreach = self._device_hooks.foreach
+        norm = self._parallel.total_norm(self._masters, foreach=foreach)
+        if most is not None and not _surely_below(most, norm):
+            torch.nn.utils.clip_grads_with_norm_(self._masters, most, norm, foreach=foreach)
+        return norm
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the context, the model has the EMA weights, if any. Raises WeightsLost."""
+        return swapped(self._swap, self._swap)
+
+    def _swap(self) -> None:
+        """Swap weights and EMA in place: FSDP's modules refer to the memory of their shards."""
+        for parameter, average in zip(self._masters, self._average or (), strict=False):
+            kept = self._scratch[: parameter.numel()].view(parameter.shape)
+            kept.copy_(parameter.detach())
+            parameter.data.copy_(average)
+            average.copy_(kept)
+
+    def shapes(self) -> StateShapes:
+        """Shapes of the full arrays of weights, optimizer state and EMA."""
+        return {
+            group: {name: self._parallel.full_shape(name, t) for name, t in tensors.items()}
+            for group, tensors in self._tensors().items()
+        }
+
+    def state(self, owners: Owners | None = None, rank: int = 0) -> State:
+        """As Runtime.state: weights, optimizer state and EMA. Collective."""
+        copies = HostCopies(self._masters[0].device)
+        gather = self._parallel.gather_full
+        state = owned_copies(self._tensors(), owners, rank, copies.copy, gather)
+        copies.finish()
+        return state
+
+    def restore(self, state: SavedState, step: int) -> None:
+        """Restore a state that was saved after `step` steps.
+
+        Raises:
+            WrongInput: the state has other names or shapes than this model.
+        """
+        groups = self._tensors()
+        with torch.no_grad():
+            for group, name, rows in read_state_arrays(
+                state, self.shapes(), self._parallel.local_rows
+            ):
+                groups[group][name].copy_(torch.from_numpy(rows))
+        self._step = step
+        self._optimizer.set_step(step)
+
+    def _tensors(self) -> dict[str, Tensors]:
+        groups = {"weights": {name: p.detach() for name, p in self._parameters.items()}}
+        groups |= self._optimizer.state_tensors()
+        if self._average is not None:
+            groups["ema"] = dict(zip(self._parameters, self._average, strict=True))
+        return groups
+
+
+def _surely_below(most: float, norm: torch.Tensor) -> bool:
+    """Whether clipping is known to have no effect. Only a CPU is asked: reading a device's norm
+    would wait for the device."""
+    return norm.device.type == "cpu" and float(norm) + 1e-6 < most  # torch adds the same 1e-6
 
 
 @dataclass(frozen=True)

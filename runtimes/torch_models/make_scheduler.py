@@ -10,7 +10,7 @@ import diffusers
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective import scheduler_config
+from runtimes.objective import noise_schedule
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
@@ -28,5 +28,5 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
 
 def trained_scheduler(model: Path, settings: Train) -> Any:
     """The scheduler of the trained model, or None where the settings keep the base's."""
-    config = scheduler_config.trained_scheduler_config(model / "scheduler", settings)
+    config = noise_schedule.trained_scheduler_config(model / "scheduler", settings)
     return None if config is None else make_scheduler(config)

@@ -1,4 +1,11 @@
-"""The trained network: a denoiser and, where the step encodes captions, its text encoders."""
+"""The trained network: a denoiser and, where the step encodes captions, its text encoders.
+
+Low-rank adapters on diffusers and transformers models, through PEFT.
+
+Recompute activations in the backward pass, by PyTorch's own checkpoints around each block.
+
+Reproducible dropout: a resumed run draws the same masks.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +17,187 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from configs.settings.train import Train
-from runtimes.adapters.weight_names import state_name
+from configs.settings.train_parts import Lora
+from runtimes.adapters.lora import (
+    ADAPTER,
+    Adapter,
+    Layer,
+    alpha,
+    check_unambiguous,
+    choose_layers,
+    initial_down,
+    merged_weights,
+    state_name,
+    stored_name,
+)
 from runtimes.contract import StoredRows
 from runtimes.families import Family, detect_family
-from runtimes.pipeline_folder.denoiser_config import job_config
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import job_config
 from runtimes.process.job import HasNetwork, TrainJob
-from runtimes.torch_models.encode_token_ids import (
-    Encoded,
-    FrozenTextEncoders,
-    encode_ids,
-    encode_in_step,
-)
-from runtimes.torch_models.gradient_checkpointing import recompute
-from runtimes.torch_models.int8_linear import quantize_blocks
+from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
 from runtimes.torch_models.loading import (
     empty_denoiser,
     empty_text_encoder,
+    keep_diffusers_formulas,
     load_denoiser,
     load_text_encoder,
     open_weights,
+    quantize_blocks,
     random_init_denoiser,
 )
-from runtimes.torch_models.lora_injection import add_adapters
-from runtimes.torch_models.undo_torch_npu_patches import keep_diffusers_formulas
+
+
+def add_adapters(
+    part: str,
+    model: torch.nn.Module,
+    lora: Lora,
+    seed: int,
+    attention: Sequence[str] = (),
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
+) -> None:
+    """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
+
+    The adapted model initially computes the same as the base: `up` is zero, and DoRA's magnitudes
+    (arXiv 2402.09353) are the norms of the base weights.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        lora: rank, alpha, dropout, targets and DoRA.
+        seed: initializes `down`.
+        attention: name suffixes of attention layers (families/family.py).
+        read: values of a base weight, which may be on `meta`.
+
+    Raises:
+        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # seconds to import
+
+    chosen = choose_layers(part, _layers(model), lora, attention)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=alpha(lora),  # type: ignore[arg-type]  # takes any number
+        lora_dropout=lora.dropout,
+        target_modules=chosen,
+        use_dora=lora.dora,
+    )
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):  # PEFT's initialization is replaced below
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    adapted = dict(_adapted(model))
+    check_unambiguous(part, chosen, adapted)
+    for name, layer in adapted.items():
+        # PEFT would cast activations to float32, which autocast casts back to the compute dtype.
+        layer.cast_input_dtype_enabled = False
+        _initialize(f"{part}.{stored_name(part, name)}", layer, seed, read)
+
+
+@torch.no_grad()
+def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter]) -> None:
+    """Merge adapters into the weights of a component; the sum is computed in float32.
+
+    Args:
+        part: component name, such as `unet`.
+        model: the component, changed in place.
+        adapters: stored layer name to adapter.
+
+    Raises:
+        WrongInput: the component lacks an adapted layer, or the layer has another shape.
+    """
+    modules = ((stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
+    weights: dict[str, Any] = {name: module.weight for name, module in modules}
+    for name, merged in merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
+        weights[name].copy_(torch.from_numpy(merged))
+
+
+def _layers(model: torch.nn.Module) -> dict[str, Layer]:
+    kinds = ((name, _kind(module)) for name, module in model.named_modules())
+    return {name: kind for name, kind in kinds if kind is not None}
+
+
+def _kind(module: torch.nn.Module) -> Layer | None:
+    if isinstance(module, torch.nn.Linear):
+        return "linear"
+    return "conv" if isinstance(module, torch.nn.Conv2d) else None
+
+
+def _adapted(model: torch.nn.Module) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+
+
+@torch.no_grad()
+def _initialize(
+    name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
+    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    initial = torch.from_numpy(initial_down(seed, name, down.weight.shape))
+    down.weight = torch.nn.Parameter(initial)
+    up.weight = torch.nn.Parameter(torch.zeros(up.weight.shape))
+    if ADAPTER in layer.lora_magnitude_vector:
+        magnitude = layer.lora_magnitude_vector[ADAPTER]
+        lengths = torch.linalg.vector_norm(read(layer.weight).float().flatten(1), dim=1)
+        magnitude.weight = torch.nn.Parameter(lengths.view(magnitude.weight.shape))
+
+
+_aten = torch.ops.aten
+#: Operations whose outputs selective recomputation keeps. Products of batches (bmm) are attention's
+#: logits, which are larger than all else.
+KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def recompute(part: Any, what: str) -> None:
+    """Enable gradient checkpointing of a component's blocks.
+
+    Args:
+        part: a model of diffusers or transformers.
+        what: `train.gradient_checkpointing`, blocks or selective.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if what == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
+        part.enable_gradient_checkpointing(partial(checkpoint, **options))
+    elif hasattr(part, "activation_checkpointing_enable"):  # transformers
+        part.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # before transformers renamed it
+        part.gradient_checkpointing_enable(options)
+
+
+def without_recomputation(part: Any) -> None:
+    """Disable gradient checkpointing of a component, if it is enabled."""
+    if hasattr(part, "disable_gradient_checkpointing"):  # diffusers
+        if part.is_gradient_checkpointing:
+            part.disable_gradient_checkpointing()
+    elif hasattr(part, "activation_checkpointing_disable"):  # transformers
+        if part.is_activation_checkpointing:
+            part.activation_checkpointing_disable()
+    elif getattr(part, "is_gradient_checkpointing", False):
+        part.gradient_checkpointing_disable()
+
+
+def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    kept = operation in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
 
 #: No weights on `meta`, by the tensor's id.
 NOTHING: Mapping[int, StoredRows] = {}
@@ -241,3 +404,24 @@ def _dtype(settings: Train) -> torch.dtype:
 def _set_base_precision(denoiser: Any, settings: Train) -> None:
     if settings.method == "lora" and settings.lora.base_precision == "int8":
         quantize_blocks(denoiser)
+
+
+def has_dropout(network: torch.nn.Module) -> bool:
+    """Whether a training forward pass draws dropout masks, in layers or in attention."""
+    modules = list(network.modules())
+    layers = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in modules)
+    configs: list[Any] = [getattr(module, "config", None) for module in modules]
+    return layers or any(getattr(config, "attention_dropout", 0) for config in configs)
+
+
+def seed_dropout(seed: int, step: int, first: int, rank: int) -> None:
+    """Seed PyTorch's default generators for the dropout masks of the next forward pass.
+
+    Args:
+        seed: of the run.
+        step: number of the batch, from 0.
+        first: index of the micro-batch's first sample within this rank's batch.
+        rank: of this process; each rank draws other masks.
+    """
+    rng = generator(seed, Stream.DROPOUT, step, first, rank)
+    torch.manual_seed(int(rng.integers(2**63)))

@@ -7,10 +7,9 @@ import numpy as np
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import StepBatch
 from runtimes.families import Captioned
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.scheduler_config import read_schedule
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.pipeline_folder.read_configs import read_part_config
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import read_schedule
+from runtimes.pipeline_folder.folder import describe_encoders, read_part_config
 from runtimes.process.job import HasModel
 from runtimes.torch_models.network import Network
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
-from runtimes.pipeline_folder.describe_encoders import caption_limits
+from runtimes.pipeline_folder.folder import caption_limits
 
 #: Classes of transformers that read the tokenizers of the published pipelines.
 TOKENIZERS = {

@@ -1,19 +1,249 @@
-"""Measurements of a run between its steps: held-out loss, sample pictures and their scores."""
+"""Measurements of a run between its steps: held-out loss, sample pictures and their scores.
+
+The held-out loss: the loss on held-out samples, with the same noise at every measurement.
+
+Sample images during training: one PNG per step in `<work>/samples`, all prompts in a row.
+
+The stage scores each PNG and writes the scores beside it, as JSON: a run may choose by them.
+
+The best checkpoint of a run, and early stop, by the rule `train.best_checkpoint`.
+
+Both follow from the history alone. A checkpoint contains the history, so a resumed run stops at the
+same step and chooses the same checkpoint.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from fsspec.core import url_to_fs
+from numpy.typing import NDArray
+from PIL import Image
+
+from artifacts.records import write_atomic
 from configs.settings.train import Train
-from runtimes.contract import Runtime
-from runtimes.data.holdout_batches import Holdout
-from runtimes.process.events import Events
-from runtimes.process.signals import Stop
-from runtimes.train.best_checkpoint import VALIDATION_LOSS, CheckpointRanking
-from runtimes.train.held_out_loss import measure
+from configs.settings.train_parts import BestCheckpoint
+from runtimes.contract import ImagesNotFinite, Runtime, WeightsLost
+from runtimes.data.loader import Holdout, draw_losses
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Stop
 from runtimes.train.recorder import Recorder
-from runtimes.train.samples import Samples
+from runtimes.train.trackers import Trackers
+
+#: Seed of the noise. It ignores the run's seed, so that losses of runs are comparable.
+SEED = 0
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The mean unweighted squared error over held-out samples, and its standard error."""
+
+    loss: float
+    error: float | None  # None for a single sample
+
+    @classmethod
+    def of(cls, draws: list[list[float]]) -> HeldOutLoss:
+        """Summarise the losses of the samples (at least one), each the mean of its draws."""
+        losses = [math.fsum(one) / len(one) for one in draws]
+        count, mean = len(losses), math.fsum(losses) / len(losses)
+        if count < 2:
+            return cls(mean, None)
+        variance = math.fsum((loss - mean) ** 2 for loss in losses) / (count - 1)
+        return cls(mean, math.sqrt(variance / count))
+
+
+def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) -> HeldOutLoss | None:
+    """The held-out loss of the current weights; None if `stopping` interrupted it.
+
+    Every rank measures all samples, so the result does not depend on the number of ranks.
+    """
+    with runtime.evaluating():
+        draws = draw_losses(holdout, runtime.errors, lambda: runtime.any_rank(stopping()))
+    return None if draws is None else HeldOutLoss.of(draws)
+
+
+#: Seconds between looks for the scores, and the longest wait: other ranks wait in a collective.
+LOOK_SECONDS, WAIT_SECONDS = 0.5, 300.0
+
+
+class Samples:
+    """Generates the sample images: on rank 0 alone, unless ranks generate collectively."""
+
+    def __init__(
+        self,
+        job: TrainJob,
+        runtime: Runtime,
+        events: Events,
+        trackers: Trackers,
+        *,
+        writes: bool,
+    ) -> None:
+        self._job = job
+        self._runtime = runtime
+        self._events = events
+        self._trackers = trackers
+        self._writes = writes
+        self._fs, root = url_to_fs(job.work)
+        self._folder = f"{root.rstrip('/')}/samples"
+
+    def requested(self) -> bool:
+        """Whether the job has sample prompts."""
+        return bool(self._job.sample_prompts)
+
+    def exist(self, step: int) -> bool:
+        """Whether the image of a step is already in the work folder."""
+        return bool(self._fs.exists(self._path(step)))
+
+    def scores(self, step: int, stopping: Callable[[], bool]) -> dict[str, float] | None:
+        """Wait for the scores of a step's image, by name; None after a stop request.
+
+        They are empty if the stage failed to score it or, with a warning, does not score images.
+        """
+        until = time.monotonic() + WAIT_SECONDS
+        while not stopping():
+            try:
+                return dict(json.loads(self._fs.cat_file(scores_path(self._path(step)))))
+            except Exception as error:  # not there yet, or the store does not respond
+                if time.monotonic() > until:
+                    reason = f"{type(error).__name__}: {error}"
+                    message = f"no scores of the sample pictures at step {step}: {reason}"
+                    self._events.emit("warning", message=message)
+                    return {}
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def draw(self, step: int) -> bool:
+        """Generate and write the image of a step; whether this rank wrote it.
+
+        A failure is logged and training continues, unless ranks generate collectively.
+
+        Raises:
+            WeightsLost: training cannot continue.
+        """
+        if not (self._writes or self._runtime.samples_collectively):
+            return False
+        try:
+            pictures = self._runtime.sample(self._job.sample_prompts, self._job.sampler)
+        except WeightsLost:
+            raise
+        except Exception as error:  # such as out of memory, or a missing pipeline component
+            drawn = isinstance(error, ImagesNotFinite)  # by each rank to the end: none waits
+            if self._runtime.samples_collectively and not drawn:
+                raise  # the other ranks would wait in a collective for ever
+            self._warn(step, error)
+            return False
+        try:
+            if self._writes:
+                self._write(step, pictures)
+        except Exception as error:  # clients of remote stores define their own exception types
+            self._warn(step, error)
+            return False
+        return self._writes
+
+    def _warn(self, step: int, error: Exception) -> None:
+        message = f"no sample pictures at step {step}: {type(error).__name__}: {error}"
+        self._events.emit("warning", message=message)
+
+    def _write(self, step: int, pictures: NDArray[np.uint8]) -> None:
+        png = io.BytesIO()
+        Image.fromarray(np.concatenate(list(pictures), axis=1)).save(png, "png")
+        path = self._path(step)
+        if self._fs.exists(old := scores_path(path)):  # of an image before a rollback
+            self._fs.rm_file(old)
+        write_atomic(self._fs, path, png.getvalue())
+        self._events.emit("sample", step=step, path=path)
+        self._trackers.picture(step, "samples", png.getvalue())
+
+    def _path(self, step: int) -> str:
+        return f"{self._folder}/step-{step:08d}.png"
+
+
+def scores_path(image: str) -> str:
+    """Path of the scores of a sample image: JSON, name -> score."""
+    return f"{image.removesuffix('.png')}.json"
+
+
+#: The name of the held-out loss in history.jsonl and in trackers.
+VALIDATION_LOSS = "validation_loss"
+
+
+class CheckpointRanking:
+    """Ranks the checkpoints of a run: the scheduled ones, and the last step.
+
+    A checkpoint of a stop request between them is no candidate, since another run may lack it.
+
+    Args:
+        settings: without a rule, candidates are ranked by held-out loss.
+
+    Attributes:
+        field: field of a history line with the score.
+    """
+
+    def __init__(self, settings: Train) -> None:
+        self._chooses = settings.best_checkpoint is not None
+        self._rule = settings.best_checkpoint or BestCheckpoint()
+        self._sign = 1 if self._rule.lower_is_better else -1
+        self._interval, self._steps = settings.checkpointing_steps, settings.steps
+        self.field = self._rule.metric if self._rule.by_samples else VALIDATION_LOSS
+
+    def is_candidate(self, step: int) -> bool:
+        """Whether the rule may choose a step; False without a rule."""
+        return self._chooses and (step % self._interval == 0 or step == self._steps)
+
+    def needs_holdout_loss(self, step: int) -> bool:
+        """Whether the rule needs the held-out loss of a step."""
+        return self.is_candidate(step) and not self._rule.by_samples
+
+    def needs_samples(self, step: int) -> bool:
+        """Whether the rule needs scored sample pictures of a step."""
+        return self.is_candidate(step) and self._rule.by_samples
+
+    def scores(self, history: Sequence[str]) -> dict[int, float]:
+        """Step -> score of each scored candidate, in order.
+
+        Args:
+            history: JSON lines, one per step.
+        """
+        steps = {*range(self._interval, len(history) + 1, self._interval)}
+        steps |= {self._steps} if len(history) >= self._steps else set()
+        found = ((step, json.loads(history[step - 1]).get(self.field)) for step in sorted(steps))
+        return {step: score for step, score in found if score is not None}
+
+    def best_first(self, history: Sequence[str]) -> list[int]:
+        """Steps of the scored candidates, the best first; the earlier step wins a tie."""
+        scores = self.scores(history)
+        return sorted(scores, key=lambda step: (self._sign * scores[step], step))
+
+    def is_exhausted(self, history: Sequence[str]) -> bool:
+        """Whether `patience` candidates in a row improved the score by `min_delta` or less."""
+        if self._rule.patience is None:
+            return False
+        best, without = float("inf"), 0
+        for score in self.scores(history).values():
+            if self._sign * score < best - self._rule.min_delta:
+                best, without = self._sign * score, 0
+            else:
+                without += 1
+        return without >= self._rule.patience
+
+    def reason(self, chosen: int, history: Sequence[str]) -> str:
+        """Why a step was chosen, for people; empty without a rule."""
+        scores, metric = self.scores(history), self._rule.metric
+        if not self._chooses:
+            return ""
+        if chosen not in scores:
+            return f"the last step, since no checkpoint with a {metric} was left"
+        word = "lowest" if self._rule.lower_is_better else "highest"
+        text = f"the {word} {metric} of {len(scores)} checkpoints: {scores[chosen]:.4g}"
+        if (best := self.best_first(history)[0]) != chosen:
+            text += f"; the checkpoint of step {best} was lost"
+        return text
 
 
 @dataclass

@@ -1,19 +1,142 @@
-"""The record of a run: one history line per step, and progress events at intervals."""
+"""The record of a run: one history line per step, and progress events at intervals.
+
+Divergence: a loss that is NaN or infinite, or that stays far above its recent mean.
+
+Model FLOP utilisation (MFU): the FLOP rate of training over a device's peak rate.
+
+Source: PaLM, arXiv 2204.02311.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.settings.train import Train
+from configs.settings.train_parts import OnDivergence
 from runtimes.contract import Runtime, StepBatch, StepOutput
-from runtimes.process.events import Events
-from runtimes.train.detect_divergence import DivergenceDetector
-from runtimes.train.experiment_trackers import Trackers
-from runtimes.train.mfu import BatchShapes, StepFlops
+from runtimes.process.job import Events
+from runtimes.train.trackers import Trackers
+
+#: Number of recent losses in the mean, and the fewest that give a reliable mean.
+WINDOW, MIN_LOSSES = 100, 10
+
+
+class Diverged(RuntimeError):
+    """The loss is not finite, or far above its recent mean, and the run must stop."""
+
+
+@dataclass(frozen=True)
+class DivergenceEvent:
+    """The first bad step (from 1) of a divergence, and its description for a message."""
+
+    step: int
+    words: str
+
+
+class DivergenceDetector:
+    """Detects divergence in the losses of a run, in order. It depends on no other state.
+
+    A loss is suspicious above `factor` times the mean of the last `WINDOW` normal losses.
+    `patience` suspicious losses in a row make an event at the first one's step. A loss or norm
+    that is not finite makes an event at once.
+
+    Attributes:
+        event: the detected divergence, or None.
+    """
+
+    def __init__(self, settings: OnDivergence) -> None:
+        self._settings = settings
+        self.reset(())
+
+    def reset(self, losses: Iterable[float]) -> None:
+        """Reset the detector and replay the losses of the completed steps."""
+        self.event: DivergenceEvent | None = None
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._suspicious = 0  # steps in a row
+        if self._settings.factor is not None:
+            for step, loss in enumerate(losses, start=1):
+                self.observe(step, loss, 0.0)
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the last loss was suspicious: its step may become the first of an event."""
+        return self._suspicious > 0
+
+    def observe(self, step: int, loss: float, grad_norm: float) -> None:
+        """Check one step's loss and gradient norm (L2, before clipping); may set `event`."""
+        first = step - self._suspicious
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            words = f"the loss is {loss} and the gradient's norm {grad_norm} at step {step}"
+            self.event = DivergenceEvent(first, words)
+        elif (times := self._excess_ratio(loss)) is None:
+            self._recent.append(loss)
+            self._suspicious = 0
+        else:
+            self._suspicious += 1
+            if self._suspicious >= self._settings.patience:
+                words = f"the loss {loss:.4g} is {times:.3g} times the recent mean at step {step}"
+                self.event = DivergenceEvent(first, words)
+
+    def _excess_ratio(self, loss: float) -> float | None:
+        """The ratio of `loss` to the recent mean if it exceeds `factor`, else None."""
+        factor = self._settings.factor
+        if factor is None or len(self._recent) < MIN_LOSSES:
+            return None
+        mean = math.fsum(self._recent) / len(self._recent)
+        return loss / mean if loss > factor * mean else None
+
+
+BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class StepFlops:
+    """FLOP of a step on one device, counted once per batch shape.
+
+    Counting is slow, so it runs at the first `total` and not in the step.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._uncounted: dict[BatchShapes, StepBatch] = {}
+        self._counted: dict[BatchShapes, float | None] = {}
+
+    def register(self, batch: StepBatch) -> BatchShapes:
+        """The batch's shapes; a new combination is kept for counting."""
+        arrays = {"": batch.noisy_latents, **batch.conditioning}
+        shapes = tuple((name, array.shape) for name, array in arrays.items())
+        if shapes not in self._counted:
+            self._uncounted.setdefault(shapes, replace(batch, on_device=None))
+        return shapes
+
+    def total(self, steps: Iterable[BatchShapes]) -> float | None:
+        """FLOP of all steps, by their batch shapes; None if the runtime cannot count one."""
+        while self._uncounted:
+            shapes, batch = self._uncounted.popitem()
+            self._counted[shapes] = self._runtime.flops(batch)
+        known = [self._counted[shapes] for shapes in steps]
+        return None if None in known else sum(filter(None, known))
+
+    def utilisation(
+        self, steps: Iterable[BatchShapes], seconds: float, peak: float | None
+    ) -> dict[str, float | None]:
+        """TFLOP per second of one device, and their ratio to the peak (MFU); None if unknown.
+
+        Args:
+            steps: the batch shapes of each step.
+            seconds: training time of the steps.
+            peak: peak FLOP per second of one device, if known.
+        """
+        done = self.total(steps)
+        if done is None:
+            return {"tflops": None, "mfu": None}
+        rate = done / max(seconds, 1e-9)
+        return {"tflops": rate / 1e12, "mfu": None if peak is None else rate / peak}
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,18 @@ from pydantic import ValidationError
 from artifacts.latent_shards import Latents
 from configs.settings.train import Train
 from runtimes.contract import Runtime, WrongInput
-from runtimes.data.holdout_batches import Holdout
-from runtimes.data.loader import BatchReader, Loader, open_job_latents
-from runtimes.data.prefetch import Prefetch
+from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch, open_job_latents
 from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.resolution_shift import ResolutionShift
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
-from runtimes.objective.training_objective import Objective
-from runtimes.pipeline_folder.denoiser_config import job_config
-from runtimes.process.events import Events, SilentEvents
-from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
-from runtimes.process.signals import Stop
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import ResolutionShift, read_schedule, read_scheduler_config
+from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.pipeline_folder.folder import job_config
+from runtimes.process.job import Events, SilentEvents, TrainJob
+from runtimes.process.launcher import Ranks, Stop
 from runtimes.registry import open_runtime, prepare
-from runtimes.train.experiment_trackers import Trackers, open_trackers
-from runtimes.train.held_out_loss import SEED
+from runtimes.train.measurements import SEED
+from runtimes.train.trackers import Trackers, check_wandb, open_trackers
 from runtimes.train.training_run import TrainingRun
-from runtimes.train.wandb_tracker import check_wandb
 
 #: Held-out samples that a process keeps in memory: only its first measurement reads shards.
 #: 64 samples of FLUX.1 at 1024 x 1024, with 512 tokens each, have 320 MiB.

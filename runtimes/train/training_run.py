@@ -1,32 +1,378 @@
-"""The work of a run between its steps: checkpoints, measurements, rollback."""
+"""The work of a run between its steps: checkpoints, measurements, rollback.
+
+The learning rate schedule, computed on the host: the rate is data, not part of a program.
+
+Resume a run from its newest checkpoint: weights, optimizer, position in the data, history.
+
+A checkpoint needs no state of the loader or of a random number generator.
+bucketed_sample_order.py computes a step's samples from the step's number, and
+objective/counter_based_random.py draws by counter.
+
+The files that a training run publishes: trained components or adapters, and the history.
+
+<out>/unet/config.json, diffusion_pytorch_model.safetensors    method full: trained components
+<out>/text_encoder/config.json, model.safetensors
+<out>/pytorch_lora_weights.safetensors                         method lora, diffusers' format
+<out>/scheduler/scheduler_config.json                          if it differs from the base's
+<out>/history.jsonl                                            one line per step
+
+A profiler trace of selected steps, stored in `<work>/profile`.
+
+Background writer of checkpoints: training continues while a checkpoint is committed.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from configs.settings.train import Train
-from runtimes.contract import Runtime, StepBatch
-from runtimes.data.holdout_batches import Holdout
-from runtimes.data.loader import batch_number
-from runtimes.optimizer_step.training_state_copies import published
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
-from runtimes.process.signals import Stop
-from runtimes.train.background_save import Saver
-from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.detect_divergence import Diverged, DivergenceEvent
-from runtimes.train.experiment_trackers import Trackers
-from runtimes.train.learning_rate import learning_rate
-from runtimes.train.measurements import Measurements, is_due
-from runtimes.train.profiling import Profiling
-from runtimes.train.recorder import Recorder
-from runtimes.train.resume import own_checkpoint, restore, start_from_adapters
-from runtimes.train.samples import Samples
-from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
-from runtimes.train.write_result import write_result
+import numpy as np
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from artifacts.records import FileEntry
+from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
+from configs.secrets import one_line
+from configs.settings.train import Train, key_settings
+from configs.settings.train_parts import Profile
+from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names, to_state_names
+from runtimes.contract import Runtime, State, StepBatch, StoredRows, WrongInput
+from runtimes.data.loader import Holdout, batch_number
+from runtimes.objective.noise_schedule import SCHEDULER_FILE, trained_scheduler_config
+from runtimes.optimizer_step import published
+from runtimes.pipeline_folder.folder import job_config, read_part_config
+from runtimes.pipeline_folder.weights import DENOISER_WEIGHTS, TEXT_WEIGHTS
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Ranks, Stop
+from runtimes.train.checkpoints import (
+    Checkpoint,
+    CheckpointNotWritten,
+    Checkpoints,
+    is_unreachable,
+    with_retries,
+)
+from runtimes.train.measurements import CheckpointRanking, Measurements, Samples, is_due
+from runtimes.train.recorder import Diverged, DivergenceEvent, Recorder
+from runtimes.train.trackers import Trackers
+
+
+def learning_rate(step: int, settings: Train) -> float:
+    """The learning rate of a step (from 0): linear warm-up to the peak, then the chosen decay.
+
+    Step `lr_warmup_steps - 1` is the first at the peak `learning_rate`. The decay would reach
+    `lr_min_ratio * learning_rate` at step `steps`, one after the last.
+    """
+    if step < settings.lr_warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.lr_warmup_steps
+    done = (step - settings.lr_warmup_steps) / max(1, settings.steps - settings.lr_warmup_steps)
+    factor = _decay(min(done, 1.0), settings)
+    return settings.learning_rate * (settings.lr_min_ratio + (1 - settings.lr_min_ratio) * factor)
+
+
+def _decay(done: float, settings: Train) -> float:
+    """The decay factor in [0, 1] after the fraction `done` of the steps since warm-up.
+
+    Cosine with warm restarts: SGDR, arXiv 1608.03983. The other shapes are diffusers'.
+    """
+    match settings.lr_scheduler:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - done
+        case "polynomial":
+            return float((1 - done) ** settings.lr_power)
+        case "cosine":
+            return _cosine(done)
+        case "cosine_with_restarts":
+            return _cosine(done * settings.lr_num_cycles % 1 if done < 1 else 1.0)
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def own_checkpoint(checkpoints: Checkpoints, job: TrainJob, settings: Train) -> Checkpoint | None:
+    """The newest checkpoint of this run within its steps. Raises WrongInput as check_same_run."""
+    saved = checkpoints.latest()
+    if saved is not None:
+        check_same_run(saved, job, settings)
+        if saved.step > settings.steps:  # this run once had more steps
+            if settings.best_checkpoint is not None:
+                raise WrongInput(
+                    f"{job.work} holds a run of {saved.step} steps, and its best checkpoint within "
+                    f"{settings.steps} may be deleted: choose another work folder"
+                )
+            return checkpoints.latest(settings.steps + 1)
+    return saved
+
+
+def restore(
+    saved: Checkpoint, runtime: Runtime, recorder: Recorder, skipped: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Restore the runtime's state and the history.
+
+    Args:
+        skipped: numbers of the batches that this process has skipped so far.
+
+    Returns:
+        The number of completed steps, and the numbers of all skipped batches.
+    """
+    runtime.restore(saved.state, saved.step)
+    recorder.begin(saved.history)
+    return saved.step, sorted({*skipped, *saved.facts["skipped"]})
+
+
+def start_from_adapters(url: str, runtime: Runtime) -> None:
+    """Load the adapters of a file (in f32) as the weights of step 0, with zero moments.
+
+    Raises:
+        WrongInput: the file is damaged, or its adapters are of another model or rank.
+    """
+    fs, path = url_to_fs(url)
+    try:
+        adapters = to_state_names(read_arrays(fs, path))
+    except (OSError, ValueError) as error:
+        if is_unreachable(fs, error):
+            raise
+        raise WrongInput(f"{url} is no valid adapter file of Kilnworks: {error}") from None
+    state: dict[str, Mapping[str, StoredRows]] = {}
+    for group, shapes in runtime.state_shapes().items():
+        if group in ("weights", "ema"):
+            state[group] = adapters
+        elif group != "loss_scale":  # without it, the initial scale stays
+            state[group] = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
+    try:
+        runtime.restore(state, 0)
+    except WrongInput as error:
+        raise WrongInput(f"{url}: {error}") from None
+
+
+def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
+    """Raise WrongInput if the checkpoint was written with settings that change the weights.
+
+    `steps` may change unless the weights of a step depend on them.
+    Settings that the checkpoint lacks count as defaults: an older version may have written it.
+    """
+    stored = _with_defaults(saved.facts["train"])
+    # What is recomputed changes no weight; an older version wrote true or false.
+    known = {name: value for name, value in stored.items() if name in Train.model_fields}
+    known["gradient_checkpointing"] = settings.gradient_checkpointing
+    now, before = key_settings(settings), key_settings(Train(**known))
+    now["denoiser_config"] = job.denoiser_config  # the content: its path may change
+    before["denoiser_config"] = saved.facts.get("denoiser_config")
+    if settings.method == "lora" and settings.lora.dropout:
+        # Dropout masks depend on the rank, so the number of processes must not change.
+        now["processes"] = Ranks.here().world
+        before["processes"] = saved.facts.get("processes", stored["processes"])
+    if not settings.weights_depend_on_steps:
+        now["steps"] = before["steps"]
+    for name in sorted(now.keys() | before.keys()):  # a setting without effect is in neither
+        if before.get(name) != now.get(name):
+            then, here = before.get(name, stored.get(name)), now.get(name, getattr(settings, name))
+            raise WrongInput(
+                f"{job.work} holds a run with train.{name}={then}, this one has {here}: "
+                "choose another work folder"
+            )
+
+
+def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """Dumped settings with defaults for missing keys, also in sections."""
+    complete = Train().model_dump(mode="json")
+    for name, value in given.items():
+        if isinstance(value, dict) and isinstance(complete.get(name), dict):
+            complete[name] = {**complete[name], **value}
+        else:
+            complete[name] = value
+    return complete
+
+
+def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEntry]:
+    """Write the trained weights (fp32; the EMA if there is one) and the history to `job.out`.
+
+    A remote store that does not respond is tried again: only memory has the last steps' weights.
+
+    Returns:
+        The files, sorted by their paths relative to `job.out`. Each sha256 is of the bytes given
+        to the store, so later damage is found.
+
+    Raises:
+        LockLost: another builder owns the folder; its files stay as they are.
+    """
+    fs, root = url_to_fs(job.out)
+    failure = "the trained weights could not be written"
+    return with_retries(fs, lambda: _write(fs, root, job, state, history), failure)
+
+
+def _write(
+    fs: AbstractFileSystem, root: str, job: TrainJob, state: State, history: list[str]
+) -> list[FileEntry]:
+    files: list[FileEntry] = []
+
+    def write(path: str) -> AbstractContextManager[Sink]:
+        return writing(fs, root, path, files, job.check_lock)
+
+    settings, trained = Train(**job.train), state.get("ema") or state["weights"]
+    if settings.method == "lora":
+        with write(LORA_WEIGHTS) as sink:
+            write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
+    else:
+        for component, arrays in by_component(trained | state.get("constants", {})).items():
+            own, stem = job_config(job, settings), DENOISER_WEIGHTS
+            if component.startswith("text_encoder"):
+                own, stem = read_part_config(job.model_folder, component), TEXT_WEIGHTS
+            # _name_or_path is a local path of the machine that trained the base.
+            config = {name: value for name, value in own.items() if name != "_name_or_path"}
+            with write(f"{component}/config.json") as sink:
+                sink.write(_json(config))
+            with write(f"{component}/{stem}.safetensors") as sink:
+                write_arrays(sink, arrays)
+    scheduler = trained_scheduler_config(job.model_folder / "scheduler", settings)
+    if scheduler is not None:
+        with write(f"scheduler/{SCHEDULER_FILE}") as sink:
+            sink.write(_json(scheduler))
+    with write("history.jsonl") as sink:
+        sink.write("".join(f"{line}\n" for line in history).encode())
+    return sorted(files, key=lambda file: file.path)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def by_component(arrays: Arrays) -> dict[str, Arrays]:
+    """Arrays with State's names, grouped by pipeline component, with names inside it."""
+    components: dict[str, Arrays] = {}
+    for name, array in arrays.items():
+        component, _, rest = name.partition(".")
+        components.setdefault(component, {})[rest] = array
+    return components
+
+
+log = logging.getLogger("kiln")
+
+
+class Profiling:
+    """Traces `steps` steps, the first one at index `start` (from 0).
+
+    A run that resumes after `start` has no trace.
+    """
+
+    def __init__(self, settings: Profile, work: str, runtime: Runtime) -> None:
+        self._start = settings.start
+        self._end = settings.start + settings.steps
+        self._work = work
+        self._runtime = runtime
+        self._tracing = ExitStack()
+
+    def changes(self, step: int) -> bool:
+        """Whether a trace starts or ends before this step."""
+        return self._start < self._end and step in (self._start, self._end)
+
+    def before(self, step: int) -> None:
+        """Start or end the trace, if it is due before this step."""
+        if step == self._end:
+            self.close()
+        elif step == self._start:
+            folder = self._tracing.enter_context(_trace_folder(self._work))
+            self._tracing.enter_context(self._runtime.profile(folder))
+
+    def close(self) -> None:
+        """End the trace, if one is active."""
+        self._tracing.close()
+
+
+@contextmanager
+def _trace_folder(work: str) -> Iterator[str]:
+    """A local folder for the trace; at exit its files are in `<work>/profile`.
+
+    A remote store that does not accept them costs the trace, but not the training.
+    """
+    fs, root = url_to_fs(work)
+    target = f"{root.rstrip('/')}/profile"
+    if isinstance(fs, LocalFileSystem):
+        fs.makedirs(target, exist_ok=True)
+        yield target
+        return
+    with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
+        yield folder
+        try:
+            _upload(Path(folder), fs, target)
+        except Exception as error:  # clients of remote stores define their own exception types
+            log.warning("the profiler trace could not be stored: %s", one_line(error))
+
+
+def _upload(folder: Path, fs: AbstractFileSystem, target: str) -> None:
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+        fs.put_file(str(path), f"{target}/{name}")
+
+
+#: Commits a checkpoint; returns its path and its size in bytes.
+Save = Callable[[], tuple[str, int]]
+
+
+class Saver:
+    """Writes one checkpoint at a time. A failed write loses that checkpoint but not the run.
+
+    All writers save the same checkpoints, in the same order.
+    """
+
+    def __init__(self, trackers: Trackers, events: Events) -> None:
+        self._trackers = trackers
+        self._events = events
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[CheckpointNotWritten | None] | None = None
+
+    def start(self, step: int, since: float, save: Save) -> None:
+        """Start the write of a step's checkpoint after the previous write has ended.
+
+        Args:
+            since: perf_counter at which the loop paused for this checkpoint.
+            save: has copies of what it writes: training continues meanwhile.
+        """
+        self.wait()
+        blocked = time.perf_counter() - since
+        self._writing = self._thread.submit(self._write, step, since, blocked, save)
+
+    def wait(self) -> CheckpointNotWritten | None:
+        """Wait for the current write; the error of the last write, if it failed."""
+        return None if self._writing is None else self._writing.result()
+
+    def close(self) -> None:
+        """Wait for the current write and end the thread."""
+        self._thread.shutdown()
+
+    def _write(
+        self, step: int, since: float, blocked: float, save: Save
+    ) -> CheckpointNotWritten | None:
+        self._trackers.flush()  # a resume from this checkpoint does not repeat the points before it
+        try:
+            path, size = save()
+        except CheckpointNotWritten as error:
+            self._events.emit("warning", message=str(error))
+            # Tracebacks keep the state in memory: this error's, and that of its cause.
+            error.__context__ = None
+            return error.with_traceback(None)
+        self._events.emit(
+            "checkpoint",
+            step=step,
+            path=path,
+            seconds=round(time.perf_counter() - since, 3),
+            blocked=round(blocked, 3),
+            bytes=size,
+        )
+        return None
 
 
 class TrainingRun:

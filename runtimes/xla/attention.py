@@ -17,9 +17,9 @@ from jax import Array, ShapeDtypeStruct
 from jax.sharding import AbstractMesh
 from torch_xla.core import xla_builder
 
-from runtimes.spmd.mesh_shape_and_sharding import AXES
+from runtimes.spmd.slices import AXES
 from runtimes.spmd.splash_attention import SplashAttention
-from runtimes.xla.operators import ATTENTION, replace_operator
+from runtimes.xla.mesh import ATTENTION, replace_operator
 
 jax.config.update("jax_platforms", "cpu")  # PyTorch/XLA has the TPU
 jax.config.update("jax_use_shardy_partitioner", False)  # PyTorch/XLA partitions by GSPMD

@@ -15,9 +15,9 @@ from configs.settings.train import Train
 from runtimes.contract import Probe, WrongInput
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
-from runtimes.spmd.tpu_specs import peak_of
-from runtimes.torch_models.refuse_float16_training import check_precision
-from runtimes.xla.operators import replace_operators
+from runtimes.registry import check_precision
+from runtimes.spmd.slices import peak_of
+from runtimes.xla.mesh import replace_operators
 
 
 def check(settings: Train) -> None:

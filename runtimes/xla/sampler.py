@@ -2,6 +2,10 @@
 
 The scheduler's coefficients are inputs of the program (sample/tabulated_schedulers.py), and batches
 are padded to one size. No value is read back before the images are complete.
+
+Encode images and captions on XLA devices, in padded batches sharded over all devices.
+
+Sample images and compute held-out losses on XLA devices, for a sequence of models.
 """
 
 from __future__ import annotations
@@ -15,16 +19,54 @@ import torch
 import torch_xla
 from numpy.typing import NDArray
 
-from runtimes.contract import UNCAST
-from runtimes.objective.scheduler_config import read_scheduler_config
-from runtimes.sample.image_levels import image_levels
-from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
+from runtimes.contract import UNCAST, StepBatch
+from runtimes.data.loader import pad_batch
+from runtimes.objective.noise_schedule import read_scheduler_config
+from runtimes.pipeline_folder.folder import TEXT_BATCH
+from runtimes.process.job import Drawing, EncodeJob, GenerateJob
+from runtimes.process.launcher import Ranks
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner
+from runtimes.sample.diffusers_pipeline import BasePipeline
+from runtimes.sample.initial_noise import image_levels
+from runtimes.sample.load_network import load_network
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
-from runtimes.torch_models.encode_images_and_captions import Embeds
+from runtimes.torch_models.encoders import Embeds, PaddedEncoder
 from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.micro_batches import Inputs
 from runtimes.torch_models.network import Network
-from runtimes.xla.encoder import sharded_encoder
+from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.mesh import Mesh
+
+
+def sharded_encoder(
+    mesh: Mesh, batch_size: int, folder: Path, vae: Path | None, **more: Any
+) -> PaddedEncoder:
+    """A PaddedEncoder whose batches are sharded over the devices of `mesh`.
+
+    Args:
+        batch_size: images to which every batch is padded.
+        folder: local diffusers pipeline folder.
+        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        more: as PaddedEncoder.
+    """
+    return PaddedEncoder(
+        folder,
+        vae,
+        images=mesh.padded_rows(batch_size),
+        captions=mesh.padded_rows(TEXT_BATCH),
+        device=torch_xla.device(),
+        send=mesh.shard_rows,
+        fetch=mesh.fetch_rows,
+        **more,
+    )
+
+
+def open_encoder(job: EncodeJob) -> PaddedEncoder:
+    """Open the encoders of a job. Raises WrongInput."""
+    upload, mesh = start(job.device, job.compiled).upload, Mesh(fsdp=1, hosts=1)
+    more = {"dtype": job.dtype, "save_compiled": upload, "embeds": job.embeds}
+    return sharded_encoder(mesh, job.batch_size, job.model_folder, job.vae_folder, **more)
+
 
 Conditioning = dict[str, torch.Tensor]
 Float32 = NDArray[np.float32]
@@ -140,3 +182,33 @@ class Sampler:
             unconditional, conditional = output.unflatten(0, (-1, 2)).unbind(1)
             output = self._network.family.guide(unconditional, conditional, weight)
         return scheduler_step(latents, previous, output, row)
+
+
+class ThePipeline(BasePipeline):
+    """Implements contract.Pipeline."""
+
+    def __init__(self, job: GenerateJob) -> None:
+        super().__init__(job, make_scheduler, start(job.device, job.compiled).upload)
+        self._dtype = getattr(torch, job.dtype)
+        self._mesh = Mesh(fsdp=1, hosts=Ranks.here().world)
+
+    def _load_network(self, drawing: Drawing) -> Network:
+        job = self._job
+        given = (self._dtype, torch.device("cpu"), job.text_dtype)
+        network = load_network(drawing, job.model_folder, *given)
+        self._mesh.shard_module(network)
+        return network
+
+    def _open_sampler(self) -> Sampler:
+        job = self._job
+        return Sampler(job.model_folder, self._mesh, job.dtype, job.vae_folder)
+
+    @torch.no_grad()
+    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+        padded = pad_batch(batch, self._loss_rows, self._mesh.local)
+        inputs = Inputs(padded, self._mesh.shard_rows, dtype=self._dtype)
+        errors = self._mesh.fetch_rows(inputs.errors(self._network)).numpy()
+        return errors[: len(batch.timesteps)]
+
+    def compile_seconds(self) -> float:
+        return compile_seconds()

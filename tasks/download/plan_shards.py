@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from artifacts.records import digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
-from runtimes.data.prefetch import Prefetch
+from runtimes.data.loader import Prefetch
 from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.download.plan_parquet import PlanWriter, key_id, plan_key, read_group, read_hashes
 from tasks.download.read_lists_by_duckdb import MalformedList

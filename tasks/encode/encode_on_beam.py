@@ -17,7 +17,7 @@ from artifacts.models import ModelNotFound
 from artifacts.records import Damaged
 from artifacts.store import Shard, Store
 from runtimes.contract import WrongInput
-from runtimes.encoder_devices import encoder_devices
+from runtimes.registry import encoder_devices
 from tasks.beam_pipeline import ShardProgress, run_linear
 from tasks.beam_workers import Workers, workers_of
 from tasks.encode.encoder_client import EncoderFailed, EncoderLost

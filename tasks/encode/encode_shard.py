@@ -23,9 +23,9 @@ from artifacts.latent_shards import (
     write_latent_shard,
 )
 from runtimes.contract import PipelineEncoder, WrongInput
-from runtimes.data.prefetch import Prefetch
+from runtimes.data.loader import Prefetch
 from runtimes.families import family_named
-from runtimes.pipeline_folder.describe_encoders import TEXT_BATCH
+from runtimes.pipeline_folder.folder import TEXT_BATCH
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_ahead import Batch, DecodedPicture, decoded_batches
 from tasks.encode.decode_and_crop import TransformSettings

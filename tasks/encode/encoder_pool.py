@@ -8,8 +8,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from runtimes.encoder_devices import encoder_devices
-from runtimes.registry import encodes_in_subprocess
+from runtimes.registry import encoder_devices, encodes_in_subprocess
 from tasks.encode.encoder_client import EncoderLost, EncoderProcess
 from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan, encode_tar
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.store import Store
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import TEXT_PARTS, digest_encoders, vae_path
+from runtimes.pipeline_folder.folder import TEXT_PARTS, digest_encoders, vae_path
 from runtimes.process.job import EncodeJob
 
 PIPELINE, VAE = "pipeline", "vae"  # subfolders of the copy

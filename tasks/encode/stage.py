@@ -13,12 +13,8 @@ from typing import Any
 from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.settings.recipe import Recipe
-from runtimes.data.padding import TOKEN_STEP, padded_rows
-from runtimes.pipeline_folder.describe_encoders import (
-    caption_limits,
-    describe_encoders,
-    digest_encoders,
-)
+from runtimes.data.loader import TOKEN_STEP, padded_rows
+from runtimes.pipeline_folder.folder import caption_limits, describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
 from tasks.beam_workers import Workers, beam_options, workers_of
 from tasks.build_or_reuse import runtime_facts

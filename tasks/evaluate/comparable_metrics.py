@@ -8,10 +8,9 @@ from typing import Any
 from artifacts.latent_shards import open_latents
 from artifacts.records import digest_json
 from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.objective.noise_schedule import Schedule, schedule_facts
-from runtimes.objective.scheduler_config import read_schedule
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
+from runtimes.pipeline_folder.folder import describe_encoders
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.evaluate.draw_pictures import EvalModel, SamplingSpec, sampler_settings
 from tasks.evaluate.evaluation_inputs import EvalInputs

@@ -24,9 +24,8 @@ from artifacts.records import digest_json, open_checked
 from artifacts.store import Draft, Shard, Store
 from configs.settings.evaluate import Sampling
 from runtimes.families import detect_family
-from runtimes.families.inpainting_and_scores import ExtraInputs
-from runtimes.pipeline_folder.denoiser_config import folder_extras
-from runtimes.pipeline_folder.describe_encoders import unusual_texts
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.pipeline_folder.folder import folder_extras, unusual_texts
 from runtimes.process.job import GenerateJob, Job
 from tasks.child_process import Event
 from tasks.progress import Progress

@@ -21,9 +21,8 @@ from artifacts.models import digest_model
 from artifacts.records import digest_json
 from configs.secrets import one_line
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.check_weights_and_vocabulary import check_vocabulary_files
-from runtimes.pipeline_folder.read_configs import read_config
-from runtimes.pipeline_folder.weight_files import weight_shapes
+from runtimes.pipeline_folder.folder import read_config
+from runtimes.pipeline_folder.weights import check_vocabulary_files, weight_shapes
 from tasks.cut_captions import tell_cuts
 
 Picture = NDArray[np.uint8]  # [H, W, 3]

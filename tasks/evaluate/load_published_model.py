@@ -25,10 +25,10 @@ from artifacts.models import (
 )
 from artifacts.records import Damaged, digest_json, distrust, read_record
 from artifacts.store import MANIFEST
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import vae_path
+from runtimes.pipeline_folder.folder import vae_path
 from tasks.evaluate.draw_pictures import EvalModel, digest_eval_model, digest_pipeline
 from tasks.result_files import RECIPE
 from tasks.trained_weights import TrainedWeights

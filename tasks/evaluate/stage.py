@@ -17,8 +17,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.pipeline_folder.read_configs import read_denoiser_config
+from runtimes.pipeline_folder.folder import describe_encoders, read_denoiser_config
 from runtimes.sample import initial_noise
 from tasks.build_or_reuse import runtime_facts
 from tasks.child_process import run_job

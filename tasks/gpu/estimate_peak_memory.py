@@ -15,11 +15,14 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.denoiser_config import replacement_config, trained_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.pipeline_folder.read_configs import read_part_config
+from runtimes.pipeline_folder.folder import (
+    describe_encoders,
+    read_part_config,
+    replacement_config,
+    trained_config,
+)
+from runtimes.process.planner import GpuStepRequest, StepMemory
 from runtimes.sample.initial_noise import image_size
-from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
 from tasks.base_training_plan import ask_planner, cache_key, load_or_compute
 from tasks.evaluate.prompts import sample_prompts
 
@@ -78,7 +81,7 @@ class Planner:
             dtype = request.sampling_dtype
             what = "a training step" if dtype is None else f"drawing pictures in {dtype}"
             self._say(f"computing the memory of {what}: seconds to a minute")
-            found = ask_planner("runtimes.torch.gpu_step_memory", asdict(request))
+            found = ask_planner("runtimes.torch.gpu_plan", asdict(request))
             self.seconds += found["seconds"]
             return found
 

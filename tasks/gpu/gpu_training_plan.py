@@ -1,6 +1,6 @@
 """Plan training on a GPU without the GPU: peak memory, what would make it fit, time and cost.
 
-Separate processes run the step on fake tensors (runtimes/torch/gpu_step_memory.py). The store
+Separate processes run the step on fake tensors (runtimes/torch/gpu_plan.py). The store
 caches their results by the content of the requests.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.torch.gpu_step_memory_records import StepMemory
+from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.process.planner import StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.base_training_plan import PlanFailed, TrainingPlan, config_folders
 from tasks.gpu.advice import Advice, advise

@@ -10,14 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtimes.adapters.lora_file_format import Adapters
-from runtimes.adapters.merge_lora import Adapter
-from runtimes.adapters.weight_names import stored_name
+from runtimes.adapters.lora import Adapter, Adapters, stored_name
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.objective.scheduler_config import SCHEDULER_FILE
-from runtimes.pipeline_folder.denoiser_config import folder_extras
-from runtimes.pipeline_folder.weight_files import stored_weight_files
+from runtimes.objective.noise_schedule import SCHEDULER_FILE
+from runtimes.pipeline_folder.folder import folder_extras
+from runtimes.pipeline_folder.weights import stored_weight_files
 
 #: Where the part of a config was loaded from, on the machine that wrote it; no loader reads it.
 ORIGIN = {"_name_or_path", "name_or_path", "special_tokens_map_file", "tokenizer_file"}

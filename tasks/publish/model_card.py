@@ -14,11 +14,11 @@ from artifacts.models import LICENSE_FILES
 from configs.load_recipe import dump_yaml
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.families import Family, detect_family
-from runtimes.objective.scheduler_config import SCHEDULERS, read_scheduler_config
-from runtimes.pipeline_folder.describe_encoders import absent_text_parts, unusual_text_length
-from runtimes.pipeline_folder.weight_files import pipeline_variant, weight_variant
+from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
+from runtimes.pipeline_folder.folder import absent_text_parts, unusual_text_length
+from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
 from tasks.evaluate.metric_table import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.promotion_gate import Verdict, as_rows

@@ -98,7 +98,7 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
 
 def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
-    from runtimes.pipeline_folder.weight_files import weight_shapes
+    from runtimes.pipeline_folder.weights import weight_shapes
     from tasks.publish.model_card import FOLDER, VAES
     from tasks.publish.published_settings import place_in_code
 

@@ -17,8 +17,8 @@ from artifacts.records import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft, KeyParts
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
-from runtimes.adapters.lora_file_format import read_adapters
-from runtimes.pipeline_folder.read_configs import read_index
+from runtimes.adapters.lora import read_adapters
+from runtimes.pipeline_folder.folder import read_index
 from tasks.build_or_reuse import TransientError
 from tasks.evaluate.bootstrap import Estimates, differences
 from tasks.evaluate.draw_pictures import DRAWING_PARTS

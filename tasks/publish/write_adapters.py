@@ -11,10 +11,10 @@ from typing import Any
 
 from artifacts.safetensors import Arrays
 from artifacts.tensor_header import header_bytes
-from runtimes.adapters import kohya_format as kohya
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters, with_alpha_in_weights
+from runtimes.adapters import lora as kohya
+from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters, with_alpha_in_weights
 from runtimes.families import detect_family
-from runtimes.objective.scheduler_config import read_scheduler_config
+from runtimes.objective.noise_schedule import read_scheduler_config
 from tasks.publish.assemble_pipeline import cast
 
 log = logging.getLogger("kiln")

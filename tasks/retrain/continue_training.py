@@ -11,10 +11,9 @@ from typing import Any
 from artifacts.store import Artifact, Draft
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Profile
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
-from runtimes.objective.noise_schedule import FLOW, is_flow
-from runtimes.objective.scheduler_config import read_scheduler_config
+from runtimes.objective.noise_schedule import FLOW, is_flow, read_scheduler_config
 from tasks import train
 from tasks.progress import Progress
 from tasks.trained_weights import local_weights

@@ -25,7 +25,7 @@ from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
-from runtimes.spmd.tpu_slices import check_rows, check_training, parse_accelerator_type
+from runtimes.spmd.slices import check_rows, check_training, parse_accelerator_type
 from tasks.build_or_reuse import TransientError
 from tasks.child_process import ChildOutput, Event, JobFailed, wait_for_result
 from tasks.tpu.commands import DEAD_STATES, FAILED_REQUESTS, PENDING_STATES, Command, Slice

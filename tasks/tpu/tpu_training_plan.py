@@ -18,10 +18,9 @@ from typing import Any
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.jax.tpu_step_memory_records import StepCost, TpuStepRequest
-from runtimes.pipeline_folder.denoiser_config import replacement_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.spmd.tpu_slices import TpuSlice, check_training, parse_slice
+from runtimes.pipeline_folder.folder import describe_encoders, replacement_config
+from runtimes.process.planner import StepCost, TpuStepRequest
+from runtimes.spmd.slices import TpuSlice, check_training, parse_slice
 from tasks.base_training_plan import (
     TrainingPlan,
     ask_planner,

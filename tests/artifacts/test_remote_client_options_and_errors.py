@@ -32,7 +32,7 @@ from yarl import URL
 from artifacts.filesystems import delete_tree
 from artifacts.remote_stores import StoreRefused, is_of_client, is_outage
 from artifacts.store import KeyParts, Store
-from runtimes.train.write_and_prune_checkpoints import Checkpoints, CheckpointsUnreachable
+from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.build_or_reuse import StorageAway, StorageError, storing
 from tasks.publish.model_registry import Registry
 

@@ -36,7 +36,7 @@ from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
 from bench.train_rows import TINY
 from bench.training_step_workloads import Context, Workload
 from configs.settings.train import Train
-from runtimes.check_support import probe_runtime
+from runtimes.registry import probe_runtime
 
 MODULES = [
     f"{package.__name__}.{found.name}"

@@ -23,7 +23,7 @@ from artifacts.safetensors import read_arrays, write_arrays, writing
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
 from tasks.evaluate.measure_published_model import PublishedMetrics

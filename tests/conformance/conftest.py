@@ -25,7 +25,7 @@ from configs.settings.train import Train
 from runtimes.families import FAMILIES
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
-from runtimes.torch_models.encode_images_and_captions import Embeds
+from runtimes.torch_models.encoders import Embeds
 from tasks import child_process
 from tasks.encode import stage as encode
 from tasks.progress import Progress

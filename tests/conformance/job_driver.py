@@ -7,7 +7,7 @@ import tempfile
 from typing import Any
 
 from runtimes.__main__ import main
-from runtimes.process.events import EVENT_FD
+from runtimes.process.job import EVENT_FD
 
 
 def do(path: str) -> dict[str, Any]:

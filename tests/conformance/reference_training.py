@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from configs.settings.train import Train
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob
-from runtimes.train.learning_rate import learning_rate
 from runtimes.train.training_loop import make_loader
+from runtimes.train.training_run import learning_rate
 
 Weights = dict[str, NDArray[np.float32]]
 Figures = dict[str, float]  # of a step: loss, and grad_norm before clipping

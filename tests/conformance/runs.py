@@ -19,14 +19,13 @@ from tolerances import LOSS, NORM, WEIGHTS
 from training import history
 
 from configs.settings.train import Train
-from runtimes.adapters.initialise_lora import initial_down
-from runtimes.check_support import check_family
+from runtimes.adapters.lora import initial_down
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.denoiser_config import job_config
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
+from runtimes.pipeline_folder.folder import job_config
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Stop
+from runtimes.registry import check_family
 from runtimes.torch_models.loading import load_denoiser
 from runtimes.train import training_loop
 

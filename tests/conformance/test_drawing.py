@@ -21,11 +21,9 @@ from tolerances import PICTURE
 
 from configs.settings.train import Train
 from runtimes.families import detect_family
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.read_configs import read_denoiser_config
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import read_denoiser_config, trained_config
+from runtimes.process.job import Drawing, Events, GenerateJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.loading import load_denoiser
 

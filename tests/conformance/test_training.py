@@ -32,8 +32,8 @@ from conformance.runs import (
 )
 from training import history, roll_back
 
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.train.checkpoints import Checkpoints
 
 pytestmark = pytest.mark.slow
 #: Adam's first step is the gradient's sign, with the default epsilon even where the gradient is a

@@ -17,7 +17,7 @@ from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
 from demo.palette import BASE_STYLES, NEW_STYLE
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import text_length
+from runtimes.pipeline_folder.folder import text_length
 
 
 def draw(pipe: FluxPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:

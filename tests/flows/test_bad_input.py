@@ -215,7 +215,7 @@ def test_a_download_alone_needs_no_training_runtime(
     def missing(runtime: str) -> None:
         raise WrongInput(f"runtime {runtime} is not installed")
 
-    monkeypatch.setattr(preflight.check_support, "check_installed", missing)
+    monkeypatch.setattr(preflight.registry, "check_installed", missing)
     recipe = load_recipe("digits", small)
     preflight.check_before_server(recipe, "download")
     with pytest.raises(WrongInput, match="is not installed"):

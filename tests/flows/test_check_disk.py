@@ -14,8 +14,8 @@ from configs.settings.recipe import STAGES, Recipe
 from flows import check_disk as module
 from flows.check_disk import DiskTooSmall, check_disk
 from runtimes.families import detect_family
-from runtimes.hosts.detect_nvidia import NvidiaGpu
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
+from runtimes.hosts.host import NvidiaGpu
+from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.estimate_disk import estimate_disk, in_words
 

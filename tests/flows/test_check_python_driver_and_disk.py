@@ -10,8 +10,8 @@ import pytest
 
 from flows.doctor import check_python_driver_and_disk
 from flows.doctor.findings import Finding, collect, limited
-from runtimes.hosts import detect_nvidia
-from runtimes.hosts.c_compiler import find_c_compiler
+from runtimes.hosts import host
+from runtimes.hosts.host import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
 from tasks.gpu.recipe_memory import shipped_plans
 
@@ -27,8 +27,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(programs))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(detect_nvidia, "MODULE", tmp_path / "proc/version")
-    monkeypatch.setattr(detect_nvidia, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(host, "MODULE", tmp_path / "proc/version")
+    monkeypatch.setattr(host, "DEVICES", tmp_path / "dev")
     return programs
 
 
@@ -77,7 +77,7 @@ def test_a_cpu_build_beside_a_driver_is_a_problem_for_a_recipe_on_cuda(
 def test_the_build_of_this_machine_is_read_without_an_import() -> None:
     import torch
 
-    assert detect_nvidia.torch_cuda_version() == torch.version.cuda
+    assert host.torch_cuda_version() == torch.version.cuda
 
 
 def test_a_driver_that_is_too_old_for_the_build_is_a_problem(

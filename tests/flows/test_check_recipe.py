@@ -15,7 +15,7 @@ from configs.settings.recipe import Recipe
 from flows.doctor import check_recipe
 from flows.doctor.findings import Finding, collect
 from runtimes.contract import Probe
-from runtimes.hosts.detect_nvidia import NvidiaGpu
+from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
 

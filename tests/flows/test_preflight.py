@@ -18,11 +18,10 @@ from configs.load_recipe import RecipeError, load_recipe, load_trials
 from flows.check_models import _check_position_embeddings
 from flows.preflight import check_gate_rules, prepare
 from flows.sweep import prepared
-from runtimes.check_support import check_scheduler
 from runtimes.contract import WrongInput
-from runtimes.hosts.detect_nvidia import NvidiaGpu
-from runtimes.hosts.host_memory import host_memory
-from runtimes.torch.gpu_step_memory_records import KINDS, Moment, StepMemory
+from runtimes.hosts.host import NvidiaGpu, host_memory
+from runtimes.process.planner import KINDS, Moment, StepMemory
+from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
 from tasks.publish.champion_history import RegistryError

@@ -16,10 +16,13 @@ from fuzz.reader import Reader
 from artifacts.records import canonical_json
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.scheduler_config import read_schedule, read_scheduler_config
-from runtimes.pipeline_folder.denoiser_config import folder_extras, trained_config
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.pipeline_folder.read_configs import read_config
+from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
+from runtimes.pipeline_folder.folder import (
+    describe_encoders,
+    folder_extras,
+    read_config,
+    trained_config,
+)
 
 BASE = Path(__file__).parents[2] / "demo" / "base"
 #: Stable Diffusion 3, which has a T5 and a transformer.

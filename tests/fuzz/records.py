@@ -13,7 +13,7 @@ from fuzz.reader import Reader
 
 from artifacts.records import NewerFormat, encode_record
 from artifacts.store import KeyParts, Store
-from runtimes.train.write_and_prune_checkpoints import Checkpoint, Checkpoints
+from runtimes.train.checkpoints import Checkpoint, Checkpoints
 
 KEY = "ab" * 32
 

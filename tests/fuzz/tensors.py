@@ -17,7 +17,7 @@ from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts, 
 from artifacts.records import digest_bytes
 from artifacts.safetensors import read_arrays, write_arrays
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora_file_format import metadata, read_adapters
+from runtimes.adapters.lora import metadata, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles
 

@@ -20,9 +20,8 @@ from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
 from artifacts.store import KeyParts, Store
 from configs.settings.train import Train
 from runtimes.families import family_named
-from runtimes.process.events import EVENT_FD
-from runtimes.process.job import TrainJob, write_job
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.process.job import EVENT_FD, TrainJob, write_job
+from runtimes.torch_models.encoders import Encoder
 
 TOKENS, PROMPT_DIM, POOLED_DIM = 6, 64, 24
 INFO = {

@@ -9,14 +9,15 @@ import pytest
 from configs.settings.recipe import RuntimeName
 from configs.settings.train import Train
 from runtimes import registry
-from runtimes.check_support import (
+from runtimes.contract import WrongInput
+from runtimes.registry import (
+    RuntimeSpec,
     check_family,
     check_installed,
     check_settings,
+    interpreter,
     probe_runtime,
 )
-from runtimes.contract import WrongInput
-from runtimes.registry import RuntimeSpec, interpreter
 
 
 def test_recipes_accept_exactly_the_registered_runtimes() -> None:

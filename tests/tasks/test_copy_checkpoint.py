@@ -15,7 +15,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train, key_settings
 from runtimes.process.job import TrainJob
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 from tasks import train
 from tasks.build_or_reuse import StageFailed
 from tasks.copy_checkpoint import copy_checkpoint

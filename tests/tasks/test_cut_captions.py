@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.pipeline_folder.describe_encoders import caption_limits
+from runtimes.pipeline_folder.folder import caption_limits
 from runtimes.torch_models.tokenize import text_tokenizers
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 

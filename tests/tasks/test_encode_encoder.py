@@ -19,8 +19,8 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from artifacts.models import digest_model
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, digest_encoders
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.pipeline_folder.folder import describe_encoders, digest_encoders
+from runtimes.torch_models.encoders import Encoder
 from tasks.evaluate.draw_pictures import DRAWING_PARTS, digest_pipeline
 
 pytestmark = pytest.mark.slow

@@ -16,12 +16,11 @@ from kiln_command import ROOT
 from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
 from bench.stand_in_encoder import NAME, registered
-from runtimes import encoder_devices as devices
+from runtimes import registry as devices
 from runtimes.contract import WrongInput
-from runtimes.encoder_devices import encoder_devices
 from runtimes.process.job import EncodeJob
-from runtimes.registry import interpreter
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.registry import encoder_devices, interpreter
+from runtimes.torch_models.encoders import Encoder
 from tasks.build_or_reuse import StorageAway
 from tasks.encode.encoder_client import EncoderFailed, EncoderLost, EncoderProcess
 from tasks.encode.encoder_process import EncodingPlan, send

@@ -28,7 +28,7 @@ from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.torch_models.encoders import Encoder
 from tasks.base_training_plan import caption_bytes
 from tasks.encode import encoder_process
 from tasks.encode import stage as encode

@@ -9,7 +9,7 @@ import pytest
 
 from artifacts.models import ModelNotFound
 from artifacts.store import Store
-from runtimes.pipeline_folder.describe_encoders import digest_encoders
+from runtimes.pipeline_folder.folder import digest_encoders
 from runtimes.process.job import EncodeJob
 from tasks.encode.encoders_in_store import put_encoders
 

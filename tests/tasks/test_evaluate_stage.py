@@ -23,8 +23,7 @@ from transformers import CLIPModel
 from artifacts.records import Damaged
 from artifacts.store import Artifact, KeyParts, Shard
 from runtimes.contract import WrongInput
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, Job
+from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
 from tasks.child_process import run_job

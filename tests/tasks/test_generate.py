@@ -16,10 +16,9 @@ from PIL import Image
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.generate import read_settings
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
-from runtimes.process.events import Events
-from runtimes.process.job import GenerateJob, Job
+from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress

@@ -13,7 +13,7 @@ from configs.settings.recipe import Recipe
 from flows.show_gpu_plan import lines
 from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
-from runtimes.torch.gpu_step_memory_records import GpuStepRequest, Moment, StepMemory
+from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.base_training_plan import PlanFailed, cache_key
 from tasks.gpu.estimate_peak_memory import with_train
@@ -24,7 +24,7 @@ HOST = 64 * GIB
 
 
 class Steps:
-    """Answers requests as gpu_step_memory.py would for a model of 1 GiB, and records them.
+    """Answers requests as gpu_plan.py would for a model of 1 GiB, and records them.
 
     A picture needs 2 GiB of activations, or a quarter of it if they are recomputed. An adapter has
     no trained state to speak of.
@@ -34,7 +34,7 @@ class Steps:
         self.asked: list[dict[str, Any]] = []
 
     def __call__(self, module: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert module == "runtimes.torch.gpu_step_memory"
+        assert module == "runtimes.torch.gpu_plan"
         self.asked.append(request)
         train, sampling = request["train"], request["sampling_dtype"] is not None
         lora = train.get("method") == "lora" or sampling

@@ -14,8 +14,7 @@ from evaluation_world import LOSSES, World, metrics_in
 from artifacts.records import Damaged, hash_local, write_record
 from artifacts.store import KeyParts
 from configs.settings.train import Train
-from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.read_configs import read_denoiser_config
+from runtimes.pipeline_folder.folder import read_denoiser_config, trained_config
 from runtimes.torch_models.loading import load_denoiser
 from tasks.build_or_reuse import StorageAway
 from tasks.evaluate import stage as evaluate

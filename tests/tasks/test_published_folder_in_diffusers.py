@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tiny_adapters import make_lora
 from toy_recipes import digits
 
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS
+from runtimes.adapters.lora import LORA_WEIGHTS
 from tasks.publish import smoke_test
 from tasks.publish.assemble_pipeline import assemble
 from tasks.publish.model_card import Weights, write_card

@@ -8,7 +8,7 @@ import pytest
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.denoiser_config import trained_config
+from runtimes.pipeline_folder.folder import trained_config
 from tasks import train
 from tasks.check_training_targets import check, warn_of_kohya
 

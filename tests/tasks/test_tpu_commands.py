@@ -14,7 +14,7 @@ from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
-from runtimes.spmd.tpu_slices import parse_accelerator_type
+from runtimes.spmd.slices import parse_accelerator_type
 from tasks.tpu import launch
 from tasks.tpu.commands import Slice
 from tasks.tpu.pack_code import pack_code

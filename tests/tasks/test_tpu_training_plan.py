@@ -22,8 +22,8 @@ from configs.settings.train import Train
 from flows.show_plan import DoesNotFit, show_plan
 from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory import LEAST_EFFORT, _compile, _refused
-from runtimes.jax.tpu_step_memory_records import StepCost
-from runtimes.spmd.tpu_slices import parse_slice
+from runtimes.process.planner import StepCost
+from runtimes.spmd.slices import parse_slice
 from tasks.tpu import tpu_training_plan
 from tasks.tpu.tpu_training_plan import Size, _largest, _size
 
@@ -285,7 +285,7 @@ def test_the_compiler_of_training_decides_what_does_not_fit() -> None:
 
 MESHES = """
 import sys
-from runtimes.spmd.tpu_slices import parse_slice
+from runtimes.spmd.slices import parse_slice
 from runtimes.jax.tpu_step_memory import _devices
 for words in sys.argv[1:]:
     name, _, fsdp = words.partition(":")
@@ -302,7 +302,7 @@ import sys
 import jax
 from jax import ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
-from runtimes.spmd.tpu_slices import parse_slice
+from runtimes.spmd.slices import parse_slice
 from runtimes.jax.tpu_step_memory import _cost, _devices, _refused
 for name in sys.argv[1:]:
     where = parse_slice(name)
@@ -333,11 +333,11 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
-from runtimes.spmd.tpu_slices import parse_slice
+from runtimes.spmd.slices import parse_slice
 from runtimes.jax.tpu_step_memory import _devices
 for name in sys.argv[1:]:
     _, devices = _devices(parse_slice(name))
-    from runtimes.jax.attention import attend
+    from runtimes.jax.torchax_bridge import attend
     from runtimes.jax.mesh import Mesh
     from runtimes.spmd.splash_attention import SplashAttention, using
     mesh = Mesh(1, devices)

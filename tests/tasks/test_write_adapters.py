@@ -24,7 +24,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family, family_named
 from tasks.evaluate.bootstrap import Estimate, to_npz

@@ -6,8 +6,7 @@ import torch
 from jobs import MakeJob, assert_equal, lora, predicted, start, trained
 
 from configs.settings.train_parts import Lora
-from runtimes.adapters.initialise_lora import initial_down
-from runtimes.adapters.lora_target_layers import choose_layers
+from runtimes.adapters.lora import choose_layers, initial_down
 from runtimes.contract import WrongInput
 
 pytestmark = pytest.mark.slow

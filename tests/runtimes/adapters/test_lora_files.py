@@ -21,18 +21,16 @@ from safetensors.torch import load_file, save_file
 
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.kohya_format import to_kohya
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, metadata, read_adapters
+from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters, to_kohya
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.families import detect_family
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.network import Network
-from runtimes.train.write_result import write_result
+from runtimes.train.training_run import write_result
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from configs.settings.train_parts import Lora
-from runtimes.adapters.initialise_lora import initial_down
-from runtimes.adapters.merge_lora import Adapter
-from runtimes.torch_models.lora_injection import add_adapters
+from runtimes.adapters.lora import Adapter, initial_down
+from runtimes.torch_models.network import add_adapters
 
 LAYERS = {"linear": ((7, 5), (3, 5)), "conv": ((7, 5, 3, 3), (2, 5, 8, 8))}
 

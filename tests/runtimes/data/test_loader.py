@@ -17,13 +17,10 @@ from artifacts.filesystems import Clock
 from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
 from runtimes.contract import StepBatch, WrongInput
 from runtimes.data import shard_cache
-from runtimes.data.holdout_batches import Holdout
-from runtimes.data.loader import BatchReader, Loader
-from runtimes.data.prefetch import Prefetch
+from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.training_objective import Objective
+from runtimes.objective.training_objective import LatentScale, Objective
 
 WriteLatents = Callable[..., str]
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})
@@ -228,7 +225,7 @@ def test_it_ends_when_asked_to_even_while_a_batch_is_long_in_coming(
     loader, released = make_loader(latents_url), threading.Event()
     batch = loader.batch
     monkeypatch.setattr(loader, "batch", lambda step: (step and released.wait(60), batch(step))[1])
-    monkeypatch.setattr("runtimes.data.prefetch.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("runtimes.data.loader.JOIN_SECONDS", 0.1)
     asked: list[int] = []
     with loader.prefetch(0, 6, 1, lambda: bool(asked)) as batches:
         for _ in batches:

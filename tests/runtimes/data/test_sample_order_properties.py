@@ -17,8 +17,7 @@ from runtimes.data.bucketed_sample_order import Order, SampleIndex
 from runtimes.data.loader import BatchReader, Loader, batch_number
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.training_objective import Objective
+from runtimes.objective.training_objective import LatentScale, Objective
 
 Groups = dict[str, int]
 NAMES = st.sampled_from(["train/8x8", "train/4x12", "train/12x4", "holdout/8x8"])

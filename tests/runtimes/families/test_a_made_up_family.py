@@ -19,11 +19,10 @@ from PIL import Image
 from training import losses, roll_back, train, weights
 
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.describe_encoders import describe_encoders, text_length
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.pipeline_folder.folder import describe_encoders, text_length
+from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.torch_models.encoders import Encoder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plugged_in")]
 PROMPTS = ("a red cat", "a hill", "two dogs")

@@ -15,9 +15,8 @@ from conformance.reference_training import predict
 from artifacts.latent_shards import LatentSample
 from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES, Captioned, Family, detect_family
-from runtimes.pipeline_folder.weight_files import weight_files
-from runtimes.torch_models.encode_images_and_captions import Encoder
-from runtimes.torch_models.encode_token_ids import encode_ids, encode_in_step
+from runtimes.pipeline_folder.weights import weight_files
+from runtimes.torch_models.encoders import Encoder, encode_ids, encode_in_step
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
 from runtimes.torch_models.network import Network
 

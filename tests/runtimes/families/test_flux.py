@@ -39,16 +39,16 @@ from flow_families import (
 )
 from jobs import MakeJob, trained
 
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
-from runtimes.pipeline_folder.describe_encoders import (
+from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
+from runtimes.pipeline_folder.folder import (
     describe_encoders,
     digest_encoders,
     text_length,
     unusual_text_length,
 )
 from runtimes.process.job import TrainJob
-from runtimes.torch_models.encode_images_and_captions import Encoder
-from runtimes.train.write_result import write_result
+from runtimes.torch_models.encoders import Encoder
+from runtimes.train.training_run import write_result
 from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from flow_families import assert_latents_of_vae, assert_pictures
 from flow_families_of_diffusers import FLUX2
 
 from runtimes.families import FAMILIES
-from runtimes.objective.resolution_shift import ResolutionShift
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.objective.noise_schedule import ResolutionShift
+from runtimes.torch_models.encoders import Encoder
 
 pytestmark = pytest.mark.slow
 

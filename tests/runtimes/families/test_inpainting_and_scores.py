@@ -18,13 +18,12 @@ from artifacts.latent_shards import LatentShard, from_bfloat16
 from artifacts.records import digest_bytes
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.families.inpainting_and_scores import ExtraInputs, added_weights
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.pipeline_folder.denoiser_config import trained_config
-from runtimes.pipeline_folder.read_configs import read_config, read_denoiser_config
+from runtimes.families.extra_inputs import ExtraInputs, added_weights
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import read_config, read_denoiser_config, trained_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.loading import load_denoiser
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_shard import ShardEncoder

@@ -16,8 +16,8 @@ from flow_families import assert_jax_encodes_as_torch
 from transformers import Qwen2Tokenizer
 
 from artifacts.models import digest_model
-from runtimes.pipeline_folder.describe_encoders import describe_encoders
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.torch_models.encoders import Encoder
 from tasks.evaluate.draw_pictures import DRAWING_PARTS, digest_pipeline
 
 pytestmark = pytest.mark.slow

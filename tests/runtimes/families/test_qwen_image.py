@@ -10,8 +10,8 @@ from diffusers import QwenImagePipeline
 from flow_families import assert_latents_of_vae
 from flow_families_of_diffusers import PROMPTS
 
-from runtimes.pipeline_folder.describe_encoders import unusual_text_length
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.pipeline_folder.folder import unusual_text_length
+from runtimes.torch_models.encoders import Encoder
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from jobs import MakeJob
 from training import roll_back, train, weights
 
 from runtimes.families import FAMILIES
-from runtimes.pipeline_folder.describe_encoders import text_length
+from runtimes.pipeline_folder.folder import text_length
 from runtimes.process.job import TrainJob
 
 pytestmark = pytest.mark.slow

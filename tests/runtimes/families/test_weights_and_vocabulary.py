@@ -13,11 +13,7 @@ from tiny_models import CHARACTERS, MODELS, VOCABULARY
 from transformers import CLIPConfig, CLIPTokenizer
 
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.check_weights_and_vocabulary import (
-    check_tokenizers,
-    check_vocabulary_files,
-    check_weights,
-)
+from runtimes.pipeline_folder.weights import check_tokenizers, check_vocabulary_files, check_weights
 from tasks.publish.assemble_pipeline import model_parts
 
 pytestmark = pytest.mark.slow

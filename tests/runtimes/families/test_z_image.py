@@ -15,7 +15,7 @@ from training import history, train
 from artifacts.latent_shards import LatentShard, Texts, to_bfloat16, write_latent_shard
 from runtimes.families import FAMILIES
 from runtimes.families.family import token_mask
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.torch_models.encoders import Encoder
 from tasks import child_process
 
 pytestmark = pytest.mark.slow

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.hosts import detect_nvidia
-from runtimes.hosts.detect_nvidia import NvidiaGpu, find_gpus, usable_gpus
+from runtimes.hosts import host
+from runtimes.hosts.host import NvidiaGpu, find_gpus, usable_gpus
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_gpus_that_pytorch_does_not_use_do_not_count(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    monkeypatch.setattr(detect_nvidia, "torch_cuda_version", lambda: cuda)
-    monkeypatch.setattr(detect_nvidia, "find_gpus", lambda: [NvidiaGpu("a GPU", 1)])
+    monkeypatch.setattr(host, "torch_cuda_version", lambda: cuda)
+    monkeypatch.setattr(host, "find_gpus", lambda: [NvidiaGpu("a GPU", 1)])
     assert bool(usable_gpus()) == is_usable

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.hosts import host_memory as module
-from runtimes.hosts.host_memory import host_memory
+from runtimes.hosts import host as module
+from runtimes.hosts.host import host_memory
 
 
 def test_a_containers_limit_is_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device
-from runtimes.torch.hpu import check
+from runtimes.torch.gaudi import check
 
 pytestmark = pytest.mark.slow
 MakeJob = Callable[..., TrainJob]

@@ -28,7 +28,7 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob, write_job
 from runtimes.train.training_loop import make_loader
-from runtimes.train.write_result import write_result
+from runtimes.train.training_run import write_result
 
 jax = chips.importorskip("jax")
 from runtimes.jax.runtime import TheRuntime  # noqa: E402

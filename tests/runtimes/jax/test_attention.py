@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtimes.jax import attention
+from runtimes.jax import torchax_bridge
 
 pytestmark = pytest.mark.slow
 
@@ -27,15 +27,15 @@ def arrays(dtype: Any, length: int = 6) -> list[jax.Array]:
 def test_fused_attention_equals_attend(causal: bool) -> None:
     """By XLA's implementation of the same function; cuDNN's needs a GPU."""
     given = arrays(jnp.float32, length=5)
-    expected = attention.attend(*given, causal=causal, scale=0.3)
-    found = attention.fused(*given, causal=causal, scale=0.3, implementation="xla")
+    expected = torchax_bridge.attend(*given, causal=causal, scale=0.3)
+    found = torchax_bridge.fused(*given, causal=causal, scale=0.3, implementation="xla")
     assert jnp.allclose(found, expected, atol=1e-5)
 
 
 def test_a_query_without_a_key_gets_zeros_as_in_pytorch() -> None:
     given = arrays(jnp.float32)
     mask = jnp.tri(6, 5, -1, dtype=bool)  # the first query sees no key
-    found = attention.attend(*given, mask, scale=0.3)
+    found = torchax_bridge.attend(*given, mask, scale=0.3)
     theirs = torch.nn.functional.scaled_dot_product_attention(
         *(torch.from_numpy(np.array(array)) for array in (*given, mask)), scale=0.3
     )
@@ -62,7 +62,7 @@ def test_fused_attention_serves_half_precision_without_masks_on_gpus(
         return query
 
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(attention, "fused", recorded)
+    monkeypatch.setattr(torchax_bridge, "fused", recorded)
     mask = jnp.ones((6, 5), bool) if masked else None
-    attention.attend(*arrays(dtype), mask, scale=0.3)
+    torchax_bridge.attend(*arrays(dtype), mask, scale=0.3)
     assert bool(calls) == fused

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from configs.settings.train import Train
-from runtimes.torch.clip_update_and_ema import Update
+from runtimes.torch.step import Update
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.step import Step  # noqa: E402
-from runtimes.optimizer_step.step_scalars import step_scalars  # noqa: E402
+from runtimes.optimizer_step import step_scalars  # noqa: E402
 
 WEIGHTS = {"unet.gain": (3, 4, 4), "text_encoder.bias": (3, 1, 1)}
 SETTINGS = Train(

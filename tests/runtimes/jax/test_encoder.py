@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from runtimes.process.job import EncodeJob
-from runtimes.torch.encoder import open_encoder
+from runtimes.torch.sampler import open_encoder
 
 chips.importorskip("jax")
-from runtimes.jax import encoder  # noqa: E402
+from runtimes.jax import sampler  # noqa: E402
 
 CAPTIONS = ["a red cat", "", "a blue dog on a hill"]
 
@@ -33,7 +33,7 @@ def test_pictures_and_captions_are_encoded_as_by_torch(
     """In batches of other sizes as well: filled up and cut again, or larger than was said."""
     folder: Path = request.getfixturevalue(model)
     job = EncodeJob(runtime="jax", model=str(folder), device="cpu", dtype="float32", batch_size=2)
-    ours, theirs = encoder.open_encoder(job), open_encoder(job)
+    ours, theirs = sampler.open_encoder(job), open_encoder(job)
     pixels = np.random.default_rng(0).uniform(-1, 1, (3, 3, 32, 32)).astype(np.float32)
     for count in (3, 1):
         for found, expected in zip(

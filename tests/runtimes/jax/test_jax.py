@@ -21,9 +21,9 @@ jax = chips.importorskip("jax")
 from runtimes.jax import runtime as jax_runtime  # noqa: E402
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
-from runtimes.jax.parameters_and_optimizer_state import frozen_arrays  # noqa: E402
 from runtimes.jax.runtime import load_network  # noqa: E402
-from runtimes.jax.tpu_step_memory_records import TpuStepRequest  # noqa: E402
+from runtimes.jax.step import frozen_arrays  # noqa: E402
+from runtimes.process.planner import TpuStepRequest  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]

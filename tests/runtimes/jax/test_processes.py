@@ -11,7 +11,7 @@ import pytest
 from jobs import MakeJob
 
 from runtimes.process.collectives import free_port
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 
 chips.importorskip("jax")
 pytestmark = pytest.mark.slow
@@ -19,9 +19,9 @@ StartJob = Callable[..., Any]  # of conftest.py: a Child
 PART = """
 import os, signal, sys
 from runtimes.jax import device
-from runtimes.process.leave import leave
-from runtimes.process.ranks import Ranks
-from runtimes.process.signals import STOPPED, Stop
+from runtimes.process.launcher import leave
+from runtimes.process.launcher import Ranks
+from runtimes.process.launcher import STOPPED, Stop
 from runtimes.process.collectives import join_hosts
 ranks, stop = Ranks.here(), Stop()
 stop.listen()

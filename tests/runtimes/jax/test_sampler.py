@@ -14,8 +14,8 @@ from runtimes.sample.load_network import load_network
 
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
-from runtimes.jax.parameters_and_optimizer_state import frozen_arrays  # noqa: E402
 from runtimes.jax.sampler import Sampler  # noqa: E402
+from runtimes.jax.step import frozen_arrays  # noqa: E402
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")
 

@@ -10,9 +10,8 @@ from torch.nn import functional
 jax = chips.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
-from runtimes.jax.attention import attend  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
-from runtimes.jax.torchax_bridge import as_function, recompute  # noqa: E402
+from runtimes.jax.torchax_bridge import as_function, attend, recompute  # noqa: E402
 from runtimes.spmd import splash_attention  # noqa: E402
 from runtimes.spmd.splash_attention import SplashAttention, using  # noqa: E402
 

@@ -15,11 +15,15 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.mindspore.device import check, start
-from runtimes.mindspore.encoder import open_encoder
-from runtimes.mindspore.generate import ThePipeline, load_network
 from runtimes.mindspore.load_diffusers_weights import load_vae
 from runtimes.mindspore.runtime import TheRuntime
-from runtimes.mindspore.sampler import Sampler, make_scheduler
+from runtimes.mindspore.sampler import (
+    Sampler,
+    ThePipeline,
+    load_network,
+    make_scheduler,
+    open_encoder,
+)
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
 from runtimes.train.training_loop import make_loader
 

@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from tolerances import LOSS, NORM
 from training import history, losses, norms, roll_back, train, weights
 
-from runtimes.objective.counter_based_random import Stream, generator
+from runtimes.objective.random_draws import Stream, generator
 from runtimes.process.job import TrainJob, write_job
 from runtimes.registry import interpreter
 

@@ -3,7 +3,7 @@
 import numpy as np
 from tolerances import assert_close
 
-from runtimes.objective.counter_based_random import Stream, generator
+from runtimes.objective.random_draws import Stream, generator
 
 
 def test_the_same_place_gives_the_same_numbers() -> None:

@@ -6,13 +6,13 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from tolerances import assert_close
 
-from runtimes.objective.loss_weights import (
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
+from runtimes.objective.training_objective import (
     debiased_weight,
     flow_weight,
     loss_weight,
     min_snr_weight,
 )
-from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
 
 CONFIG = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 KINDS = ("epsilon", "v_prediction", "sample")

@@ -12,9 +12,9 @@ from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import (
     FlowSchedule,
     NoiseSchedule,
+    ResolutionShift,
     schedule_of,
 )
-from runtimes.objective.resolution_shift import ResolutionShift
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CONFIGS = [

@@ -11,11 +11,12 @@ from tolerances import assert_close
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
-from runtimes.objective.scheduler_config import (
+from runtimes.objective.noise_schedule import (
     PREDICTS_SAMPLE,
     RESCALES_BETAS,
     SCHEDULERS,
+    FlowSchedule,
+    NoiseSchedule,
     drawing_config,
     read_schedule,
     scheduler_config,

@@ -8,7 +8,7 @@ from tolerances import assert_close
 
 from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
-from runtimes.objective.timestep_probabilities import (
+from runtimes.objective.random_draws import (
     level_at,
     level_bounds,
     level_probabilities,

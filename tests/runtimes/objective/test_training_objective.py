@@ -12,10 +12,8 @@ from tolerances import assert_close
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
 from runtimes.contract import WrongInput
-from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule
-from runtimes.objective.resolution_shift import ResolutionShift
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.training_objective import Objective
+from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, ResolutionShift
+from runtimes.objective.training_objective import LatentScale, Objective
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 ZERO_SNR = {**SCALED, "rescale_betas_zero_snr": True}

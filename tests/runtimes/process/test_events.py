@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtimes.process.events import EVENT_FD, Events
+from runtimes.process.job import EVENT_FD, Events
 
 
 def test_another_thread_may_find_the_pipe_broken(monkeypatch: pytest.MonkeyPatch) -> None:

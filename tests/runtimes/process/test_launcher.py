@@ -18,9 +18,8 @@ import pytest
 
 from runtimes.__main__ import _fail_for
 from runtimes.process import launcher
-from runtimes.process.events import Events
-from runtimes.process.launcher import Launcher, LostRank
-from runtimes.process.ranks import FOLLOWER, Ranks, is_follower
+from runtimes.process.job import Events
+from runtimes.process.launcher import FOLLOWER, Launcher, LostRank, Ranks, is_follower
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ def test_a_process_leaves_with_its_handlers_and_output_but_without_a_teardown() 
     """In a teardown, a thread of a collective that drops its tensor aborts the process."""
     found = end("""
         import atexit
-        from runtimes.process.leave import leave
+        from runtimes.process.launcher import leave
 
         class Tensor:
             def __del__(self):
@@ -34,7 +34,7 @@ def test_a_process_leaves_with_its_handlers_and_output_but_without_a_teardown() 
 def test_a_runtime_s_process_leaves_so() -> None:
     found = end("""
         import runpy, sys
-        import runtimes.process.leave as module
+        import runtimes.process.launcher as module
 
         sys.stderr, sys.argv = sys.stdout, ["runtimes", "one", "too many"]
         module.leave = lambda code: print("left", code)

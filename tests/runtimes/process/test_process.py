@@ -21,11 +21,10 @@ from jobs import SETTINGS, MakeJob, outputs
 from waiting import wait_until
 
 from runtimes.__main__ import main, only_writer
-from runtimes.process.events import EVENT_FD, Events
-from runtimes.process.job import write_job
-from runtimes.process.signals import Stop
+from runtimes.process.job import EVENT_FD, Events, write_job
+from runtimes.process.launcher import Stop
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.training_loop import train
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: Each costs a start of some seconds; 30 have been survived, too.
@@ -99,7 +98,7 @@ def test_killed_again_and_again_it_redoes_only_what_no_checkpoint_has(
 SLOW_SAVE = """
 import sys, time
 from runtimes.__main__ import main
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 save = Checkpoints.save
 def slow(*arguments, **more):
     print("saving", flush=True)
@@ -189,7 +188,7 @@ def python(*lines: str) -> int:
 
 def test_the_first_signal_asks_and_the_second_kills() -> None:
     lines = (
-        "import os, signal, time; from runtimes.process.signals import Stop",
+        "import os, signal, time; from runtimes.process.launcher import Stop",
         "stop = Stop(); stop.listen(); stop.defer()",
         "os.kill(os.getpid(), signal.SIGTERM); assert stop.requested",
         "os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
@@ -199,7 +198,7 @@ def test_the_first_signal_asks_and_the_second_kills() -> None:
 
 def test_a_signal_before_there_is_anything_to_save_ends_the_process() -> None:
     lines = (
-        "import os, signal, time; from runtimes.process.signals import Stop",
+        "import os, signal, time; from runtimes.process.launcher import Stop",
         "Stop().listen(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)",
     )
     assert python(*lines) == 143
@@ -208,7 +207,7 @@ def test_a_signal_before_there_is_anything_to_save_ends_the_process() -> None:
 def test_a_byte_of_the_launcher_asks_and_a_signal_after_it_does_not_kill() -> None:
     """Some senders signal every process, and rank 0 passes its own signal on."""
     lines = (
-        "import os, signal, time; from runtimes.process.signals import Stop",
+        "import os, signal, time; from runtimes.process.launcher import Stop",
         "stop = Stop(); stop.listen(); stop.defer()",
         "while not stop.requested: time.sleep(0.01)",
         "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1); print('alive', flush=True)",

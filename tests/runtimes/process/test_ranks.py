@@ -3,7 +3,7 @@
 import pytest
 
 from runtimes.contract import WrongInput
-from runtimes.process.ranks import Ranks, adopt_mpi, is_msrun_scheduler, launched
+from runtimes.process.launcher import Ranks, adopt_mpi, is_msrun_scheduler, launched
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

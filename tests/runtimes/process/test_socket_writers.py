@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
+from runtimes.optimizer_step import owned_copies, shapes_of
 from runtimes.process import socket_writers
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.process.socket_writers import LOOPBACK, SocketWriters
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 
 
 class Broadcasts:

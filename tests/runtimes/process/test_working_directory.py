@@ -9,9 +9,8 @@ from chips import standing_in
 from jobs import MakeJob
 from kiln_command import ROOT
 
-from runtimes.check_support import _query
 from runtimes.process.job import EncodeJob
-from runtimes.registry import RUNTIMES, has_own_environment, interpreter
+from runtimes.registry import RUNTIMES, _query, has_own_environment, interpreter
 from tasks.child_process import run_job
 from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encoder_client import EncoderProcess

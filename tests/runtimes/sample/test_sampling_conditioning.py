@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jobs import SAMPLER
 
-from runtimes.sample.sampling_conditioning import ConditionedNoise, Conditioner
-from runtimes.torch_models.encode_images_and_captions import Encoder
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner
+from runtimes.torch_models.encoders import Encoder
 
 PROMPTS = ("a red cat", "a blue dog", "a hill")
 

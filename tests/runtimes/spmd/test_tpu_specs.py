@@ -3,8 +3,7 @@
 import pytest
 
 from runtimes.contract import WrongInput
-from runtimes.spmd.tpu_slices import parse_slice
-from runtimes.spmd.tpu_specs import peak_of
+from runtimes.spmd.slices import parse_slice, peak_of
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from transformers import CLIPTextModel
 
 from runtimes.contract import WrongInput
 from runtimes.families import family_named
-from runtimes.torch.attention import FLASH_3, attention_kernel, check_attention
+from runtimes.torch.kernels import FLASH_3, attention_kernel, check_attention
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.encode_token_ids import KERNELS, FrozenTextEncoders, encode_ids
+from runtimes.torch_models.encoders import KERNELS, FrozenTextEncoders, encode_ids
 
 #: Operators with the names and arguments of FlashAttention 3.
 FLASH_ATTENTION_3 = """

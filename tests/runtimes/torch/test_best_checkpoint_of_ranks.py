@@ -12,11 +12,10 @@ from kiln_command import jobs_of
 from safetensors.numpy import load_file
 from training import history
 
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Stop
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.training_loop import train
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 StartJob = Any  # of conftest.py: starts a Child
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"

@@ -16,12 +16,10 @@ import torch
 
 from configs.settings.train import Train
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.torch import cuda_graphs
-from runtimes.torch.clip_update_and_ema import Update
-from runtimes.torch.cuda_graphs import CudaGraphs
+from runtimes.torch import step
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
-from runtimes.torch.step import Step
+from runtimes.torch.step import CudaGraphs, Step, Update
 from runtimes.torch_models.micro_batches import Inputs
 
 
@@ -157,7 +155,7 @@ def test_a_failed_capture_names_its_own_error(
     error: Exception, raised: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = Graphs(monkeypatch, error)
-    for n in range(cuda_graphs.EAGER_PASSES):
+    for n in range(step.EAGER_PASSES):
         graphs.step(n)
     with pytest.raises(raised, match=words):
         graphs.step(1)

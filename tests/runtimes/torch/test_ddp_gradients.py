@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from jobs import MakeJob, lora, start
 
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.torch import parallel
 from runtimes.torch.parallel import DataParallel
 

@@ -9,7 +9,7 @@ import torch
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     check,

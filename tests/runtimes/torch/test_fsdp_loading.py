@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.torch.parallel import FullySharded, chunk_rows
 from runtimes.torch_models import loading
 from runtimes.torch_models.network import Network

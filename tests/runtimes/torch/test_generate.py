@@ -20,9 +20,9 @@ from jobs import HOLDOUT, SAMPLER
 from training import RecordedEvents
 
 import runtimes.sample.generate_job
-import runtimes.torch.generate as torch_generate
+import runtimes.torch.sampler as torch_generate
 from runtimes.contract import WrongInput
-from runtimes.pipeline_folder.weight_files import weight_variant
+from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
 
 pytestmark = pytest.mark.slow

@@ -16,12 +16,10 @@ from kiln_command import ROOT
 from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.settings.train import Train
-from runtimes.process.answer_planner import answer_planner
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
-from runtimes.torch.cuda_on_cpu import cuda_on_cpu
-from runtimes.torch.gpu_step_memory import step_memory
-from runtimes.torch.gpu_step_memory_records import GpuStepRequest, StepMemory
+from runtimes.process.planner import GpuStepRequest, StepMemory, answer_planner
+from runtimes.torch.gpu_plan import cuda_on_cpu, step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from runtimes.torch import host_copy
-from runtimes.torch.host_copy import HostCopies
+from runtimes.torch import step
+from runtimes.torch.step import HostCopies
 
 
-class Stage(host_copy._Stage):
+class Stage(step._Stage):
     """A stage without CUDA; its event is a fake."""
 
     def __init__(self) -> None:
-        self._buffer = torch.full((host_copy.STAGE // 4,), torch.nan)
+        self._buffer = torch.full((step.STAGE // 4,), torch.nan)
         self._filled = self
         self._place = None
         self.waits = 0
@@ -28,8 +28,8 @@ class Stage(host_copy._Stage):
 def test_copies_have_the_values_of_every_layout_and_dtype(
     monkeypatch: pytest.MonkeyPatch, staged: bool
 ) -> None:
-    monkeypatch.setattr(host_copy, "STAGE", 64)  # 16 numbers
-    monkeypatch.setattr(host_copy, "_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(step, "STAGE", 64)  # 16 numbers
+    monkeypatch.setattr(step, "_stream", lambda device: f"stream of {device}")
     copies = HostCopies(torch.device("cpu"))
     copies._stages = [Stage(), Stage()] if staged else []
     drawn = torch.Generator().manual_seed(1)

@@ -9,8 +9,8 @@ from transformers.optimization import Adafactor
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.make_optimizer import _KINDS, Optimizer
+from runtimes.torch.step import Update
 
 SHAPES = {"unet.conv": (6, 4, 3, 3), "unet.linear": (5, 7), "text_encoder_2.bias": (5,)}
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from runtimes.torch import offload
-from runtimes.torch.offload import move_to_blocks, offload_layers
+from runtimes.torch import sampler
+from runtimes.torch.sampler import move_to_blocks, offload_layers
 
 
 def test_tensors_share_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "BLOCK", 1024)
+    monkeypatch.setattr(sampler, "BLOCK", 1024)
     model = torch.nn.Sequential(
         torch.nn.Linear(3, 5), torch.nn.Linear(5, 7).bfloat16(), torch.nn.Linear(40, 20)
     )
@@ -39,7 +39,7 @@ def test_tensors_share_blocks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_offloaded_weights_stay_in_their_pinned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers pins no copy of what is pinned already."""
-    monkeypatch.setattr(offload, "BLOCK", 2**16)
+    monkeypatch.setattr(sampler, "BLOCK", 2**16)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 32))
     given = torch.randn(3, 64)
     expected = model(given)

@@ -23,14 +23,12 @@ from waiting import wait_until
 from configs.settings.train import Train
 from runtimes.__main__ import main
 from runtimes.contract import WrongInput
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob, write_job
-from runtimes.process.ranks import Ranks
-from runtimes.process.signals import Stop
+from runtimes.process.job import Events, TrainJob, write_job
+from runtimes.process.launcher import Ranks, Stop
 from runtimes.torch.device import choose_device
 from runtimes.torch.parallel import DataParallel, FullySharded, chunk_rows
+from runtimes.train.checkpoints import Checkpoints
 from runtimes.train.training_loop import train
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 StartJob = Callable[..., Any]  # of conftest.py: a Child
 #: One process takes 3 + 3 + 2 samples at a time, two take 3 + 1, four take 2.

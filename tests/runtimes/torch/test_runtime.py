@@ -23,8 +23,8 @@ from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from configs.settings.train import Train
 from runtimes.contract import WeightsLost, WrongInput
 from runtimes.data.loader import open_job_latents
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.optimizer_step.training_state_copies import published
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.optimizer_step import published
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler

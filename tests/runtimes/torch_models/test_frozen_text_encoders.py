@@ -12,8 +12,7 @@ from jobs import HOLDOUT, SAMPLER, MakeJob, lora, start
 from training import history, results, roll_back, train
 
 from runtimes.contract import WrongInput
-from runtimes.process.events import Events
-from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 
 pytestmark = pytest.mark.slow

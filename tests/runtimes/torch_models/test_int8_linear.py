@@ -9,8 +9,8 @@ from jobs import MakeJob, start
 from torch.autograd.graph import saved_tensors_hooks
 
 from configs.settings.train import Train
-from runtimes.torch_models.encode_images_and_captions import Encoder
-from runtimes.torch_models.int8_linear import Int8Linear
+from runtimes.torch_models.encoders import Encoder
+from runtimes.torch_models.loading import Int8Linear
 from runtimes.torch_models.network import Network
 
 pytestmark = pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import torch
 
-from runtimes.torch_models.layer_dropout_seed import seed_dropout
+from runtimes.torch_models.network import seed_dropout
 
 
 def dropped(*place: int) -> tuple[bool, ...]:

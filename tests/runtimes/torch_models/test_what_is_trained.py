@@ -10,13 +10,13 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from jobs import CPU, MakeJob, predicted, start, trained
 
-from runtimes.adapters.lora_file_format import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.micro_batches import Inputs, sender
 from runtimes.torch_models.network import Network
-from runtimes.train.write_result import write_result
+from runtimes.train.training_run import write_result
 from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow

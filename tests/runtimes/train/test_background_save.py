@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from runtimes.process.events import SilentEvents
-from runtimes.train.background_save import Saver
-from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.experiment_trackers import Trackers
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.process.job import SilentEvents
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.trackers import Trackers
+from runtimes.train.training_run import Saver
 
 
 class Arrays(dict[str, Any]):

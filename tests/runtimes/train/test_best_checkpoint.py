@@ -12,17 +12,15 @@ from training import RecordedEvents
 
 from configs.settings.train import Train
 from runtimes.contract import WrongInput
-from runtimes.data.holdout_batches import Holdout
-from runtimes.process.events import Events
-from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
+from runtimes.data.loader import Holdout
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train import measurements, samples
-from runtimes.train.best_checkpoint import CheckpointRanking
-from runtimes.train.held_out_loss import HeldOutLoss
-from runtimes.train.samples import scores_path
+from runtimes.train import measurements
+from runtimes.train import measurements as train_measurements
+from runtimes.train.checkpoints import Checkpoints
+from runtimes.train.measurements import CheckpointRanking, HeldOutLoss, scores_path
 from runtimes.train.training_loop import train
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 #: A rising learning rate: the weights improve, then get worse.
@@ -224,7 +222,7 @@ class Stage(RecordedEvents):
 def test_sample_pictures_choose_and_stop_as_their_scores_demand(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(train_measurements, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(TheRuntime, "sample", lambda *_: np.zeros((1, 8, 8, 3), np.uint8))
     rule = {"metric": "digit", "patience": 2}
     settings = {**SETTINGS, "sample_every_n_steps": 2, "holdout_loss": {}, "best_checkpoint": rule}

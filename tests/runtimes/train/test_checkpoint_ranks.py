@@ -19,14 +19,12 @@ from kiln_command import ROOT
 from store_servers import REMOTE, RequestsTo, UrlOf
 from training import newest
 
+from runtimes import optimizer_step as state_module
 from runtimes.contract import Owners, State
-from runtimes.optimizer_step import training_state_copies as state_module
-from runtimes.optimizer_step.training_state_copies import owned_copies, read_state_arrays, shapes_of
+from runtimes.optimizer_step import owned_copies, read_state_arrays, shapes_of
 from runtimes.process.collectives import free_port
-from runtimes.train import checkpoint_array_files
-from runtimes.train.checkpoint_array_files import array_files, files_by_rank
-from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train import checkpoints as train_checkpoints
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints, array_files, files_by_rank
 
 FACTS = {"seed": 1, "train": {}}
 #: Bytes of a file: the state below has 11 files.
@@ -157,13 +155,13 @@ def test_ranks_agree_to_skip_what_one_of_them_finds_damaged(
     data[-1] ^= 1
     damaged.write_bytes(data)
     verified: list[str] = []
-    fault = checkpoint_array_files.file_fault
+    fault = train_checkpoints.file_fault
 
     def recorded(fs: Any, path: str, entry: Any) -> Any:
         verified.append(f"{path[-1]} {entry.path}")
         return fault(fs, path, entry)
 
-    monkeypatch.setattr(checkpoint_array_files, "file_fault", recorded)
+    monkeypatch.setattr(train_checkpoints, "file_fault", recorded)
     found = by_ranks(url, 2, lambda checkpoints: checkpoints.latest())
     assert [saved.step for saved in found] == [1, 1]
     assert len(verified) == len(set(verified)), "a file is verified by one rank"
@@ -175,11 +173,11 @@ KILLED = """
 import os, sys
 import numpy as np
 from runtimes.process.collectives import HostCollectives, join
-from runtimes.process.ranks import Ranks
+from runtimes.process.launcher import Ranks
 from runtimes.train import checkpoint_array_files as module
-from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
-from runtimes.optimizer_step.training_state_copies import owned_copies, shapes_of
+from runtimes.train.checkpoints import CheckpointNotWritten
+from runtimes.train.checkpoints import Checkpoints
+from runtimes.optimizer_step import owned_copies, shapes_of
 
 join(Ranks.here())
 writers = HostCollectives(2).writers()

@@ -18,8 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
-from runtimes.train.experiment_trackers import TensorBoard, Trackers, open_trackers
-from runtimes.train.wandb_tracker import WandbTracker, check_wandb
+from runtimes.train.trackers import TensorBoard, Trackers, WandbTracker, check_wandb, open_trackers
 
 pytestmark = pytest.mark.slow
 

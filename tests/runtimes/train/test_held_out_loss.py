@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 
 from artifacts.latent_shards import open_latents
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.data.holdout_batches import Holdout, draw_losses
-from runtimes.data.loader import BatchReader
+from runtimes.data.loader import BatchReader, Holdout, draw_losses
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.sample_and_scale_latents import LatentScale
-from runtimes.objective.training_objective import Objective
-from runtimes.train.held_out_loss import HeldOutLoss
+from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.train.measurements import HeldOutLoss
 from runtimes.train.training_loop import make_holdout, read_train_settings
 
 WriteLatents = Callable[..., str]  # of conftest.py

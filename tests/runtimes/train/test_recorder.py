@@ -10,8 +10,8 @@ from training import RecordedEvents
 
 from configs.settings.train import Train
 from runtimes.contract import Runtime, StepBatch, StepOutput
-from runtimes.train.experiment_trackers import Trackers
 from runtimes.train.recorder import Recorder
+from runtimes.train.trackers import Trackers
 
 
 class Idle:

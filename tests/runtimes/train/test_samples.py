@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from training import RecordedEvents
 
 from runtimes.contract import ImagesNotFinite, WeightsLost
-from runtimes.process.events import SilentEvents
-from runtimes.process.job import TrainJob
-from runtimes.train import samples
-from runtimes.train.experiment_trackers import Trackers
-from runtimes.train.samples import Samples
+from runtimes.process.job import SilentEvents, TrainJob
+from runtimes.train import measurements
+from runtimes.train.measurements import Samples
+from runtimes.train.trackers import Trackers
 
 
 class Draws:
@@ -81,7 +80,7 @@ def test_pictures_that_cannot_be_written(make_job: MakeJob, together: bool) -> N
 def test_scores_that_never_come_cost_a_warning(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "WAIT_SECONDS", -1.0)
+    monkeypatch.setattr(measurements, "WAIT_SECONDS", -1.0)
     heard = RecordedEvents()
     drawn = Samples(make_job(), Draws(True, False), heard, Trackers([]), writes=True)  # type: ignore[arg-type]
     assert drawn.scores(3, lambda: False) == {}

@@ -14,15 +14,13 @@ from PIL import Image
 from tolerances import assert_close
 
 from runtimes.data.loader import open_job_latents
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.objective.noise_schedule import NoiseSchedule
-from runtimes.objective.scheduler_config import read_schedule
-from runtimes.process.events import SilentEvents
-from runtimes.process.job import Drawing, GenerateJob, TrainJob
+from runtimes.objective.noise_schedule import NoiseSchedule, read_schedule
+from runtimes.objective.random_draws import Stream, generator
+from runtimes.process.job import Drawing, GenerateJob, SilentEvents, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.training_loop import make_loader, read_train_settings
-from runtimes.train.write_result import write_result
+from runtimes.train.training_run import write_result
 from tasks.publish.assemble_pipeline import assemble
 
 pytestmark = pytest.mark.slow

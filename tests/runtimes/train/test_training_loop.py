@@ -16,13 +16,12 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.job import TrainJob
-from runtimes.process.signals import Stop
+from runtimes.process.launcher import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.detect_divergence import Diverged
-from runtimes.train.resume import check_same_run
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.recorder import Diverged
 from runtimes.train.training_loop import train
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.training_run import check_same_run
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +171,7 @@ def test_it_stops_while_the_loader_stalls(
         return batch(loader, step) if step < 3 or released.wait(60) else None
 
     monkeypatch.setattr(Loader, "batch", stall)
-    monkeypatch.setattr("runtimes.data.prefetch.JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("runtimes.data.loader.JOIN_SECONDS", 0.1)
     stop = Stop()
     asking = threading.Timer(0.3, lambda: setattr(stop, "requested", True))
 

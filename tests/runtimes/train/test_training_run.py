@@ -24,16 +24,13 @@ from configs.settings.train import Train
 from runtimes.contract import State, StepBatch, WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.job import TrainJob
-from runtimes.torch.clip_update_and_ema import Update
 from runtimes.torch.runtime import TheRuntime
+from runtimes.torch.step import Update
 from runtimes.train import measurements, training_run
-from runtimes.train.background_save import Saver
-from runtimes.train.checkpoint_errors import CheckpointNotWritten
-from runtimes.train.detect_divergence import Diverged
-from runtimes.train.profiling import Profiling
-from runtimes.train.resume import _with_defaults
+from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.recorder import Diverged
 from runtimes.train.training_loop import train
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.training_run import Profiling, Saver, _with_defaults
 from tasks.child_process import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
@@ -92,7 +89,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
         written.append("")
         write_arrays(sink, arrays)
 
-    monkeypatch.setattr("runtimes.train.checkpoint_array_files.write_arrays", full)
+    monkeypatch.setattr("runtimes.train.checkpoints.write_arrays", full)
     job, whole = make_job("full", **SHORT), make_job("whole", **SHORT)
     heard = run(job)
     assert [event["step"] for event in heard.of("checkpoint")] == [2]
@@ -114,7 +111,7 @@ def test_a_store_s_error_costs_checkpoints_but_neither_the_run_nor_its_weights(
     def away(*_: object) -> None:
         raise HttpError({"code": 503, "message": "Service Unavailable"})
 
-    monkeypatch.setattr("runtimes.train.write_and_prune_checkpoints.write_record", away)
+    monkeypatch.setattr("runtimes.train.checkpoints.write_record", away)
     away_job, whole = make_job("away", **SHORT), make_job("whole", **SHORT)
     heard = run(away_job)
     assert not heard.of("checkpoint")

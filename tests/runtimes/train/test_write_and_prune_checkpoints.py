@@ -30,12 +30,12 @@ from artifacts.filesystems import subfolders
 from artifacts.lock import LockLost, hold, seize
 from runtimes.contract import State, WrongInput
 from runtimes.registry import interpreter
-from runtimes.train.checkpoint_errors import (
+from runtimes.train.checkpoints import (
     RETRY_SECONDS,
     CheckpointNotWritten,
+    Checkpoints,
     CheckpointsUnreachable,
 )
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
 
 FACTS = {"seed": 1, "train": {}}
 
@@ -194,7 +194,7 @@ def test_a_store_that_is_away_costs_the_checkpoint(
 SAVE = """
 import sys
 import numpy as np
-from runtimes.train.write_and_prune_checkpoints import Checkpoints
+from runtimes.train.checkpoints import Checkpoints
 
 arrays = {"a": np.arange(6, dtype=np.float32)}
 for url in sys.argv[1:]:

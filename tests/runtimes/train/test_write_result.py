@@ -16,8 +16,8 @@ from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
-from runtimes.train.checkpoint_errors import RETRY_SECONDS
-from runtimes.train.write_result import write_result
+from runtimes.train.checkpoints import RETRY_SECONDS
+from runtimes.train.training_run import write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
 
@@ -62,7 +62,7 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
             raise HttpError({"code": 503, "message": "Service Unavailable"})
         write_arrays(*arguments)
 
-    monkeypatch.setattr("runtimes.train.write_result.write_arrays", unreachable)
+    monkeypatch.setattr("runtimes.train.training_run.write_arrays", unreachable)
     monkeypatch.setattr(time, "sleep", waited.append)
     if failures > len(RETRY_SECONDS):
         with pytest.raises(HttpError):
@@ -78,7 +78,7 @@ def test_expired_credentials_are_no_outage(
     def expired(*_: Any) -> None:
         raise PermissionError("The provided token has expired.")
 
-    monkeypatch.setattr("runtimes.train.write_result.write_arrays", expired)
+    monkeypatch.setattr("runtimes.train.training_run.write_arrays", expired)
     monkeypatch.setattr(time, "sleep", pytest.fail)
     state = {"weights": {"unet.conv_in.weight": np.ones((2, 3), np.float32)}}
     with pytest.raises(PermissionError, match="has expired"):

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch_xla.debug import metrics
 
 from runtimes.contract import StepBatch, StepOutput
-from runtimes.objective.counter_based_random import Stream, generator
-from runtimes.objective.scheduler_config import read_scheduler_config
+from runtimes.objective.noise_schedule import read_scheduler_config
+from runtimes.objective.random_draws import Stream, generator
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler

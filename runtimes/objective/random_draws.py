@@ -1,0 +1,204 @@
+"""Random draws of training: counter-based, so each step is drawn without those before it.
+
+Counter-based random numbers: any step can be drawn without drawing the ones before it.
+
+NumPy's Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The
+key is (seed, stream). Words 1 to 3 of the counter hold our counters; NumPy advances word 0.
+
+Timestep sampling: the probability of each noise level during training.
+
+Random draws per sample: noise, offset noise, input perturbation, caption dropout and choices.
+
+Each draw is keyed on (seed, stream, sample counter), see random_draws.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, unique
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.settings.train_parts import TimestepSampling
+from runtimes.contract import WrongInput
+
+
+@unique
+class Stream(IntEnum):
+    """Independent random streams, one per purpose; parentheses name the counters."""
+
+    POSTERIOR = 1  # (sample) the VAE posterior
+    NOISE = 2  # (sample) the diffusion noise
+    NOISE_OFFSET = 3  # (sample) its per-channel shift
+    CHOICES = 4  # (sample) timestep, caption, dropout, flip, mask: uniforms, in this order
+    BATCHES = 5  # (epoch) the order of buckets
+    SHARDS = 6  # (epoch) the order of shards, the same for all buckets
+    WINDOW = 7  # (epoch, bucket, window) the order of samples
+    PICTURE = 8  # (image) the initial noise of sampling
+    INPUT_PERTURBATION = 9  # (sample) the perturbation of the input noise
+    ADAPTERS = 20  # (digest of an adapter's name) its initial weights
+    DROPOUT = 21  # (step, first sample of the micro-batch, rank) the dropout seed
+    SCORE = 22  # () the initial weights of the aesthetic-score embedding
+
+
+def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:
+    """A generator for one stream at up to three counters, each below 2**64."""
+    words = np.zeros(4, np.uint64)
+    words[1 : 1 + len(counter)] = counter
+    key = np.array([seed, stream], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=words))
+
+
+def generators(seed: int, stream: Stream, counters: Iterable[int]) -> Iterator[np.random.Generator]:
+    """Yield `generator(seed, stream, counter)` for each counter, about ten times faster.
+
+    All are one object with a new state: a generator is valid until the next one is yielded.
+    """
+    rng = generator(seed, stream)
+    state: Any = rng.bit_generator.state
+    for counter in counters:
+        state["state"]["counter"][1] = counter
+        rng.bit_generator.state = state
+        yield rng
+
+
+Probabilities = NDArray[np.float64]
+
+
+def level_bounds(settings: TimestepSampling, count: int) -> Probabilities | None:
+    """The cumulative distribution of levels [count] f64; None for a uniform distribution.
+
+    Raises:
+        WrongInput: the bias range contains no level.
+    """
+    if settings.distribution == "uniform" and settings.bias_strategy == "none":
+        return None
+    bounds = np.cumsum(level_probabilities(settings, count))
+    return np.append(bounds[:-1], 1.0)
+
+
+def level_probabilities(settings: TimestepSampling, count: int) -> Probabilities:
+    """Probability of each level [count] f64, in order of increasing noise.
+
+    Level k covers u in [k / count, (k + 1) / count).
+
+    Raises:
+        WrongInput: the bias range contains no level.
+    """
+    probabilities = _bias_weights(settings, count)
+    if settings.distribution == "logit_normal":
+        mean, std = -settings.logit_mean, settings.logit_std
+        probabilities = probabilities * logit_normal_probabilities(mean, std, count)
+    return probabilities / probabilities.sum()
+
+
+def logit_normal_probabilities(mean: float, std: float, count: int) -> Probabilities:
+    """Probability mass [count] of u = 1 / (1 + exp(-n)), n ~ N(mean, std^2), in each level.
+
+    SD3, arXiv 2403.03206, section 3.1. A mean above 0 favours noisier levels. The setting
+    `logit_mean` has the opposite sign, because u = 0 is pure noise in diffusers.
+    """
+    normal = NormalDist(mean, std)
+    inner = [normal.cdf(math.log(k / (count - k))) for k in range(1, count)]
+    return np.diff([0.0, *inner, 1.0])
+
+
+def level_at(u: float, bounds: Probabilities) -> int:
+    """The level for a uniform u in [0, 1): inverse transform sampling with `level_bounds`."""
+    return int(np.searchsorted(bounds, u, side="right"))
+
+
+def _bias_weights(settings: TimestepSampling, count: int) -> Probabilities:
+    """Unnormalised weights [count]: `bias_multiplier` inside the bias range, 1 elsewhere."""
+    weights = np.ones(count)
+    if settings.bias_strategy == "none":
+        return weights
+    begin, end = settings.bias_begin, settings.bias_end
+    if settings.bias_strategy != "range":
+        some = int(settings.bias_portion * count)
+        begin, end = (0, some) if settings.bias_strategy == "earlier" else (count - some, count)
+    if not begin < end <= count:
+        what = "bias_begin and bias_end" if settings.bias_strategy == "range" else "bias_portion"
+        raise WrongInput(
+            f"train.timesteps.{what}: {begin} to {end} is no range of the schedule's {count} "
+            "timesteps"
+        )
+    weights[begin:end] = settings.bias_multiplier
+    return weights
+
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The random choices for one sample, besides its noise."""
+
+    level: int  # noise level, from 0 (least noise)
+    caption: float  # uniform in [0, 1), selects one of the captions
+    dropped: bool  # whether the empty caption replaces the caption
+    flip: float  # uniform in [0, 1), below 0.5: use the mirrored image, if stored
+    mask: float  # uniform in [0, 1), selects one of the masks
+
+
+def draw_choices(
+    seed: int,
+    counters: Sequence[int],
+    levels: int,
+    cumulative: Probabilities | None,
+    caption_dropout_rate: float,
+) -> list[Choices]:
+    """The random choices for each sample.
+
+    Args:
+        counters: B sample counters.
+        levels: number of noise levels.
+        cumulative: distribution function of levels [levels]; None draws them uniformly.
+        caption_dropout_rate: probability of training a sample without its caption.
+    """
+    found = []
+    for rng in generators(seed, Stream.CHOICES, counters):
+        level, caption, dropout, flip, mask = rng.random(5).tolist()
+        chosen = int(level * levels) if cumulative is None else level_at(level, cumulative)
+        found.append(Choices(chosen, caption, dropout < caption_dropout_rate, flip, mask))
+    return found
+
+
+def draw_noise(seed: int, counters: Sequence[int], shape: tuple[int, ...], offset: float) -> Array:
+    """eps [B, C, h, w] f32, with a random shift per channel for a noise offset.
+
+    N. Guttenberg, "Diffusion with offset noise", 2023.
+
+    Args:
+        counters: B sample counters.
+        shape: (C, h, w).
+        offset: scale of the shift; 0 draws none.
+    """
+    noise = draw_normal(seed, Stream.NOISE, counters, shape)
+    if offset:
+        shift = draw_normal(seed, Stream.NOISE_OFFSET, counters, (shape[0], 1, 1))
+        noise = noise + np.float32(offset) * shift
+    return noise
+
+
+def perturb(seed: int, counters: Sequence[int], noise: Array, scale: float) -> Array:
+    """The perturbed noise of the model's input; the target has `noise` (arXiv 2301.11706)."""
+    if not scale:
+        return noise
+    more = draw_normal(seed, Stream.INPUT_PERTURBATION, counters, noise.shape[1:])
+    return noise + np.float32(scale) * more
+
+
+def draw_normal(
+    seed: int, stream: Stream, counters: Sequence[int], shape: tuple[int, ...]
+) -> Array:
+    """Standard normal numbers [B, *shape] f32."""
+    drawn = np.empty((len(counters), *shape), np.float32)
+    for row, rng in zip(drawn, generators(seed, stream, counters), strict=True):
+        rng.standard_normal(out=row, dtype=np.float32)
+    return drawn

@@ -1,1 +1,0 @@
-"""Formulas of the optimizer step that every runtime shares."""

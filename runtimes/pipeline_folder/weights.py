@@ -1,0 +1,274 @@
+"""Weight files of a pipeline folder, and faults that loading them would find hours later.
+
+Weight files of a pipeline component, and a check of their shapes against its config.
+
+For runtimes without PyTorch: this module imports no framework.
+
+Faults of a pipeline's parts that loading them would find hours later, by headers and texts.
+
+Loads no weights and no tokenizer. What is unknown here is left to the loader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runtimes.contract import WrongInput
+from runtimes.families import TextEncoder, detect_family
+from runtimes.pipeline_folder.folder import has_frozen_text, read_config, read_part_config
+
+DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
+TEXT_WEIGHTS = "model"  # transformers'
+#: Variants that are read where a part has no plain weights, the preferred one first.
+HALF_PRECISION = ("bf16", "fp16")
+_PIECE = r"(?:-\d+-of-\d+)?"
+VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
+_SHARD_OF = re.compile(r"-\d+-of-(\d+)")
+_POINTER = b"version https://git-lfs."
+FILE_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]+")
+WeightShapes = Mapping[str, tuple[int, ...]]  # weight name -> shape
+
+
+def weight_variant(folder: Path) -> str | None:
+    """The `variant` argument of from_pretrained for a component's folder.
+
+    None if there are weights without a variant. Names with a variant: `model.fp16.safetensors`;
+    with shards `model.fp16-00001-of-00002.safetensors`, or the older form
+    `model-00001-of-00002.fp16.safetensors`.
+    """
+    found = [VARIANT.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    variants = {match["variant"] for match in found if match}
+    return None if None in variants else min(variants, default=None)
+
+
+def pipeline_variant(folder: Path) -> str | None:
+    """The `variant` argument of from_pretrained for a pipeline's folder."""
+    parts = [part for part in sorted(folder.iterdir()) if part.is_dir()]
+    return next((found for part in parts if (found := weight_variant(part)) is not None), None)
+
+
+def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
+    """The weight files of a component, in full precision if available, else in half.
+
+    Args:
+        folder: the component's folder.
+        stem: file name without extension and variant.
+
+    Raises:
+        WrongInput: there are no weight files.
+    """
+    for variant in ("", *(f".{name}" for name in HALF_PRECISION)):
+        whole = folder / f"{stem}{variant}.safetensors"
+        index = folder / f"{stem}.safetensors.index{variant}.json"
+        if whole.exists():
+            return [whole]
+        if index.exists():
+            names = _shard_names(index)
+            return [folder / name for name in names]
+    raise WrongInput(
+        f"{folder / stem}.safetensors is missing: the weights of the part are required"
+    )
+
+
+def stored_weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a part's weights: the plain ones, else those in half precision.
+
+    Only the standard names of diffusers and transformers count; other files are other copies.
+    """
+    for variant in ("", *(rf"\.{name}" for name in HALF_PRECISION)):
+        name = re.compile(
+            rf"(diffusion_pytorch_model|model)(-\d+-of-\d+)?{variant}(-\d+-of-\d+)?\.safetensors"
+        )
+        found = [p for p in sorted(folder.glob("*.safetensors")) if name.fullmatch(p.name)]
+        if found:
+            return found
+    return []
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a part's weights, of `stored_weight_files`; only headers are read.
+
+    Raises:
+        WrongInput: a file is damaged, or a shard is missing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for path in _without_gaps(stored_weight_files(folder)):
+        try:
+            with safe_open(path, framework="np") as stream:
+                for name in stream.keys():  # noqa: SIM118 (not a dict)
+                    found[name] = tuple(stream.get_slice(name).get_shape())
+        except SafetensorError as error:
+            if _is_pointer(path):
+                raise WrongInput(
+                    f"{path} is a pointer of Git LFS, no weights: run `git lfs pull` in its folder"
+                ) from None
+            raise WrongInput(f"{path} is no valid safetensors file: {error}") from None
+    return found
+
+
+def _without_gaps(paths: list[Path]) -> list[Path]:
+    """The same files. Raises WrongInput if one of the shards that their names count is missing."""
+    counts = [match for path in paths if (match := _SHARD_OF.search(path.name))]
+    if counts and len(counts) == len(paths) < (total := int(counts[0][1])):
+        raise WrongInput(
+            f"{paths[0].parent}: only {len(paths)} of {total} files of weights are there: fetch "
+            "the model again"
+        )
+    return paths
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a file is what `git clone` leaves in place of a large file without Git LFS."""
+    with path.open("rb") as stream:
+        return stream.read(len(_POINTER)) == _POINTER
+
+
+def _shard_names(index: Path) -> list[str]:
+    """The files that an index of weights names. Raises WrongInput if one is not beside it."""
+    named = read_config(index).get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise WrongInput(f"{index}: weight_map is no object of file names: the model is damaged")
+    for name in named.values():
+        if not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
+            raise WrongInput(f"{index}: {name!r} is no file beside it: the model may be hostile")
+    return sorted(set(named.values()))
+
+
+def check_fit(path: Path, wanted: WeightShapes, given: WeightShapes) -> None:
+    """Raise WrongInput if names or shapes in a file differ from those of the config.
+
+    Args:
+        path: for the message.
+        wanted: shapes by the config.
+        given: shapes in the file.
+    """
+    for what, names in (
+        ("lacks", wanted.keys() - given.keys()),
+        ("has, and its config knows nothing of,", given.keys() - wanted.keys()),
+    ):
+        if names:
+            raise WrongInput(f"{path} {what} {len(names)} weights, such as {min(names)}")
+    for name, shape in wanted.items():
+        if given[name] != shape:
+            raise WrongInput(f"{path}: {name} has shape {given[name]}, its config requires {shape}")
+
+
+#: End of a weight's name -> settings of its config that are its first dimensions; None: not known.
+DIMENSIONS: dict[str, tuple[str | None, ...]] = {
+    "token_embedding.weight": ("vocab_size", "hidden_size"),  # CLIP
+    "position_embedding.weight": ("max_position_embeddings", "hidden_size"),
+    "shared.weight": ("vocab_size", "d_model"),  # T5
+    "embed_tokens.weight": ("vocab_size", "hidden_size"),  # Qwen
+    "decoder.conv_in.weight": (None, "latent_channels"),  # VAE
+    "attn2.to_k.weight": (None, "cross_attention_dim"),  # UNet
+    "pos_embed.proj.weight": (None, "in_channels"),  # SD3
+    "context_embedder.weight": (None, "joint_attention_dim"),  # SD3, FLUX, FLUX.2
+    "cap_embedder.1.weight": ("dim", "cap_feat_dim"),  # Z-Image
+    "txt_in.weight": (None, "joint_attention_dim"),  # Qwen-Image
+}
+#: The same of whole names.
+INPUTS = dict.fromkeys(("conv_in", "x_embedder", "img_in"), (None, "in_channels"))
+#: Tokens of a vocabulary of byte pairs that no merge makes, at most: letters and special tokens.
+UNMERGED = 1024
+#: Size of the byte alphabet: a vocabulary has more.
+BYTES = 256
+
+
+def check_weights(part: Path) -> None:
+    """Raise WrongInput for weights that are damaged, or of another size than their config says."""
+    shapes, config = weight_shapes(part), _flat(read_config(part / "config.json"))
+    for name, shape in shapes.items():
+        for setting, size in zip(_settings(name), shape, strict=False):
+            wanted = None if setting is None else config.get(setting)
+            if type(wanted) is int and size != wanted:
+                raise WrongInput(
+                    f"{part}: {name} has shape {shape}, {setting} in its config.json is {wanted}: "
+                    "config and weights are of different models"
+                )
+
+
+def check_tokenizers(model_folder: Path) -> None:
+    """Raise WrongInput for a tokenizer that is damaged or does not fit its text encoder."""
+    family = detect_family(model_folder)
+    frozen = [family.frozen_text] if has_frozen_text(model_folder) else []
+    for encoder in filter(None, [*family.clip, *frozen]):
+        _check_tokenizer(model_folder, encoder)
+
+
+def _check_tokenizer(model_folder: Path, encoder: TextEncoder) -> None:
+    folder = model_folder / encoder.tokenizer
+    config = read_part_config(model_folder, encoder.component)
+    check_vocabulary_files(folder, config)
+    if encoder.kind == "clip":  # of others, text_length takes the smaller one
+        given = read_config(folder / "tokenizer_config.json").get("model_max_length")
+        wanted = config["max_position_embeddings"]
+        if given != wanted:
+            raise WrongInput(
+                f"{folder}: model_max_length in its tokenizer_config.json is {given}, its text "
+                f"encoder takes {wanted} tokens (max_position_embeddings): correct it"
+            )
+
+
+def check_vocabulary_files(folder: Path, encoder: dict[str, Any]) -> None:
+    """Raise WrongInput for a vocabulary that is missing, cut short, or too large.
+
+    Args:
+        folder: with a tokenizer's files.
+        encoder: config of the text encoder.
+    """
+    if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
+        return
+    vocabulary, merges = _vocabulary(folder)
+    rows = _flat(encoder).get("vocab_size", vocabulary)
+    if not BYTES < vocabulary <= rows:
+        raise WrongInput(f"{folder} has {vocabulary} tokens, its text encoder {rows}")
+    if merges is not None and vocabulary - merges > UNMERGED:
+        raise WrongInput(
+            f"{folder}: its {merges} merges do not make its {vocabulary} tokens: the merges are "
+            "cut short: fetch the model again"
+        )
+
+
+def _vocabulary(folder: Path) -> tuple[int, int | None]:
+    """Number of tokens, and of merges where the vocabulary is one of byte pairs."""
+    whole = folder / "tokenizer.json"
+    if whole.is_file():
+        model = read_config(whole).get("model")
+        if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+            raise WrongInput(f"{whole}: it has no vocabulary: fetch the model again")
+        merges = model.get("merges")
+        return len(model["vocab"]), len(merges) if isinstance(merges, list) else None
+    for name in ("vocab.json", "merges.txt"):
+        if not (folder / name).is_file():
+            raise WrongInput(
+                f"{folder}: {name} is missing, and tokenizer.json too: fetch the model again"
+            )
+    return len(read_config(folder / "vocab.json")), sum(1 for _ in _merges(folder / "merges.txt"))
+
+
+def _merges(path: Path) -> Iterator[str]:
+    """The pairs of a file of merges. Raises WrongInput for a line that is none."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.startswith("#version"):
+            if len(line.split()) != 2:
+                raise WrongInput(f"{path}, line {number}: no pair of tokens: fetch the model again")
+            yield line
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the settings of its text model, where a model also sees images."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def _settings(name: str) -> tuple[str | None, ...]:
+    if "vision" in name or "visual" in name:  # of a model that also sees images
+        return ()
+    whole = INPUTS.get(name.removesuffix(".weight"), ())
+    return next((found for end, found in DIMENSIONS.items() if name.endswith(end)), whole)

@@ -1,0 +1,208 @@
+"""Initial noise, conditioning and scheduler coefficients of sampling, as arrays on the host.
+
+Runtimes that sample from tabulated coefficients (tabulated_schedulers.py) use this module in place
+of a diffusers pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.contract import WrongInput
+from runtimes.data.loader import TOKEN_STEP, padded_rows
+from runtimes.families import Family, family_named
+from runtimes.families.extra_inputs import ExtraInputs, aesthetic_scores, fully_masked
+from runtimes.families.family import token_mask
+from runtimes.objective.noise_schedule import ResolutionShift, sampling_scheduler
+from runtimes.sample.initial_noise import image_size, noise_batches
+from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
+from runtimes.torch_models.make_scheduler import make_scheduler
+
+Float32 = NDArray[np.float32]
+#: Encodes images [B, 3, H, W] f32 in -1..1 to the mean and log-variance [B, C, h, w] of latents.
+Images = Callable[[Float32], tuple[Any, Any]]
+#: Encodes B captions to prompt embeddings, B of [T, D], and pooled embeddings [B, P] or None.
+Texts = Callable[[list[str]], tuple[Any, Float32 | None]]
+
+
+@dataclass(frozen=True)
+class ConditionedNoise:
+    """Initial noise and conditioning of one batch, padded with copies of its last prompt."""
+
+    count: int  # images to return; the rows after them are padding
+    noise: Float32  # [B, C, h, w], standard normal
+    #: Keyword to [B, ...] or, with guidance, [2 B, ...]. With guidance, rows 2i and 2i + 1 are the
+    #: unconditional and conditional rows of image i: adjacent rows are on one device.
+    conditioning: dict[str, Float32]
+
+
+@dataclass(frozen=True)
+class Conditioner:
+    """Computes the denoiser's conditioning of a pipeline, and the coefficients of its scheduler.
+
+    Args:
+        info: description of the pipeline's encoders, from describe_encoders.
+        texts: encodes captions.
+        images: encodes images.
+    """
+
+    info: dict[str, Any]
+    texts: Texts
+    images: Images
+
+    @property
+    def family(self) -> Family:
+        return family_named(self.info["family"])
+
+    def table(
+        self, scheduler: Any, sampler: Mapping[str, Any], denoiser: Mapping[str, Any]
+    ) -> SchedulerTable:
+        """Coefficients of the scheduler that `sampler` selects, or else of the model's scheduler.
+
+        Args:
+            scheduler: diffusers scheduler of the model.
+            sampler: as GenerateJob.sampler.
+            denoiser: diffusers config of the denoiser.
+
+        Raises:
+            WrongInput: the selected scheduler has no such table, or `eta` is not 0.
+        """
+        if sampler.get("eta"):
+            raise WrongInput("eta: a tabulated scheduler draws no noise in its steps: set 0")
+        family, factor = self.family, self.info["vae_scale_factor"]
+        steps = sampler["num_inference_steps"]
+        chosen = sampling_scheduler(scheduler, sampler, make_scheduler)
+        shift = ResolutionShift.from_config(chosen.config, family.latent_multiple(denoiser))
+        height, width = image_size(sampler, family, denoiser, factor)
+        mu = None
+        if shift is not None:
+            tokens = (height // factor // shift.patch) * (width // factor // shift.patch)
+            mu = family.sampling_shift(shift, tokens, steps)
+        return tabulate(chosen, steps, family.sigmas(steps), mu)
+
+    def batches(
+        self,
+        prompts: Sequence[str],
+        sampler: dict[str, Any],
+        *,
+        first: int,
+        denoiser: Mapping[str, Any],
+        multiple: int = 1,
+    ) -> Iterator[ConditionedNoise]:
+        """Yield batches of `batch_size` images, padded to a multiple of `multiple` rows.
+
+        Args:
+            sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+            denoiser: diffusers config of the denoiser.
+            multiple: number of devices that share the rows.
+        """
+        rows, family = padded_rows(sampler["batch_size"], multiple), self.family
+        guided = family.is_guided(sampler, self.info)
+        unconditional = self._unconditional(sampler.get("negative_prompt")) if guided else None
+        more: dict[str, Float32] | None = None
+        factor = self.info["vae_scale_factor"]
+        for batch in noise_batches(
+            prompts, sampler, family, denoiser, factor, first=first, rows=rows
+        ):
+            size = (batch.height, batch.width)
+            if more is None:
+                more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
+            conditioning = self._condition(batch.prompts, unconditional)
+            drawn = family.drawing_condition(size, sampler["guidance_scale"])
+            count = len(conditioning["prompt_embeds"])
+            conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
+            yield ConditionedNoise(batch.count, batch.noise, conditioning | more)
+
+    def _condition(
+        self, captions: list[str], unconditional: dict[str, Float32] | None
+    ) -> dict[str, Float32]:
+        """Text conditioning, interleaved with the unconditional rows where guidance is on.
+
+        Args:
+            unconditional: unconditional embeddings [1, ...]; None without guidance.
+        """
+        found = self._embeds(captions)
+        if unconditional is not None:
+            found, unconditional = same_length(found, unconditional)
+            found = {
+                name: _interleave(np.broadcast_to(unconditional[name], array.shape), array)
+                for name, array in found.items()
+            }
+        return found
+
+    def _extra_inputs(
+        self, extras: ExtraInputs, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
+    ) -> dict[str, Float32]:
+        """Extra UNet inputs: a mask that hides the whole image, and the requested aesthetic score.
+
+        Each one is present only if the denoiser's config has that input.
+        """
+        found = {}
+        if extras.inpainting:
+            mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
+            times = 2 * rows if self.family.is_guided(sampler, self.info) else rows
+            found["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
+        if extras.aesthetic_score:
+            found["aesthetic_score"] = np.tile(
+                np.array(aesthetic_scores(sampler), np.float32), rows
+            )
+        return found
+
+    def _unconditional(self, negative: str | None) -> dict[str, Float32]:
+        """Unconditional embeddings [1, ...] of guidance: the negative or the empty prompt."""
+        found = self._embeds([negative or ""])
+        if negative is None and self.info["empty_prompt"] == "zeros":
+            return {name: np.zeros_like(array) for name, array in found.items()}
+        return found
+
+    def _embeds(self, captions: list[str]) -> dict[str, Float32]:
+        states, pooled = self.texts(captions)
+        if self.family.varying_lengths:
+            return padded_embeds(states)
+        # StableDiffusion3Pipeline pads with zeros where T5 is absent.
+        missing = (self.info["tokens"] - states.shape[1], self.info["prompt_dim"] - states.shape[2])
+        found = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
+        return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
+
+
+def _interleave(one: Float32, other: Float32) -> Float32:
+    """Interleave the rows of two arrays [B, ...]: one, other, one, ... [2 B, ...]."""
+    return np.stack([one, other], axis=1).reshape(-1, *one.shape[1:])
+
+
+def padded_embeds(states: Sequence[Float32]) -> dict[str, Float32]:
+    """`prompt_embeds` [B, T, D] and their mask [B, T] f32, from B arrays of varying length.
+
+    T is one of few lengths, so that few programs are compiled.
+    """
+    counts = [len(one) for one in states]
+    length = TOKEN_STEP
+    while length < max(counts):
+        length *= 2
+    return {
+        "prompt_embeds": np.stack([_with_rows(one, length) for one in states]),
+        "prompt_embeds_mask": token_mask(counts, length),
+    }
+
+
+def same_length(*conditionings: dict[str, Float32]) -> list[dict[str, Float32]]:
+    """Pad embeddings and masks of varying length to the longest; others stay as they are."""
+    if not all("prompt_embeds_mask" in one for one in conditionings):
+        return list(conditionings)
+    names = ("prompt_embeds", "prompt_embeds_mask")
+    length = max(one["prompt_embeds"].shape[1] for one in conditionings)
+    return [
+        one | {name: np.stack([_with_rows(row, length) for row in one[name]]) for name in names}
+        for one in conditionings
+    ]
+
+
+def _with_rows(array: Float32, rows: int) -> Float32:
+    """An array [T, ...] with zeros appended along its first axis, up to `rows`."""
+    return np.pad(array, ((0, rows - len(array)), *[(0, 0)] * (array.ndim - 1)))

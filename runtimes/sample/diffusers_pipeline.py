@@ -1,0 +1,241 @@
+"""Sampling by a diffusers pipeline, put together from a folder and trained parts.
+
+Sampling with a diffusers pipeline, or with one of mindone's, which has the same interface.
+
+The part of a generate job's pipeline that does not depend on the framework.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtimes.families import Family
+from runtimes.families.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
+from runtimes.objective.noise_schedule import sampling_scheduler
+from runtimes.process.job import Drawing, GenerateJob
+from runtimes.sample.generate_job import LOSS_BATCH, load_trained_scheduler
+from runtimes.sample.initial_noise import NoiseBatch, image_levels, noise_batches
+
+
+class PipelineSampler(ABC):
+    """A pipeline with replaceable components.
+
+    Initial noise is drawn on the host, so it is the same on every device.
+
+    Args:
+        pipe: the pipeline, on its device.
+        family: of the pipeline.
+        make_scheduler: constructs a scheduler from its diffusers config.
+        pads_batches: whether batches are padded to `batch_size` images, to reuse one program.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        family: Family,
+        make_scheduler: Callable[[dict[str, Any]], Any],
+        *,
+        pads_batches: bool = False,
+    ) -> None:
+        self._pipe = pipe
+        self._family = family
+        self._make_scheduler = make_scheduler
+        self._pads_batches = pads_batches
+        pipe.set_progress_bar_config(disable=True)
+        replaceable = ("scheduler", *family.clip_encoders)
+        self._defaults = {name: getattr(pipe, name) for name in replaceable}
+
+    def use(self, parts: Mapping[str, Any], scheduler: Any = None) -> None:
+        """Replace components of the pipeline; those not in `parts` are reset to the pipeline's.
+
+        Args:
+            parts: component name to model.
+            scheduler: of the model; None is the pipeline's.
+        """
+        own = {} if scheduler is None else {"scheduler": scheduler}
+        self._pipe.register_modules(**{**self._defaults, **parts, **own})
+
+    def release_network(self) -> None:
+        """Drop the references to the model of `use`, to free its memory for the next one."""
+        self._pipe.register_modules(**self._defaults, **{self._family.denoiser: None})
+
+    def draw(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> NDArray[np.uint8]:
+        """Sample one image per prompt, in batches of `batch_size`.
+
+        Args:
+            prompts: N prompts.
+            sampler: as GenerateJob.sampler.
+            first: number of the first image; it selects the noise stream.
+
+        Returns:
+            Images [N, H, W, 3] uint8.
+
+        Raises:
+            ImagesNotFinite: an image has pixels without a value.
+        """
+        drawn = self.draw_floats(prompts, sampler, first=first)
+        return np.concatenate([image_levels(images) for images in drawn])
+
+    def draw_floats(
+        self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
+    ) -> Iterator[NDArray[np.float32]]:
+        """Yield the images of each batch [B, H, W, 3] f32 in 0..1; arguments as for `draw`."""
+        pipe, family = self._pipe, self._family
+        scheduler = sampling_scheduler(pipe.scheduler, sampler, self._make_scheduler)
+        pipe.register_modules(scheduler=scheduler)
+        denoiser = getattr(pipe, family.denoiser)
+        numbering = {"first": first, "rows": sampler["batch_size"] if self._pads_batches else 0}
+        scale = pipe.vae_scale_factor
+        for batch in noise_batches(prompts, sampler, family, denoiser.config, scale, **numbering):
+            with self._extra_inputs(denoiser, sampler, (batch.height, batch.width)):
+                drawn = self._call(
+                    batch,
+                    height=batch.height,
+                    width=batch.width,
+                    num_inference_steps=sampler["num_inference_steps"],
+                    guidance_scale=sampler["guidance_scale"],
+                    output_type="np",
+                    **optional_arguments(family, sampler, len(batch.prompts)),
+                )
+            yield np.asarray(drawn[: batch.count], np.float32)
+
+    @contextmanager
+    def _extra_inputs(
+        self, denoiser: Any, sampler: dict[str, Any], size: tuple[int, int]
+    ) -> Iterator[None]:
+        """Within the context, a text-to-image pipeline passes the denoiser's extra inputs.
+
+        The extra inputs (extra_inputs.py) are an inpainting mask that hides the whole
+        image, and the requested aesthetic score. A forward pre-hook of the denoiser adds them.
+
+        Args:
+            sampler: as GenerateJob.sampler.
+            size: (height, width) of the images, in pixels.
+        """
+        extras = ExtraInputs.from_config(denoiser.config)
+        if extras == NO_EXTRA_INPUTS:
+            yield
+            return
+        mask = self._fully_masked(size) if extras.inpainting else None
+        scores = np.array(aesthetic_scores(sampler) if extras.aesthetic_score else [], np.float32)
+
+        def add(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            latents = given[0]
+            if mask is not None:
+                rows = np.repeat(mask, len(latents), axis=0)
+                given = (self._append_channels(latents, rows), *given[1:])
+            if len(scores):  # with guidance, the unconditional rows come first
+                rows = np.repeat(scores, len(latents) // len(scores))
+                named = {**named, "class_labels": self._to_device(rows)}
+            return given, named
+
+        handle = denoiser.register_forward_pre_hook(add, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @abstractmethod
+    def _call(self, batch: NoiseBatch, **options: Any) -> Any:
+        """Call the pipeline on a batch; images [B, H, W, 3] f32 in 0..1."""
+
+    @abstractmethod
+    def _fully_masked(self, size: tuple[int, int]) -> NDArray[np.float32]:
+        """Mask and masked-image latents [1, 1 + C, h, w] of one fully masked image."""
+
+    @abstractmethod
+    def _to_device(self, array: NDArray[np.float32]) -> Any:
+        """Copy an array to the device."""
+
+    @abstractmethod
+    def _append_channels(self, latents: Any, more: NDArray[np.float32]) -> Any:
+        """Concatenate latents [B, C, h, w] and an array [B, M, h, w], in the latents' dtype."""
+
+
+def optional_arguments(family: Family, sampler: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Optional keyword arguments of a diffusers pipeline that the sampler settings contain.
+
+    Args:
+        sampler: as GenerateJob.sampler.
+        count: images in the batch; each one gets the negative prompt.
+
+    Returns:
+        Where set: `negative_prompt` (list of `count` strings), `eta` (DDIM, arXiv 2010.02502) and
+        `true_cfg_scale` (FluxPipeline's classifier-free guidance, which needs a negative prompt).
+    """
+    found: dict[str, Any] = {}
+    if sampler.get("negative_prompt") is not None:
+        found["negative_prompt"] = [sampler["negative_prompt"]] * count
+    if sampler.get("eta"):
+        found["eta"] = sampler["eta"]
+    if family.guidance_input and (scale := family.guidance_weight(sampler)) > 1:
+        found = {"true_cfg_scale": scale, "negative_prompt": [""] * count} | found
+    return found
+
+
+class BasePipeline(ABC):
+    """Methods of contract.Pipeline that all runtimes share.
+
+    One sampler serves all models, since its encoders and VAE are those of the base pipeline.
+
+    Args:
+        job: of the images.
+        make_scheduler: constructs a scheduler from its diffusers config.
+        save_compiled: saves newly compiled programs to the cache.
+    """
+
+    def __init__(
+        self,
+        job: GenerateJob,
+        make_scheduler: Callable[[dict[str, Any]], Any],
+        save_compiled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job = job
+        self._make_scheduler = make_scheduler
+        self._save_compiled = save_compiled
+        self._sampler: Any = None  # constructed for the first image
+        self._network: Any = None
+        self._loss_rows = min(LOSS_BATCH, job.sampler.get("batch_size", LOSS_BATCH))
+
+    def load(self, drawing: Drawing) -> None:
+        self._release()
+        self._network = self._load_network(drawing)
+        self._scheduler = load_trained_scheduler(drawing, self._make_scheduler)
+        self.encodes_text = self._network.encodes_text
+
+    def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
+        if self._sampler is None:
+            self._sampler = self._open_sampler()
+        self._use_network()
+        drawn: NDArray[np.uint8] = self._sampler.draw(prompts, self._job.sampler, first=first)
+        self._save_compiled()
+        return drawn
+
+    def compile_seconds(self) -> float:
+        return 0.0
+
+    def _release(self) -> None:
+        """Drop references to the previous model: the device need not hold two of them."""
+        self._network = None
+        if self._sampler is not None:
+            self._sampler.release_network()
+
+    def _use_network(self) -> None:
+        """Set the sampler's network and scheduler."""
+        self._sampler.use(self._network, self._scheduler)
+
+    @abstractmethod
+    def _load_network(self, drawing: Drawing) -> Any:
+        """The frozen network of a drawing, on the device."""
+
+    @abstractmethod
+    def _open_sampler(self) -> Any:
+        """A sampler with the encoders and the VAE of the base pipeline."""

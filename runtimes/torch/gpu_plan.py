@@ -1,0 +1,458 @@
+"""Plan a step for a GPU on a machine without one: memory and FLOPs by fake tensors.
+
+Record which tensors live when, to compute the peak memory of a step for any batch size.
+
+Let CPU tensors save for backward what CUDA tensors would.
+
+PyTorch without CUDA cannot run autograd on fake CUDA tensors. A plan therefore uses fake CPU
+tensors. Autocast for the CPU has other lists of operators, and another attention kernel.
+
+Compute the memory and FLOPs of training and sampling without a GPU, on fake tensors.
+
+`python -P -m runtimes.torch.gpu_plan REQUEST.json` prints one JSON object, a StepMemory. The
+step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from configs.settings.train import Train
+from runtimes.contract import StepBatch
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.folder import read_config, read_index, vae_path
+from runtimes.process.planner import KINDS, GpuStepRequest, Moment, StepMemory, answer_planner
+from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import keep_channels_last
+from runtimes.torch.parallel import SingleProcess
+from runtimes.torch.step import Step, Update
+from runtimes.torch_models.encoders import vae_dtype
+from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
+from runtimes.torch_models.micro_batches import Inputs
+from runtimes.torch_models.network import Network
+from runtimes.torch_models.planning_batch import sample_batch
+
+_aten: Any = torch.ops.aten
+#: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.
+FLOPS: dict[Any, Any] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+ALIGNMENT = 512  # bytes; PyTorch's CUDA allocator rounds sizes up to it
+#: Batch sizes whose peak is exact; between them it is interpolated from above.
+BATCH_SIZES = (*range(1, 65), *(2**n for n in range(7, 13)))
+
+
+class LiveMemory(TorchDispatchMode):
+    """Within the context, records each storage from its first tensor until it is freed.
+
+    Storages whose size is a multiple of `samples` grow with the batch. `samples` is therefore a
+    prime number that divides no size of a weight, such as 13.
+
+    It also counts FLOPs; those of gradient checkpointing's recomputation separately.
+
+    Args:
+        samples: the batch size of the recorded step.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples = samples
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}  # storage address -> number
+        self._kinds: list[int] = []  # of each storage, by its number
+        self._bytes: list[int] = []
+        self._events: list[int] = []  # number of the storage; -1 - number: it is freed
+        self._constant: set[int] = set()  # addresses of storages that are not recorded
+        self.flops = 0
+        self.recomputed_flops = 0
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Do not record the storages of these tensors; returns their bytes."""
+        total = 0
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage._cdata not in self._constant:
+                self._constant.add(storage._cdata)
+                total += _aligned(storage.nbytes())
+        return total
+
+    def mark_gradient(self, parameter: torch.Tensor) -> None:
+        """Count a parameter's gradient as such; a hook of `post_accumulate_grad`."""
+        assert parameter.grad is not None
+        number = self._alive.get(parameter.grad.untyped_storage()._cdata)
+        if number is not None:
+            self._kinds[number[0]] = KINDS.index("gradients")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        backward = torch._C._current_graph_task_id() != -1
+        if func._overloadpacket in FLOPS:
+            flops = FLOPS[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.flops += flops
+            if backward and (torch.is_grad_enabled() or _in_int8_linear()):
+                self.recomputed_flops += flops
+        forward = not backward and (torch.is_grad_enabled() or _in_int8_linear())
+        kind = "activations" if forward else "temporaries"
+        if func is torch.ops.aten._to_copy.default:
+            source = args[0].untyped_storage()._cdata
+            kind = "compute_weights" if source in self._constant else kind
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._record(tensor.untyped_storage(), KINDS.index(kind))
+        return out
+
+    def _record(self, storage: Any, kind: int) -> None:
+        address = storage._cdata
+        if address in self._alive or address in self._constant:
+            return
+        number = len(self._kinds)
+        self._kinds.append(kind)
+        self._bytes.append(storage.nbytes())
+        self._events.append(number)
+
+        def freed(_: Any) -> None:
+            self._alive.pop(address)
+            self._events.append(-1 - number)
+
+        self._alive[address] = (number, weakref.ref(storage, freed))
+
+    def moments(self, *, accumulating: bool) -> list[Moment]:
+        """The moments with the most live memory, one or more for each of BATCH_SIZES.
+
+        Args:
+            accumulating: whether the gradients of an earlier micro-batch exist from the start.
+        """
+        live = self._live()
+        if accumulating:
+            # A micro-batch's own gradient exists only until it has been added.
+            own = live[:, 0]
+            live[:, 0] = own.max(axis=0) + np.maximum(np.diff(own, axis=0, prepend=0), 0)
+        fixed, each = live.sum(axis=1).T
+        rows = {int(np.argmax(fixed + size * each)) for size in BATCH_SIZES}
+        return [
+            Moment({kind: (int(f), int(s)) for kind, (f, s) in zip(KINDS, live[row], strict=True)})
+            for row in sorted(rows)
+        ]
+
+    def _live(self) -> Any:
+        """Live memory after each event: [events, kind, (fixed bytes, bytes per sample)]."""
+        numbers = np.array(self._events)
+        signs = np.where(numbers < 0, -1, 1)
+        numbers = np.where(numbers < 0, -1 - numbers, numbers)
+        size = np.array(self._bytes)[numbers]
+        grows = size % self.samples == 0
+        changes = np.zeros((len(numbers), len(KINDS), 2), np.int64)
+        rows = np.arange(len(numbers)), np.array(self._kinds)[numbers]
+        changes[(*rows, 0)] = signs * np.where(grows, 0, _aligned(size))
+        changes[(*rows, 1)] = signs * np.where(grows, size // self.samples, 0)
+        return changes.cumsum(axis=0)
+
+
+def _in_int8_linear() -> bool:
+    """Whether an 8-bit layer's forward pass runs; its autograd function disables gradients."""
+    frame, code = sys._getframe(), Int8Linear.forward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def prime_batch_size(sizes: Iterable[int]) -> int:
+    """The smallest prime above 10 that divides none of these sizes."""
+    found = list(sizes)
+    primes = (n for n in range(11, 1000) if all(n % d for d in range(2, 32) if d < n))
+    return next(n for n in primes if all(size % n for size in found))
+
+
+def _aligned(size: Any) -> Any:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+#: Operators that CUDA's autocast computes in float32 and the CPU's does not, as far as denoisers
+#: and text encoders use them; see "CUDA Ops that can autocast to float32" in PyTorch's manual.
+FLOAT32 = (
+    "group_norm",
+    "layer_norm",
+    "rms_norm",
+    "softmax.int",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "upsample_nearest2d",
+)
+
+
+@contextmanager
+def cuda_on_cpu() -> Iterator[None]:
+    """Within the context, autocast for the CPU selects dtypes and attention as on CUDA.
+
+    It changes the operators of the whole process.
+    """
+    library = Library("aten", "IMPL")
+    try:
+        for name in FLOAT32:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, _in_float32(operator), "AutocastCPU")
+        name = "scaled_dot_product_attention"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
+            library.impl(name, _attention, "AutocastCPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _in_float32(operator: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return operator(*_cast(args, torch.float32), **kwargs)
+
+    return run
+
+
+def _attention(
+    query: torch.Tensor,  # [B, heads, T, D]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Flash attention, which saves its inputs, its output and a logsumexp per row.
+
+    CUDA's kernels for masks and its cuDNN kernel save the same.
+    """
+    dtype = torch.get_autocast_dtype("cpu")
+    options.pop("enable_gqa", None)
+    with torch.autocast("cpu", enabled=False):
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            *_cast((query, key, value), dtype), dropout_p, is_causal, False, **options
+        )[0]
+    return out
+
+
+def _cast(args: Any, dtype: torch.dtype) -> list[Any]:
+    return [
+        arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+        for arg in args
+    ]
+
+
+CPU = torch.device("cpu")
+#: bitsandbytes keeps moments of smaller arrays in float32.
+SMALLEST_8BIT = 4096
+BLOCK_8BIT = 256  # values per scale of the 8-bit moments
+
+
+def step_memory(request: GpuStepRequest) -> StepMemory:
+    """Run the request on fake tensors. Raises WrongInput."""
+    since = time.monotonic()
+    operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
+    with operators:
+        found = _sampling(request) if request.sampling_dtype else _training(request)
+    return replace(found, seconds=time.monotonic() - since)
+
+
+class _Device(DeviceHooks):
+    """A device without data, which is not asked for the value of a norm."""
+
+    def clip_grad_norm(self, parameters: Any, most: float) -> torch.Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=True)
+        return norm
+
+
+def _training(request: GpuStepRequest) -> StepMemory:
+    settings = Train(**request.train)
+    network = Network.without_weights(request, settings)
+    encoders = _encoders(request, settings.compute_dtype, network.parts)
+    trained = network.trained()
+    sizes = [parameter.numel() for parameter in trained.values()]
+    samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
+    batch = _batch(request, network, text=network.encodes_text)
+    live = LiveMemory(samples)
+    with FakeTensorMode():
+        _make_fake(network)
+        keep_channels_last(network.train())
+        weights = live.exclude(_tensors(network))
+        optimizer = _run_step(network, settings, batch, live)
+    return StepMemory(
+        parameters=sum(sizes),
+        weights=weights,
+        encoders=encoders,
+        optimizer=optimizer,
+        optimizer_8bit=sum(map(_bytes_8bit, sizes)),
+        ema=4 * (sum(sizes) + max(sizes)),
+        largest=4 * max(sizes),
+        moments=live.moments(accumulating=False),
+        accumulating=live.moments(accumulating=True),
+        flops_per_image=(live.flops - live.recomputed_flops) / samples,
+        recomputed_flops_per_image=live.recomputed_flops / samples,
+    )
+
+
+def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMemory) -> int:
+    """Record a step; returns the bytes of the optimizer's state."""
+    # The average and the 8-bit moments are computed by formula, and change nothing else in a step.
+    optimizer = "adamw" if settings.optimizer == "adamw_8bit" else settings.optimizer
+    settings = settings.model_copy(update={"ema_decay": None, "optimizer": optimizer})
+    kind, parallel = _Device(CPU), SingleProcess()
+    forward = parallel.wrap(network)
+    masters = parallel.masters()
+    for parameter in masters.values():
+        parameter.register_post_accumulate_grad_hook(live.mark_gradient)
+    update = Update(masters, settings, parallel, kind)
+    state = update._optimizer.state_tensors()
+    moments = live.exclude(tensor for group in state.values() for tensor in group.values())
+    step = Step(network, forward, update, parallel, kind, settings, rank=0)
+    with live:
+        step(replace(batch, on_device=[_inputs(batch, live.samples)]), 1e-4)
+    return moments
+
+
+def _sampling(request: GpuStepRequest) -> StepMemory:
+    """A denoising step with guidance, then the VAE's decoder, as the family's pipeline does."""
+    assert request.sampling_dtype is not None
+    dtype = getattr(torch, request.sampling_dtype)
+    plain = Train(train_text_encoder=False).model_copy(
+        update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
+    )
+    network = Network.without_weights(request, plain).requires_grad_(False)
+    vae = _empty_vae(request)
+    vae = vae.to(vae_dtype(vae.config, dtype)).requires_grad_(False)
+    encoders = _encoders(request, request.sampling_dtype)
+    fake_tensors = FakeTensorMode()
+    with fake_tensors:
+        for part in network.parts.values():
+            _make_fake(part, dtype)  # a cast of real tensors would fill the host's memory
+        _make_fake(network.frozen_clip)
+        _make_fake(vae)
+    samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(network), *_tensors(vae)))
+    batch = _batch(request, network, text=False)
+    live = LiveMemory(samples)
+    with fake_tensors, torch.no_grad():
+        weights = live.exclude(_tensors(network))
+        offloaded = live.exclude(_tensors(vae)) + 2 * _largest_layer(network, request, dtype)
+        offloaded += sum(tensor.nbytes for tensor in _tensors(network.frozen_clip))
+        with live:
+            passes = 1 if network.family.guidance_input else 2  # with and without the prompt
+            inputs = _inputs(batch, passes * samples, dtype)
+            network(inputs.noisy_latents, inputs.timesteps, inputs.conditioning)
+            denoising = live.flops
+            del inputs
+            latents = torch.empty((samples, *batch.noisy_latents.shape[1:]), dtype=vae.dtype)
+            network.family.decode_latents(vae, latents)
+    moments = live.moments(accumulating=False)
+    return StepMemory(
+        weights=weights + encoders,
+        offloaded=offloaded,
+        encoders=encoders,
+        moments=moments,
+        accumulating=moments,
+        flops_per_image=denoising / samples,
+    )
+
+
+def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:
+    size = request.drawn_size or (request.resolution, request.resolution)
+    return sample_batch(request, network, size, text=text)
+
+
+def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    def send(array: Any) -> torch.Tensor:
+        return torch.empty((samples, *array.shape[1:]), dtype=torch.from_numpy(array).dtype)
+
+    return Inputs(batch, send, dtype=dtype)
+
+
+def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ()) -> int:
+    """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
+    kind, vae = getattr(torch, dtype), _empty_vae(request)
+    parts = [part for name, part in _text_encoders(request) if name not in trained]
+    total = sum(parameter.numel() for part in parts for parameter in part.parameters())
+    of_vae = sum(parameter.numel() for parameter in vae.parameters())
+    return total * kind.itemsize + of_vae * vae_dtype(vae.config, kind).itemsize
+
+
+def _text_encoders(request: GpuStepRequest) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The pipeline's text encoders on `meta`, by name."""
+    folder = request.model_folder
+    index = read_index(folder)
+    for encoder in detect_family(folder).text_encoders:
+        if (index.get(encoder.component) or [None])[0]:
+            yield encoder.component, empty_text_encoder(folder, encoder.component)
+
+
+def _largest_layer(network: Network, request: GpuStepRequest, dtype: torch.dtype) -> int:
+    """Bytes of the largest layer of the denoiser and the text encoders in a dtype."""
+    models = (network.denoiser, *(part for _, part in _text_encoders(request)))
+    layers = (layer for model in models for layer in model.modules())
+    sizes = (sum(p.numel() for p in layer.parameters(recurse=False)) for layer in layers)
+    return max(sizes) * dtype.itemsize
+
+
+def _empty_vae(request: GpuStepRequest) -> Any:
+    folder = vae_path(request.model_folder, request.vae_folder)
+    with torch.device("meta"):
+        vae_class = getattr(diffusers, detect_family(request.model_folder).vae_class)
+        return vae_class.from_config(read_config(folder / "config.json"))
+
+
+def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace the tensors of a module by fake ones, of a dtype if given, in a FakeTensorMode."""
+    fake: dict[int, torch.Tensor] = {}  # shared weights stay shared
+    for path, part in module.named_modules():
+        adapter = "lora_" in path  # contiguous, as Network.place leaves them
+        layout = torch.contiguous_format if adapter else torch.channels_last
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = fake.setdefault(id(tensor), _fake(tensor, dtype, layout))
+
+
+def _fake(
+    tensor: torch.Tensor, dtype: torch.dtype | None, layout: torch.memory_format
+) -> torch.Tensor:
+    cast = dtype is not None and tensor.is_floating_point()
+    layout = layout if tensor.ndim == 4 else torch.contiguous_format
+    made = torch.empty(tensor.shape, dtype=dtype if cast else tensor.dtype, memory_format=layout)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _bytes_8bit(size: int) -> int:
+    """Bytes of both moments of an array with bitsandbytes' AdamW8bit."""
+    return 2 * (4 * size if size < SMALLEST_8BIT else size + 4 * -(-size // BLOCK_8BIT))
+
+
+if __name__ == "__main__":
+    answer_planner(sys.argv[1], GpuStepRequest, step_memory)

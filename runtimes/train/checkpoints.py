@@ -1,0 +1,546 @@
+"""Checkpoints that every runtime reads: safetensors with diffusers' names, committed by a manifest.
+
+The files of a checkpoint's arrays: the ranks that write them; write, verify and open them.
+
+Errors of checkpoints, and the difference between damage and a store that does not respond.
+
+Checkpoints that every runtime reads: safetensors with diffusers' names, committed by a manifest.
+
+<work>/checkpoints/step-00000100/weights.safetensors     fp32 weights
+.../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments, or another state
+.../ema.safetensors                                       with train.ema_decay
+.../ema-00001-of-00003.safetensors, ...                   a group above the shard size
+.../state.json                                            step, seed, settings, versions
+.../history.jsonl                                         one line per step
+.../manifest.json                                         written last: the commit
+
+Each rank writes some of the files, with a few threads, and computes their sha256 meanwhile. A
+resume reads the headers, and then the rows of each array that a rank needs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import Any, Self, TypeVar
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from artifacts.filesystems import delete_tree, entries, name_of, subfolders
+from artifacts.lock import LockLost
+from artifacts.records import (
+    UNRELATED_ERRORS,
+    FileEntry,
+    file_fault,
+    parse_json,
+    read_record,
+    stamped,
+    write_record,
+)
+from artifacts.remote_stores import is_forbidden, is_of_client, is_outage
+from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
+from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
+from runtimes.optimizer_step import shapes_of
+
+#: Threads of each rank. One thread computes the sha256 of about 1 GB/s.
+THREADS = 8
+_FILE = re.compile(r"(?P<group>.+?)(-\d{5}-of-\d{5})?\.safetensors")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """A safetensors file of arrays of one group."""
+
+    path: str  # in the checkpoint's folder; shards have diffusers' names
+    group: str
+    names: tuple[str, ...]
+    size: int  # bytes of the arrays
+
+
+def array_files(shapes: StateShapes, most: int) -> list[ArrayFile]:
+    """The files of a state; they do not depend on the number of ranks.
+
+    Args:
+        most: bytes of a file, except for a single larger array.
+    """
+    return [file for group in sorted(shapes) for file in _of_group(group, shapes[group], most)]
+
+
+def _of_group(group: str, shapes: dict[str, tuple[int, ...]], most: int) -> list[ArrayFile]:
+    parts: list[list[str]] = [[]]
+    sizes = [0]
+    for name in sorted(shapes):
+        size = 4 * prod(shapes[name])
+        if parts[-1] and sizes[-1] + size > most:
+            parts.append([])
+            sizes.append(0)
+        parts[-1].append(name)
+        sizes[-1] += size
+    count = len(parts)
+    numbers = [f"-{n:05d}-of-{count:05d}" if count > 1 else "" for n in range(1, count + 1)]
+    return [
+        ArrayFile(f"{group}{number}.safetensors", group, tuple(names), size)
+        for number, names, size in zip(numbers, parts, sizes, strict=True)
+    ]
+
+
+def files_by_rank(files: list[ArrayFile], world: int) -> list[list[ArrayFile]]:
+    """The files that each rank writes: the largest first, to the rank with the fewest bytes."""
+    found: list[list[ArrayFile]] = [[] for _ in range(world)]
+    loads = [(0, rank) for rank in range(world)]
+    for file in sorted(files, key=lambda file: (-file.size, file.path)):
+        load, rank = heapq.heappop(loads)
+        found[rank].append(file)
+        heapq.heappush(loads, (load + file.size, rank))
+    return found
+
+
+def owners(files: list[list[ArrayFile]]) -> Owners:
+    """Runtime.state's owners for `files_by_rank`."""
+    found: dict[str, dict[str, int]] = {}
+    for rank, own in enumerate(files):
+        for file in own:
+            found.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
+    return found
+
+
+def write_files(
+    fs: AbstractFileSystem,
+    path: str,
+    files: Sequence[ArrayFile],
+    state: State,
+    check: Callable[[], None] | None,
+) -> list[FileEntry]:
+    """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum.
+
+    Args:
+        check: as of `writing`.
+    """
+
+    def write(file: ArrayFile) -> FileEntry:
+        entries: list[FileEntry] = []
+        with writing(fs, path, file.path, entries, check) as sink:
+            write_arrays(sink, {name: state[file.group][name] for name in file.names})
+        return entries[0] if isinstance(fs, LocalFileSystem) else stamped(fs, path, entries)[0]
+
+    return _in_threads(write, files)
+
+
+def verify_files(fs: AbstractFileSystem, path: str, files: Sequence[FileEntry]) -> None:
+    """Raise ValueError for the first file that differs from its entry."""
+    for fault in _in_threads(lambda entry: file_fault(fs, path, entry), files):
+        if fault is not None:
+            raise ValueError(fault)
+
+
+def open_arrays(
+    fs: AbstractFileSystem, path: str, files: Sequence[FileEntry]
+) -> dict[str, dict[str, StoredArray]]:
+    """The arrays of a checkpoint's folder, by group and name. Only headers are read."""
+    matches = [match for entry in files if (match := _FILE.fullmatch(entry.path))]
+    opened = _in_threads(lambda match: read_arrays(fs, f"{path}/{match[0]}"), matches)
+    state: dict[str, dict[str, StoredArray]] = {}
+    for match, arrays in zip(matches, opened, strict=True):
+        state.setdefault(match["group"], {}).update(arrays)
+    return state
+
+
+def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """The results of `work` for all items; the first error cancels what has not begun."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-file") as pool:
+        return list(pool.map(work, items))
+
+
+#: Seconds before each further attempt, besides the attempts of a store's own client.
+RETRY_SECONDS = (10, 60, 300)
+log = logging.getLogger("kiln")
+T = TypeVar("T")
+
+
+class CheckpointError(OSError):
+    """An error with a message for the user; `errno` is that of the failed operation, if known.
+
+    Attributes:
+        away: a remote store did not respond, which may pass.
+    """
+
+    away = False
+
+    @classmethod
+    def make(cls, number: int | None, message: str, *, away: bool) -> Self:
+        """An error with all its facts; OSError's own arguments have none for `away`."""
+        error = cls(number, message)
+        error.away = away
+        return error
+
+    @classmethod
+    def of(cls, fs: AbstractFileSystem, error: Exception, message: str) -> Self:
+        """The error for the user, of an operation's error."""
+        return cls.make(getattr(error, "errno", None), message, away=is_away(fs, error))
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class CheckpointNotWritten(CheckpointError):
+    """A checkpoint could not be written; older checkpoints are intact."""
+
+
+class CheckpointsUnreachable(CheckpointError):
+    """A remote store did not respond; its checkpoints may be intact."""
+
+
+def is_away(fs: AbstractFileSystem, error: Exception) -> bool:
+    """Whether a remote store failed in a way that may pass."""
+    if isinstance(error, CheckpointError):  # of another rank, which has decided it
+        return error.away
+    return not isinstance(fs, LocalFileSystem) and is_outage(error)
+
+
+def reason_of(error: Exception) -> str:
+    """The message of an error for the user."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
+def is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
+    """Whether a remote store failed to respond: the checkpoint itself may be intact."""
+    if isinstance(fs, LocalFileSystem) or isinstance(error, FileNotFoundError):
+        return False
+    return isinstance(error, OSError) or is_of_client(error)
+
+
+def with_retries(fs: AbstractFileSystem, work: Callable[[], T], failure: str) -> T:
+    """The result of `work`; a remote store that does not respond is tried again.
+
+    Args:
+        failure: what could not be done, for the log.
+    """
+    for seconds in RETRY_SECONDS:
+        try:
+            return work()
+        except Exception as error:  # clients of remote stores define their own exception types
+            if is_forbidden(error) or not is_unreachable(fs, error):
+                raise
+            words = "%s: %s; next attempt in %d seconds"
+            log.warning(words, failure, reason_of(error), seconds)
+            time.sleep(seconds)
+    return work()
+
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run after `step` steps."""
+
+    step: int
+    state: dict[str, dict[str, StoredArray]]
+    history: list[str]  # JSON lines, one per step
+    facts: dict[str, Any]  # state.json
+
+
+class Checkpoints:
+    """The checkpoints of one run, below a folder at any fsspec URL.
+
+    Args:
+        keep: number of newest checkpoints to keep.
+        best: number of the best checkpoints to keep as well.
+        shard_bytes: maximum bytes per file of arrays; a larger array has its own file.
+        writers: the ranks that write, hash and read files together.
+        check: raises LockLost if another builder owns the folder; called before each change.
+    """
+
+    def __init__(
+        self,
+        work: str,
+        keep: int,
+        *,
+        best: int = 0,
+        shard_bytes: int = 10**9,
+        writers: Writers | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        # A listing that the client remembers lacks what other hosts have written since.
+        self._fs, root = url_to_fs(work, use_listings_cache=False)
+        self._root = f"{root.rstrip('/')}/checkpoints"
+        self._keep = keep
+        self._best = best
+        self._shard_bytes = shard_bytes
+        self._writers = writers or OneWriter()
+        self._check = check
+
+    def latest(self, before: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint with valid checksums, of a step below `before`.
+
+        A damaged checkpoint is skipped with a warning. Each writer verifies some of the files, and
+        all of them get the same checkpoint: a collective of the writers.
+
+        Raises:
+            CheckpointsUnreachable: a resume from an older checkpoint would discard the newest
+                one's steps.
+        """
+
+        def newest_first(committed: list[int]) -> Iterable[int]:
+            return (n for n in reversed(committed) if before is None or n < before)
+
+        return self._first_valid(newest_first)
+
+    def first_valid(self, steps: Sequence[int]) -> Checkpoint | None:
+        """The first of these steps whose checkpoint has valid checksums; as `latest`.
+
+        A remote store that does not respond is tried again: a finished run must not fail.
+
+        Args:
+            steps: those of rank 0 count.
+        """
+        failure = f"the checkpoints in {self._root} could not be read"
+        return self._first_valid(
+            lambda committed: (n for n in steps if n in committed),
+            # Inside the collectives: an attempt of one rank alone must not call them again.
+            lambda work: with_retries(self._fs, work, failure),
+        )
+
+    def _first_valid(
+        self,
+        choose: Callable[[list[int]], Iterable[int]],
+        attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    ) -> Checkpoint | None:
+        """The first valid checkpoint of the steps that `choose` selects from the committed ones.
+
+        Args:
+            attempt: calls a function that lists or reads, maybe repeatedly.
+        """
+        steps = iter(choose(self._reached(attempt, self._steps)) if self._first else ())
+        while (step := int(self._gather(next(steps, -1))[0])) >= 0:
+            read = partial(self._read_if_valid, step)
+            saved: Checkpoint | None = self._reached(attempt, read)
+            if all(self._gather(saved is not None)):
+                return saved
+        return None
+
+    def _reached(self, attempt: Callable[[Callable[[], Any]], Any], work: Callable[[], Any]) -> Any:
+        """The result of an attempt. Raises CheckpointsUnreachable."""
+        try:
+            return attempt(work)
+        except Exception as error:
+            if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
+                raise
+            message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
+            raise CheckpointsUnreachable.of(self._fs, error, message) from error
+
+    def _gather(self, found: Any) -> list[Any]:
+        """Every writer's `found`, as JSON, by rank. Collective."""
+        return [json.loads(one) for one in self._writers.gather(json.dumps(found).encode())]
+
+    def _read_if_valid(self, step: int) -> Checkpoint | None:
+        try:
+            return self.read(step, verify=True)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            if is_unreachable(self._fs, error):
+                raise
+            if getattr(error, "errno", None) in UNRELATED_ERRORS:
+                raise
+            log.warning("checkpoint %s is skipped: %s", self._path(step), error)
+        return None
+
+    def owners(self, shapes: StateShapes) -> Owners:
+        """The rank that writes each array of a state with these shapes."""
+        return owners(self._files_by_rank(shapes))
+
+    def _files_by_rank(self, shapes: StateShapes) -> list[list[ArrayFile]]:
+        return files_by_rank(array_files(shapes, self._shard_bytes), self._writers.world)
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        history: list[str],
+        facts: dict[str, Any],
+        *,
+        shapes: StateShapes | None = None,
+        best_first: Sequence[int] = (),
+        prune: bool = True,
+    ) -> tuple[str, int]:
+        """Commit a checkpoint, then delete the checkpoints that the limits exclude.
+
+        A collective of the writers. Rank 0 commits once every rank has written its files.
+
+        Args:
+            state: the arrays that this rank owns, see `owners`.
+            shapes: of the arrays of all ranks; None: `state` is complete.
+            facts: content of `state.json`.
+            best_first: steps of checkpoints, the best first; the first `best` ones are kept.
+            prune: whether to delete older checkpoints.
+
+        Returns:
+            The checkpoint's path and its size in bytes.
+
+        Raises:
+            CheckpointNotWritten: for example, the disk is full, or a remote store did not respond.
+                The message names the last good checkpoint.
+            LockLost: another builder owns the folder; its checkpoints stay as they are.
+        """
+        path, parts = self._path(step), self._files_by_rank(shapes or shapes_of(state))
+        try:
+            # A killed run may have left a partial checkpoint.
+            self._together(lambda: self._discard(path) if self._first else None)
+            written = self._together(lambda: self._write_part(path, parts, state))
+            files = sorted((FileEntry(**f) for part in written for f in part), key=lambda f: f.path)
+            if self._first:
+                self._commit(path, files, history, {"step": step, **facts})
+        except Exception as error:  # clients of remote stores define their own exception types
+            self._raise_if_lost()
+            message = self._failure_message(path, error)
+            raise CheckpointNotWritten.of(self._fs, error, message) from None
+        try:
+            if prune and self._first:
+                self._prune(step, best_first)
+        except Exception as error:
+            log.warning("old checkpoints could not be deleted: %s", error)
+        return path, sum(entry.size for entry in files)
+
+    @property
+    def _first(self) -> bool:
+        return self._writers.rank == 0
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Every writer's result of `work`, as JSON, once all have finished it.
+
+        Raises:
+            CheckpointError: one of them failed.
+        """
+        try:
+            self._check()
+            report = {"result": work()}
+        except Exception as error:  # the other ranks wait for the report
+            away = is_away(self._fs, error)
+            report = {"error": [getattr(error, "errno", None), reason_of(error), away]}
+        reports = self._gather(report)
+        for found in reports:
+            if "error" in found:
+                number, reason, away = found["error"]
+                raise CheckpointError.make(number, reason, away=away)
+        return [found["result"] for found in reports]
+
+    def _raise_if_lost(self) -> None:
+        """Raise LockLost, on every rank, if that is why one of them failed."""
+        try:
+            self._check()
+        except LockLost:
+            raise
+        except Exception as error:  # the store is away: the checkpoint is lost, not the run
+            log.debug("the lock cannot be read: %s", error)
+
+    def _write_part(
+        self, path: str, files: list[list[ArrayFile]], state: State
+    ) -> list[dict[str, Any]]:
+        entries = write_files(self._fs, path, files[self._writers.rank], state, self._check)
+        return [entry.as_dict() for entry in entries]
+
+    def _commit(
+        self, path: str, files: list[FileEntry], history: list[str], facts: dict[str, Any]
+    ) -> None:
+        if isinstance(self._fs, LocalFileSystem):
+            for entry in files:
+                if not self._fs.exists(f"{path}/{entry.path}"):
+                    reason = f"{entry.path} is on another machine: use a shared store"
+                    raise CheckpointError(None, reason)
+        with writing(self._fs, path, "history.jsonl", files, self._check) as sink:
+            sink.write("".join(f"{line}\n" for line in history).encode())
+        with writing(self._fs, path, "state.json", files, self._check) as sink:
+            sink.write(json.dumps(facts, indent=1).encode())
+        self._check()
+        write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
+
+    def _failure_message(self, path: str, error: Exception) -> str:
+        kept = "there is none before it"
+        try:
+            if self._first:
+                self._discard(path)  # frees the space of the partial checkpoint
+            if steps := self._steps():
+                kept = f"the last good one is of step {steps[-1]}"
+        except Exception:
+            kept = "its partial files cannot be deleted"
+        return f"checkpoint {path} could not be written: {reason_of(error)}; {kept}"
+
+    def read(self, step: int, *, verify: bool = False) -> Checkpoint:
+        """The checkpoint of a step.
+
+        Args:
+            verify: whether to compare this rank's share of the files with the manifest: by a
+                bucket's checksum, else by the sha256.
+
+        Raises:
+            ValueError, OSError, KeyError, TypeError: it is damaged. Without `verify` some damage
+                remains undetected.
+        """
+        path = self._path(step)
+        record = read_record(self._fs, f"{path}/{MANIFEST}")
+        if record is None:
+            raise ValueError("it was not committed")
+        if verify:
+            rank, world = self._writers.rank, self._writers.world
+            verify_files(self._fs, path, record["files"][rank::world] if rank < world else [])
+        return Checkpoint(
+            step=step,
+            state=open_arrays(self._fs, path, record["files"]),
+            history=self._fs.cat_file(f"{path}/history.jsonl").decode().splitlines(),
+            facts=parse_json(self._fs.cat_file(f"{path}/state.json")),
+        )
+
+    def discard_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps."""
+        for later in self._folders():
+            if later > step:
+                self._discard(self._path(later))
+
+    def _prune(self, newest: int, best_first: Sequence[int]) -> None:
+        committed = [step for step in self._steps() if step <= newest]
+        best = (step for step in best_first if step in committed and self._has_manifest(step))
+        kept = {*committed[-self._keep :], *islice(best, self._best)}
+        for step in self._folders():  # also partial checkpoints of a killed run
+            if step < newest and step not in kept:
+                self._discard(self._path(step))
+
+    def _has_manifest(self, step: int) -> bool:
+        """Whether a committed checkpoint's manifest is intact."""
+        try:
+            return read_record(self._fs, f"{self._path(step)}/{MANIFEST}") is not None
+        except ValueError:
+            return False
+
+    def _discard(self, path: str) -> None:
+        """Delete a checkpoint, its manifest first: a partial deletion must not look committed."""
+        self._check()
+        if self._fs.exists(f"{path}/{MANIFEST}"):
+            self._fs.rm_file(f"{path}/{MANIFEST}")
+        if self._fs.exists(path):
+            delete_tree(self._fs, path)
+
+    def _path(self, step: int) -> str:
+        return f"{self._root}/step-{step:08d}"
+
+    def _steps(self) -> list[int]:
+        """Steps of all committed checkpoints, oldest first. Raises as the filesystem does."""
+        return [step for step in self._folders() if self._is_committed(step)]
+
+    def _is_committed(self, step: int) -> bool:
+        return MANIFEST in map(name_of, entries(self._fs, self._path(step)))
+
+    def _folders(self) -> list[int]:
+        names = (re.fullmatch(r"step-(\d+)", name) for name in subfolders(self._fs, self._root))
+        return sorted(int(match[1]) for match in names if match)
