@@ -97,7 +97,7 @@ def _places(recipe: Recipe, stage: BeamStage) -> Iterator[tuple[str, str]]:
     if stage != "download":
         return
     if source.kind == "digits":
-        yield "source.kind", "http://127.0.0.1"  # tasks.download.serve_folder
+        yield "source.kind", "http://127.0.0.1"  # tasks.download.folders
     elif source.kind == "urls":
         if source.base_url is not None:
             yield "source.base_url", source.base_url

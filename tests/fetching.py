@@ -6,13 +6,11 @@ from typing import Any
 from web_sites import Site
 
 from configs.settings.data import Download
-from tasks.download.body_memory import BodyMemory, Room
-from tasks.download.event_loop import run
-from tasks.download.fetch_with_robots_and_retries import Fetched, Fetcher
-from tasks.download.pace_requests_per_web_host import AsyncClock
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.row_fields_and_hash import Row
-from tasks.download.source_protocol import ServedAt
+from tasks.download.fetch import Fetched, Fetcher, run
+from tasks.download.http import BodyMemory, FetchFailed, Room
+from tasks.download.lists import ServedAt
+from tasks.download.politeness import AsyncClock
+from tasks.download.rows import Row
 
 
 def settings_for(site: Site, **settings: Any) -> Download:

@@ -15,10 +15,10 @@ from shortest_recipe import shortest_recipe
 
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.download import plan_parquet
-from tasks.download.download_shard import DownloadContext, planned_rows
-from tasks.download.row_fields_and_hash import Row
-from tasks.download.source_protocol import ServedAt
+from tasks.download import shard_plan
+from tasks.download.lists import ServedAt
+from tasks.download.rows import Row
+from tasks.download.shard import DownloadContext, planned_rows
 
 CAPTIONS = ["a cat", "", 'two\nlines, "quoted"', "ein Bär 🐻", "comma, comma", "last"]
 ROWS = [{"url": f"http://example.org/{n}.jpg", "caption": c} for n, c in enumerate(CAPTIONS)]
@@ -51,7 +51,7 @@ def png(number: int) -> bytes:
 
 
 def context(recipe: Recipe) -> DownloadContext:
-    key = plan_parquet.plan_key()
+    key = shard_plan.plan_key()
     return DownloadContext(recipe.store, "", recipe.source, recipe.download, ServedAt(), key)
 
 

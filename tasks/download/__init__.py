@@ -1,8 +1,8 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
-from tasks.download.check_dataset_limits import check_data, warn_of_captions
-from tasks.download.download_shard import STAGE, VERSION
-from tasks.download.plan_shards import DownloadPlan, ShardSpec
+from tasks.download.rows import SourceError, TooManyFailed
+from tasks.download.shard import STAGE, VERSION
+from tasks.download.shard_plan import DownloadPlan, ShardSpec
 from tasks.download.stage import (
     build,
     check,
@@ -13,7 +13,7 @@ from tasks.download.stage import (
     settings_for_key,
     show,
 )
-from tasks.download.stage_errors import SourceError, TooManyFailed
+from tasks.download.statistics import check_data, warn_of_captions
 
 __all__ = [
     "STAGE",

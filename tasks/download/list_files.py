@@ -30,7 +30,7 @@ from artifacts.remote_stores import (
     web_cause,
 )
 from configs.secrets import one_line
-from tasks.download.stage_errors import SourceAway, SourceError
+from tasks.download.rows import SourceAway, SourceError
 
 #: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
 _UNREADABLE = (OSError, ValueError, ImportError, EOFError, csv.Error, zlib.error, duckdb.Error)

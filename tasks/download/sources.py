@@ -12,25 +12,21 @@ import pyarrow as pa
 from artifacts.models import cache_folder
 from artifacts.records import digest_json
 from configs.settings.data import DigitsSource, UrlSource
+from tasks.download.folders import Dataset, Folder, check_port, serve_folder
 from tasks.download.list_files import ListedFile, list_files, require_columns
-from tasks.download.parquet_dataset import Dataset
-from tasks.download.picture_folder import Folder
-from tasks.download.read_lists_by_duckdb import (
+from tasks.download.lists import (
     FORMATS,
-    read_list,
-    read_malformed_list,
-    require_text,
-)
-from tasks.download.serve_folder import check_port, serve_folder
-from tasks.download.source_protocol import (
     PictureLocation,
     Piece,
     ServedAt,
     Source,
     identity,
     named_columns,
+    read_list,
+    read_malformed_list,
+    require_text,
 )
-from tasks.download.stage_errors import SourceError
+from tasks.download.rows import SourceError
 from tasks.download.tars import Tars
 
 

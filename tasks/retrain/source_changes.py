@@ -11,8 +11,9 @@ from artifacts.image_shards import read_rows
 from artifacts.records import Damaged, FileEntry, digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Store
 from configs.settings.recipe import Recipe
-from tasks.download.download_shard import STAGE, shard_key
-from tasks.download.plan_shards import (
+from tasks.download.rows import shard_ends
+from tasks.download.shard import STAGE, shard_key
+from tasks.download.shard_plan import (
     DownloadPlan,
     ShardSpec,
     Span,
@@ -20,7 +21,6 @@ from tasks.download.plan_shards import (
     planned_hashes,
     rows_digest,
 )
-from tasks.download.shard_boundaries import shard_ends
 from tasks.retrain.champion import Champion
 
 Rows = dict[bytes, Span]  # row hash -> its place in the source

@@ -20,7 +20,7 @@ from toy_recipes import toy
 
 from configs.load_recipe import load_recipe
 from runtimes.adapters.lora import LORA_WEIGHTS
-from tasks.download.serve_folder import serve_folder
+from tasks.download.folders import serve_folder
 
 pytestmark = pytest.mark.slow
 Overrides = dict[str, Any]

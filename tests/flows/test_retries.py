@@ -23,7 +23,7 @@ from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
 from tasks.build_or_reuse import StageResult, StorageAway, TransientError
-from tasks.download.stage_errors import SourceAway
+from tasks.download.rows import SourceAway
 from tasks.evaluate.evaluation_inputs import MeasuringModels
 
 PASSING = [

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from loopback_server import free_port
 
-from tasks.download.serve_folder import serve_folder
+from tasks.download.folders import serve_folder
 
 pytestmark = pytest.mark.slow
 

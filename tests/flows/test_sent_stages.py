@@ -31,9 +31,8 @@ from flows.runner import _sends_a_stage
 from flows.task_settings import patiently
 from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
 from tasks.check_places import received_recipe
-from tasks.download import SourceError, plan_shards
-from tasks.download.plan_parquet import plan_key
-from tasks.download.plan_shards import DownloadPlan, ShardSpec, Span, read_spans
+from tasks.download import SourceError, shard_plan
+from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
 from tasks.evaluate.evaluation_inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
@@ -140,14 +139,14 @@ def test_a_row_is_found_that_shards_of_both_plans_have_alone(
 ) -> None:
     """A row repeats one of an earlier shard, and the shard of the repetition is another by now."""
     groups = {("own", 0): [b"a", b"b"], ("theirs", 0): [b"a", b"b"], ("theirs", 1): [b"b"]}
-    monkeypatch.setattr(plan_shards, "read_hashes", lambda *place: groups[place])
+    monkeypatch.setattr(shard_plan, "read_hashes", lambda *place: groups[place])
 
     def plan(file: str, *keys: str) -> Any:
         spans = [Span(file, n, 0, len(groups[file, n])) for n in range(len(keys))]
         shards = [ShardSpec(k, s.stop, (s,)) for k, s in zip(keys, spans, strict=True)]
         return DownloadPlan("", 3, tuple(shards), None)  # type: ignore[arg-type]
 
-    placed = plan_shards.place_rows(plan("theirs", "both", "gone"), plan("own", "both"))
+    placed = shard_plan.place_rows(plan("theirs", "both", "gone"), plan("own", "both"))
     assert [spec.spans for spec in placed.shards] == [
         (Span("own", 0, 0, 2),),
         (Span("own", 0, 1, 2),),

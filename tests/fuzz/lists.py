@@ -20,12 +20,10 @@ from fuzz.reader import Reader
 
 from artifacts.records import digest_bytes
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
-from tasks.download.parquet_dataset import Dataset
-from tasks.download.picture_folder import Folder
-from tasks.download.read_lists_by_duckdb import MalformedList
-from tasks.download.source_protocol import PictureLocation, Source
+from tasks.download.folders import Dataset, Folder
+from tasks.download.lists import MalformedList, PictureLocation, Source
+from tasks.download.rows import SourceError
 from tasks.download.sources import UrlList
-from tasks.download.stage_errors import SourceError
 from tasks.download.tars import Tars
 
 ROWS: list[dict[str, Any]] = [

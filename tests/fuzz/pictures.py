@@ -15,9 +15,8 @@ from fuzz.reader import Reader
 from PIL import Image
 
 from configs.settings.data import Download
-from tasks.download.decoding_bomb_checks import FORMATS, check_picture
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
-from tasks.download.retryable_and_final_failures import FetchFailed
+from tasks.download.decode import FORMATS, PictureResizer, check_picture
+from tasks.download.http import FetchFailed
 
 SIZE = (48, 40)
 MOST = 2**20  # pixels

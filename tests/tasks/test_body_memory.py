@@ -9,12 +9,10 @@ from fetching import fetcher_of
 from picture_server import picture
 from web_sites import reply, serving
 
-from tasks.download.body_memory import BodyMemory, Room
-from tasks.download.event_loop import run, shared
-from tasks.download.fetch_with_robots_and_retries import Fetcher
-from tasks.download.pace_requests_per_web_host import AsyncClock
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.row_fields_and_hash import Row
+from tasks.download.fetch import Fetcher, run, shared
+from tasks.download.http import BodyMemory, FetchFailed, Room
+from tasks.download.politeness import AsyncClock
+from tasks.download.rows import Row
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 
 from configs.settings.data import Download
-from tasks.download.check_dataset_limits import check_data, warn_of_captions
-from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics, shard_statistics
-from tasks.download.row_fields_and_hash import Row, text_of_file
-from tasks.download.stage_errors import TooManyFailed
+from tasks.download.rows import Row, TooManyFailed, text_of_file
+from tasks.download.statistics import (
+    DownloadStatistics,
+    check_data,
+    shard_statistics,
+    warn_of_captions,
+)
 
 
 def facts(pictures: list[int | None], planned: int = 100, host: str = "a") -> dict[str, Any]:

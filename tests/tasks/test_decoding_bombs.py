@@ -19,10 +19,16 @@ from PIL import Image
 from waiting import wait_until
 
 from configs.settings.data import Download
-from tasks.download.decoding_bomb_checks import Header, bounded_metadata, check_picture
-from tasks.download.decoding_memory import DECODING, PixelBudget
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
-from tasks.download.retryable_and_final_failures import FetchFailed
+from tasks.download.decode import (
+    DECODING,
+    Header,
+    PictureResizer,
+    PixelBudget,
+    Resized,
+    bounded_metadata,
+    check_picture,
+)
+from tasks.download.http import FetchFailed
 
 REAL, SHOWN = 8000, 64  # pixels a side: decoded, and as Pillow reads the header
 #: More than the other memory of a refusal; the decoded picture has REAL**2 bytes or more.
@@ -109,9 +115,7 @@ def test_a_picture_that_decodes_to_another_size_is_no_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lie = Header(SHOWN, SHOWN, is_reducible=False)
-    monkeypatch.setattr(
-        "tasks.download.filter_resize_encode_by_img2dataset.check_picture", lambda body, most: lie
-    )
+    monkeypatch.setattr("tasks.download.decode.check_picture", lambda body, most: lie)
     resizer = PictureResizer(Download())
     assert resizer.resize(saved("PNG", 2 * SHOWN)) == "not an image"
     assert resizer.resize(saved("PNG")) != "not an image"
@@ -218,8 +222,8 @@ WITHOUT_MEMORY = """if True:
     import io, resource, sys
     from PIL import Image
     from configs.settings.data import Download
-    from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
-    from tasks.download.retryable_and_final_failures import FetchFailed
+    from tasks.download.decode import PictureResizer
+    from tasks.download.http import FetchFailed
 
     def body(side, kind, **more):
         buffer = io.BytesIO()

@@ -11,13 +11,10 @@ from huggingface_hub import HfFileSystem
 from source_rows import context, make_recipe, parquet, png, rows_of, write_list
 
 from tasks import download
-from tasks.download import (
-    parquet_dataset,
-    sources,
-)
-from tasks.download.download_shard import download_shard
-from tasks.download.source_protocol import PictureLocation
-from tasks.download.stage_errors import SourceAway, SourceError
+from tasks.download import folders, sources
+from tasks.download.lists import PictureLocation
+from tasks.download.rows import SourceAway, SourceError
+from tasks.download.shard import download_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -119,8 +116,8 @@ def test_an_unchanged_dataset_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     recipe = make_recipe({"kind": "dataset", "path": str(file)}, tmp_path / "store")
     first = download.plan(recipe)
     reads: list[str] = []
-    read = parquet_dataset.parquet_rows
-    monkeypatch.setattr(parquet_dataset, "parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
+    read = folders.parquet_rows
+    monkeypatch.setattr(folders, "parquet_rows", lambda *a: reads.append(a[0]) or read(*a))
     assert download.plan(recipe) == first
     assert reads == []
     for damaged in (tmp_path / "store/plan/shards").iterdir():  # is not used

@@ -21,7 +21,7 @@ from web_sites import serving
 from artifacts.records import digest_bytes
 from tasks import download
 from tasks.download.list_files import list_files
-from tasks.download.row_fields_and_hash import Row
+from tasks.download.rows import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 

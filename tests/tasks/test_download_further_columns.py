@@ -12,12 +12,10 @@ from kiln_command import python
 from source_rows import ROWS, make_recipe, rows_of, write_list
 
 from tasks import download
-from tasks.download import (
-    read_lists_by_duckdb,
-)
-from tasks.download.read_lists_by_duckdb import FORMATS, read_list
-from tasks.download.read_lists_by_duckdb import read_malformed_list as read_list_in_python
-from tasks.download.stage_errors import SourceError
+from tasks.download import lists
+from tasks.download.lists import FORMATS, read_list
+from tasks.download.lists import read_malformed_list as read_list_in_python
+from tasks.download.rows import SourceError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -49,9 +47,7 @@ def test_further_columns_of_text_lists_are_text(tmp_path: Path, name: str) -> No
     found = [row.additional for row in rows_of(make_recipe(source), tmp_path)]
     assert found == [{"it's": row["it's"], "likes": str(row["likes"])} for row in WIDE]
     columns = {"url": "url", "captions": "caption", "sha256": None, "aesthetic_score": None}
-    by_python = read_lists_by_duckdb.read_malformed_list(
-        path, FORMATS[kind], columns, None, MORE[:2]
-    )
+    by_python = lists.read_malformed_list(path, FORMATS[kind], columns, None, MORE[:2])
     texts = [text for table in by_python for text in table["additional"].to_pylist()]
     assert [json.loads(text) for text in texts] == found
 
@@ -61,7 +57,7 @@ def test_a_time_has_one_text_in_every_time_zone(tmp_path: Path) -> None:
     moment = datetime(2026, 11, 28, tzinfo=UTC)
     path = write_list(tmp_path / "a.parquet", [{"url": "u", "caption": moment, "seen": moment}])
     code = f"""if True:
-        from tasks.download.read_lists_by_duckdb import FORMATS, read_list
+        from tasks.download.lists import FORMATS, read_list
         columns = dict(url="url", captions="caption", sha256=None, aesthetic_score=None)
         (table,) = read_list({path!r}, FORMATS["parquet"], columns, None, ["seen"])
         print(table["captions"][0], table["additional"][0])
@@ -95,7 +91,7 @@ def test_secrets_of_urls_in_further_columns_are_neither_stored_nor_hashed() -> N
         url = f"https://u:pw@h/a.jpg?id=7&X-Amz-Signature={signature}"
         more = json.dumps({"thumb": url, "more": [{"x": url}]})
         row = {"url": "u", "captions": [], "additional": more}
-        (table,) = read_lists_by_duckdb.hash_rows([row])
+        (table,) = lists.hash_rows([row])
         return table["additional"][0].as_py(), table["hash"][0].as_py()
 
     first, again = hashed("first"), hashed("again")

@@ -12,15 +12,10 @@ from fsspec.spec import AbstractBufferedFile
 from source_rows import ROWS, make_recipe, many_rows, rows_of, write_list
 
 from tasks import download
-from tasks.download import (
-    plan_parquet,
-    plan_shards,
-    read_lists_by_duckdb,
-    read_malformed_lists,
-)
-from tasks.download.read_lists_by_duckdb import FORMATS, read_list
-from tasks.download.read_lists_by_duckdb import read_malformed_list as read_list_in_python
-from tasks.download.row_fields_and_hash import Row
+from tasks.download import lists, shard_plan
+from tasks.download.lists import FORMATS, read_list
+from tasks.download.lists import read_malformed_list as read_list_in_python
+from tasks.download.rows import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -141,14 +136,14 @@ def test_a_late_malformed_line_loses_no_row_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DuckDB and Python differ in what a blank line is, so one of them reads the whole file."""
-    monkeypatch.setattr(read_lists_by_duckdb, "BATCH", 2048)
+    monkeypatch.setattr(lists, "BATCH", 2048)
     urls = [f"http://example.org/{n}.jpg" for n in range(20_000)]
     lines = [*urls[:10], "\t", " \v ", *urls[10:]]
     (tmp_path / "a.txt").write_bytes("\n".join(lines).encode() + b"\nhttp://h/\xff.jpg\n")
     listed = {"kind": "urls", "path": str(tmp_path / "a.txt"), "format": "txt"}
     source = {**listed, "caption_column": None}
     shards = download.plan(make_recipe(source, shard_size=30_000)).shards
-    tables = [plan_shards.read_spans(shard.spans, plan_parquet.plan_key()) for shard in shards]
+    tables = [shard_plan.read_spans(shard.spans, shard_plan.plan_key()) for shard in shards]
     read = [url for table in tables for url in table["url"].to_pylist()]
     assert read == [*urls, "http://h/\ufffd.jpg"]
 
@@ -157,7 +152,7 @@ def test_a_late_malformed_line_loses_no_row_before_it(
 def test_a_line_that_unpacks_to_gigabytes_is_one_row_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(read_malformed_lists, "MAX_LINE", 2**20)
+    monkeypatch.setattr(lists, "MAX_LINE", 2**20)
     rows = {"csv": "url,caption\nhttp://h/1,a\n", "jsonl": '{"url": "http://h/1"}\n'}
     before = rows.get(kind, "http://h/1\n")
     with gzip.open(tmp_path / f"a.{kind}.gz", "wb", compresslevel=1) as stream:

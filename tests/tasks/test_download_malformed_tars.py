@@ -16,7 +16,7 @@ from tar_sources import add_files, jpg, make_recipe, packed, rows_of, written
 
 from tasks import download
 from tasks.download import tars
-from tasks.download.read_tars import samples
+from tasks.download.tars import samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 

@@ -17,9 +17,9 @@ from store_servers import REMOTE, UrlOf
 from artifacts.store import Store
 from tasks import download
 from tasks.build_or_reuse import MachineShort, TransientError
-from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard, _clear
-from tasks.download.plan_shards import ShardSpec
-from tasks.download.stage_errors import Outage
+from tasks.download.rows import Outage
+from tasks.download.shard_plan import ShardSpec
+from tasks.download.stage import MOST_DEFERRED, THREADS, DownloadShard, _clear
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -62,7 +62,7 @@ def test_a_machine_without_descriptors_ends_the_stage_and_loses_no_row(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch, pytest.raises(MachineShort, match="`ulimit -n`"):
-        patch.setattr("tasks.download.safe_http_fetch._Socket", refuse)
+        patch.setattr("tasks.download.http._Socket", refuse)
         build(recipe)
     assert not list((tmp_path / "store/download/shards").glob("*.json"))
     recipe = make_recipe(tmp_path, web, rows())

@@ -22,8 +22,8 @@ from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.download.duplicates_hosts_and_sizes import DownloadStatistics
-from tasks.download.filter_resize_encode_by_img2dataset import img2dataset_resizer
+from tasks.download.decode import img2dataset_resizer
+from tasks.download.statistics import DownloadStatistics
 from tasks.encode.buckets import bucket_sizes
 from tasks.encode.decode_and_crop import transform
 from tasks.panels import PicturePanel
@@ -130,7 +130,7 @@ def test_the_decoder_writes_nothing_about_a_broken_picture() -> None:
     gif = encode_picture(Image.effect_noise((40, 40), 50), "GIF")
     code = f"""if True:
         from configs.settings.data import Download
-        from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer
+        from tasks.download.decode import PictureResizer
         assert PictureResizer(Download()).resize({gif[:-300]!r}) == "not an image"
     """
     done = python("-c", code)

@@ -14,12 +14,9 @@ from source_rows import ROWS, context, make_recipe, many_rows, rows_of, write_li
 
 from artifacts.remote_stores import CacheUnusable
 from tasks import download
-from tasks.download import (
-    plan_parquet,
-    sources,
-)
-from tasks.download.download_shard import download_shard
-from tasks.download.read_lists_by_duckdb import read_list
+from tasks.download import shard_plan, sources
+from tasks.download.lists import read_list
+from tasks.download.shard import download_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -133,14 +130,14 @@ def test_a_damaged_index_of_a_plan_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_damaged_key_of_plans_is_named(tmp_path: Path) -> None:
-    plan_parquet.plan_key()
+    shard_plan.plan_key()
     path = tmp_path / "cache/kilnworks/plan.key"
     for damaged in ("", "AAAA", "\xff" * 44):
         path.write_bytes(damaged.encode("latin-1"))
         with pytest.raises(download.SourceError, match=r"plan\.key is damaged: delete it"):
-            plan_parquet.plan_key()
+            shard_plan.plan_key()
     path.unlink()
-    assert plan_parquet.plan_key() == plan_parquet.plan_key()
+    assert shard_plan.plan_key() == shard_plan.plan_key()
 
 
 def test_a_key_of_plans_that_cannot_be_written_names_the_variable(
@@ -149,7 +146,7 @@ def test_a_key_of_plans_that_cannot_be_written_names_the_variable(
     (tmp_path / "file").touch()
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "file"))
     with pytest.raises(CacheUnusable, match=r"Not a directory\): set KILN_CACHE"):
-        plan_parquet.plan_key()
+        shard_plan.plan_key()
 
 
 def test_one_row_changed_added_or_removed_changes_only_its_own_shard(tmp_path: Path) -> None:

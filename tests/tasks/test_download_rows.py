@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from configs.settings.data import Download
-from tasks.download.download_shard import shard_key
-from tasks.download.read_lists_by_duckdb import hash_rows
+from tasks.download.lists import hash_rows
+from tasks.download.shard import shard_key
 
 ROW: dict[str, Any] = {
     "url": "http://example.org/0.png",

@@ -19,13 +19,10 @@ from source_rows import ROWS, make_recipe, many_rows, parquet, png, rows_of, wri
 from store_servers import REMOTE, UrlOf
 
 from tasks import download
-from tasks.download import (
-    read_lists_by_duckdb,
-)
+from tasks.download import lists as download_lists
 from tasks.download.list_files import reading
-from tasks.download.read_lists_by_duckdb import FORMATS, read_list
-from tasks.download.row_fields_and_hash import Row
-from tasks.download.stage_errors import SourceAway, SourceError
+from tasks.download.lists import FORMATS, read_list
+from tasks.download.rows import Row, SourceAway, SourceError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -69,7 +66,7 @@ def test_rows_and_their_order_do_not_depend_on_threads(
     tables = []
     for threads in (1, 2, 5):
         with duckdb.connect(config={"threads": threads}) as db, monkeypatch.context() as patch:
-            patch.setattr(read_lists_by_duckdb, "_database", lambda db=db: db)
+            patch.setattr(download_lists, "_database", lambda db=db: db)
             read = read_list(file, FORMATS[name.split(".")[1]], columns, None, ())
             tables.append(pa.concat_tables(read))
     assert [row["url"] for row in many_rows(50_000)] == tables[0]["url"].to_pylist()

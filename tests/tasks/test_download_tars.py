@@ -18,8 +18,8 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import tars
-from tasks.download.serve_folder import serve_folder
-from tasks.download.source_protocol import ServedAt
+from tasks.download.folders import serve_folder
+from tasks.download.lists import ServedAt
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 

@@ -12,7 +12,7 @@ from PIL import Image
 from configs.load_recipe import load_recipe
 from configs.settings.data import Download
 from runtimes.contract import WrongInput
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
+from tasks.download.decode import PictureResizer, Resized
 from tasks.encode.buckets import bucket_sizes, nearest_bucket
 from tasks.encode.decode_and_crop import BadSample, TransformSettings, decode, transform
 from tasks.encode.holdout_split import is_holdout

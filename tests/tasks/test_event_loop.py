@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from tasks.download import event_loop
+from tasks.download import fetch
 
 
 def test_a_core_that_is_another_jobs_has_no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})  # as a scheduler gives
-    _, decoders = event_loop._of_process.__wrapped__()
+    _, decoders = fetch._of_process.__wrapped__()
     assert decoders._max_workers == 4
 
 
@@ -21,9 +21,9 @@ def test_connections_are_as_many_as_the_process_may_open_files_for(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(event_loop, "raise_open_file_limit", lambda: files)
+    monkeypatch.setattr(fetch, "raise_open_file_limit", lambda: files)
     with caplog.at_level(logging.WARNING, "kiln"):
-        assert event_loop._connections.__wrapped__(256)._value == connections
+        assert fetch._connections.__wrapped__(256)._value == connections
     said = f"download: {connections} connections instead of download.max_connections, 256: "
     warned = [
         record for record in caplog.messages if record.startswith(said) and "ulimit" in record

@@ -13,13 +13,12 @@ from picture_server import picture
 from web_sites import Site, reply, serving
 
 from configs.settings.data import Download
-from tasks.download.event_loop import run
-from tasks.download.fetch_with_robots_and_retries import Fetcher, user_agent
-from tasks.download.pace_requests_per_web_host import AsyncClock
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.row_fields_and_hash import Row
-from tasks.download.safe_http_fetch import _Socket as MadeSocket
-from tasks.download.source_protocol import ServedAt
+from tasks.download.fetch import Fetcher, run, user_agent
+from tasks.download.http import FetchFailed
+from tasks.download.http import _Socket as MadeSocket
+from tasks.download.lists import ServedAt
+from tasks.download.politeness import AsyncClock
+from tasks.download.rows import Row
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -140,7 +139,7 @@ def test_a_machine_that_lacks_something_for_a_moment_loses_no_row(
             raise failures.pop()
         return MadeSocket(*arguments, **options)
 
-    monkeypatch.setattr("tasks.download.safe_http_fetch._Socket", make_socket)
+    monkeypatch.setattr("tasks.download.http._Socket", make_socket)
     with serving(lambda h: reply(h, body=picture(0))) as host:
         fetched = get_row(fetcher_of(host, clock_of(slept), retries=0), Row("a", ("",)))
     assert fetched.body == picture(0)
@@ -156,7 +155,7 @@ def test_a_machine_that_lacks_something_until_the_deadline_fails_no_row(
     def make_socket(*_: int, **__: Any) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("tasks.download.safe_http_fetch._Socket", make_socket)
+    monkeypatch.setattr("tasks.download.http._Socket", make_socket)
     with pytest.raises(OSError, match="Too many open files"):
         get_row(fetcher_of("127.0.0.1:9", clock_of(slept), deadline=20.0), Row("a", ("",)))
     assert 10.0 < sum(slept) < 20.0

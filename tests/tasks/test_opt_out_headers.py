@@ -3,7 +3,7 @@
 import pytest
 from multidict import CIMultiDict
 
-from tasks.download.opt_out_headers import is_opted_out
+from tasks.download.politeness import is_opted_out
 
 
 @pytest.mark.parametrize(

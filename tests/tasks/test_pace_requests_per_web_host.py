@@ -16,12 +16,10 @@ from multidict import MultiDict
 from web_sites import Site
 
 from configs.settings.data import Download
-from tasks.download.event_loop import run
-from tasks.download.fetch_with_robots_and_retries import Fetcher
-from tasks.download.pace_requests_per_web_host import AsyncClock, HostLimits
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.safe_http_fetch import Admit, Deadline, parse_url
-from tasks.download.source_protocol import ServedAt
+from tasks.download.fetch import Fetcher, run
+from tasks.download.http import Admit, Deadline, FetchFailed, parse_url
+from tasks.download.lists import ServedAt
+from tasks.download.politeness import AsyncClock, HostLimits
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -155,7 +153,7 @@ def test_rows_that_a_crawl_delay_would_keep_too_long_are_transient_failures(site
 LOCKED = """
 import asyncio, sys
 from pathlib import Path
-from tasks.download.pace_requests_per_web_host import HostLimits
+from tasks.download.politeness import HostLimits
 
 async def main():
     limits = HostLimits(Path(sys.argv[1]))

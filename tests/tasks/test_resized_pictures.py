@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.download.resized_pictures import ResizedPictures
+from tasks.download.shard import ResizedPictures
 
 
 def test_each_row_has_its_own_picture_whichever_thread_adds_it(tmp_path: Path) -> None:

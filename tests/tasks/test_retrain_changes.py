@@ -13,9 +13,8 @@ from artifacts.store import Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.download.download_shard import STAGE, shard_key
-from tasks.download.plan_parquet import plan_key
-from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
+from tasks.download.shard import STAGE, shard_key
+from tasks.download.shard_plan import ShardSpec, plan_key, read_spans, rows_digest
 from tasks.retrain.champion import Champion
 from tasks.retrain.source_changes import Changes, plan_changes
 

@@ -9,8 +9,7 @@ from picture_bytes import encode_picture
 from PIL import Image
 
 from configs.settings.data import Download
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, img2dataset_resizer
-from tasks.download.import_img2dataset_modules import img2dataset_module
+from tasks.download.decode import PictureResizer, img2dataset_module, img2dataset_resizer
 
 MODES = ("keep_ratio", "keep_ratio_largest", "center_crop", "border")
 

@@ -11,13 +11,11 @@ from fetching import outcomes
 from web_sites import Site
 
 from configs.settings.data import Download
-from tasks.download.body_memory import BodyMemory, Room
-from tasks.download.event_loop import run
-from tasks.download.fetch_with_robots_and_retries import Fetched, Fetcher
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.robots_txt import MAX_AGE, RobotsCache, Rules
-from tasks.download.row_fields_and_hash import Row
-from tasks.download.source_protocol import ServedAt
+from tasks.download.fetch import Fetched, Fetcher, run
+from tasks.download.http import BodyMemory, FetchFailed, Room
+from tasks.download.lists import ServedAt
+from tasks.download.politeness import MAX_AGE, RobotsCache, Rules
+from tasks.download.rows import Row
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -76,7 +74,7 @@ def test_robots_txt_is_read_once_for_all_shards_and_kept_for_a_day(
         assert outcomes(site, *"abcdefgh") == ["ok"] * 8
     assert site.requests["/robots.txt"] == 1
     tomorrow = time.time() + MAX_AGE + 1
-    monkeypatch.setattr("tasks.download.robots_txt.time.time", lambda: tomorrow)
+    monkeypatch.setattr("tasks.download.politeness.time.time", lambda: tomorrow)
     assert outcomes(site, "a") == ["ok"]
     assert site.requests["/robots.txt"] == 2
 

@@ -13,10 +13,8 @@ from picture_bytes import encode_picture
 from PIL import Image, ImageCms
 
 from configs.settings.data import Download
-from tasks.download.decoding_bomb_checks import Header
-from tasks.download.filter_resize_encode_by_img2dataset import PictureResizer, Resized
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.rotate_and_reduce import reduction, rotate_and_reduce
+from tasks.download.decode import Header, PictureResizer, Resized, reduction, rotate_and_reduce
+from tasks.download.http import FetchFailed
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -46,7 +44,7 @@ def resized(body: bytes, **settings: Any) -> tuple[tuple[int, ...], Any]:
 def whole(body: bytes, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     """The same, from the whole picture as img2dataset does."""
     with monkeypatch.context() as patch:
-        target = "tasks.download.filter_resize_encode_by_img2dataset.reduction"
+        target = "tasks.download.decode.reduction"
         patch.setattr(target, lambda *_: 1)
         return resized(body, **settings)
 

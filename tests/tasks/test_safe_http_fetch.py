@@ -19,9 +19,8 @@ from loopback_server import LoopbackServer
 from multidict import MultiMapping
 from web_sites import answering, reply, serving
 
-from tasks.download.event_loop import run
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, is_public
+from tasks.download.fetch import run
+from tasks.download.http import Deadline, FetchFailed, FetchLimits, SafeHttpClient, is_public
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -429,13 +428,13 @@ def test_a_self_signed_certificate_is_refused(tmp_path: Path) -> None:
 def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ssl
 
-    from tasks.download import safe_http_fetch
+    from tasks.download import http
 
     certificate = _self_signed(tmp_path)
     server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_side.load_cert_chain(certificate)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    safe_http_fetch._tls.cache_clear()  # the trusted authorities are read once
+    http._tls.cache_clear()  # the trusted authorities are read once
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         if handler.path == "/slow":
@@ -452,7 +451,7 @@ def test_https_has_the_same_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             with pytest.raises(FetchFailed, match="timeout"):
                 fetch(f"https://{server.host}/slow", limits, time.monotonic() + 0.3)
     finally:
-        safe_http_fetch._tls.cache_clear()
+        http._tls.cache_clear()
 
 
 def _self_signed(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from property_tests import holds_for
 
 from configs.settings.data import Download
-from tasks.download.shard_boundaries import shard_ends
+from tasks.download.rows import shard_ends
 
 Row = tuple[str, int]  # sha256 hex, number
 ROWS = st.integers(0, 400)

@@ -8,11 +8,11 @@ from loopback_server import refusing
 from web_sites import reply, serving
 
 from configs.settings.data import Download
-from tasks.download.fetch_with_robots_and_retries import Fetcher
-from tasks.download.retryable_and_final_failures import FetchFailed
-from tasks.download.row_fields_and_hash import Row
-from tasks.download.skip_dead_web_hosts import DeadHosts, is_outage
-from tasks.download.source_protocol import ServedAt
+from tasks.download.fetch import Fetcher
+from tasks.download.http import FetchFailed
+from tasks.download.lists import ServedAt
+from tasks.download.politeness import DeadHosts, is_outage
+from tasks.download.rows import Row
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

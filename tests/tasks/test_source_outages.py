@@ -18,7 +18,7 @@ from web_sites import reply, serving
 from flows.task_settings import may_pass
 from tasks import download
 from tasks.download.list_files import reading
-from tasks.download.stage_errors import SourceAway, SourceError
+from tasks.download.rows import SourceAway, SourceError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 Failure = Callable[[BaseHTTPRequestHandler, int, bytes], None]

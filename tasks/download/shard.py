@@ -1,42 +1,137 @@
-"""Download one shard of rows into a committed tar and parquet, or defer it after an outage."""
+"""Download one shard of rows into a committed tar and parquet, or defer it after an outage.
+
+The resized pictures of a shard, until its tar is written.
+
+Download one row: fetch its picture, check it, and resize it by img2dataset.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from artifacts.image_shards import (
-    ADDITIONAL,
-    Sample,
-    read_rows,
-    read_tar,
-    write_rows,
-    write_tar,
-)
+from artifacts.image_shards import ADDITIONAL, Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.records import canonical_json, digest_bytes, digest_json, read_checked
 from artifacts.store import Shard, Store
 from configs.secrets import without_secrets
 from configs.settings.data import Download
-from tasks.download.duplicates_hosts_and_sizes import shard_statistics
-from tasks.download.event_loop import run
-from tasks.download.fetch_and_resize_row import RowDownloader
-from tasks.download.plan_parquet import distrust_file
-from tasks.download.plan_shards import ShardSpec, read_spans, rows_digest
-from tasks.download.resized_pictures import ResizedPictures
-from tasks.download.retryable_and_final_failures import is_transient
-from tasks.download.row_fields_and_hash import Row, read_additional
-from tasks.download.skip_dead_web_hosts import is_outage
-from tasks.download.source_protocol import PictureLocation, ServedAt
+from tasks.download.decode import PictureResizer
+from tasks.download.fetch import Fetcher, run
+from tasks.download.http import FetchFailed, Room, is_transient
+from tasks.download.lists import PictureLocation, ServedAt
+from tasks.download.politeness import is_opted_out, is_outage
+from tasks.download.rows import Row, SourceError, read_additional
+from tasks.download.shard_plan import ShardSpec, distrust_file, read_spans, rows_digest
 from tasks.download.sources import SOURCES
-from tasks.download.stage_errors import SourceError
+from tasks.download.statistics import shard_statistics
+
+
+class ResizedPictures:
+    """Pictures by the numbers of their rows, in one file; a file of each costs half a millisecond.
+
+    Any thread may add one.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file: BinaryIO = file.open("w+b", buffering=0)
+        self._places: dict[int, tuple[int, int]] = {}  # row -> (offset, bytes)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ResizedPictures:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:  # a write after the close of its file could hit another one's descriptor
+            self._file.close()
+
+    def add(self, row: int, picture: bytes) -> None:
+        """Append the picture of a row, instead of an earlier one.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: the pictures are closed, as when a run is interrupted.
+        """
+        with self._lock:
+            place = (self._file.seek(0, 2), len(picture))
+            rest = memoryview(picture)
+            while rest:  # a full disk takes a part of it first
+                rest = rest[self._file.write(rest) :]
+            self._places[row] = place
+
+    def read(self, row: int) -> bytes:
+        """The picture of a row. Raises KeyError if it has none."""
+        offset, size = self._places[row]
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.read(size)
+
+
+class RowDownloader:
+    """Downloads the rows of a shard; an asynchronous context manager."""
+
+    def __init__(self, settings: Download, served_at: ServedAt) -> None:
+        self.resizer = PictureResizer(settings)
+        self.fetcher = Fetcher(settings, served_at)
+        self.shared = self.fetcher.shared
+        self.opt_outs = {value.strip().lower() for value in settings.opt_out_headers}
+
+    async def __aenter__(self) -> RowDownloader:
+        await self.fetcher.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.fetcher.__aexit__()
+
+    async def download(self, row: Row, keep: Callable[[bytes], None]) -> dict[str, Any]:
+        """Fetch and resize a row's picture.
+
+        Args:
+            keep: receives the resized picture, in a thread of the decoders.
+
+        Returns the row's outcome:
+            `status` (img2dataset's success, failed_to_download or failed_to_resize), then
+            `error_message` and `attempts` (requests), or the four sizes in pixels and the fetched
+            bytes' `sha256` (hex) and number (`bytes`).
+
+        Raises what `keep` raises.
+        """
+        attempts = 0
+        try:
+            with Room(self.shared.bodies) as room:
+                body, headers, attempts = await self.fetcher.get(row, room)
+                if is_opted_out(headers, self.fetcher.token, self.opt_outs):
+                    raise FetchFailed("opted out")
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self.shared.decoders, self._resize, body, keep)
+        except FetchFailed as failure:
+            return _failed("failed_to_download", failure.reason, attempts or failure.attempts)
+        if isinstance(found, str):
+            return _failed("failed_to_resize", found, attempts)
+        return found
+
+    def _resize(self, body: bytes, keep: Callable[[bytes], None]) -> dict[str, Any] | str:
+        """Keep the resized picture. Returns its sizes and sha256, or a failure reason."""
+        resized = self.resizer.resize(body)
+        if isinstance(resized, str):
+            return resized
+        keep(resized.picture)
+        names = ("width", "height", "original_width", "original_height")
+        sizes = {name: getattr(resized, name) for name in names}
+        return {"status": "success", **sizes, "sha256": digest_bytes(body), "bytes": len(body)}
+
+
+def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:
+    return {"status": status, "error_message": reason, "attempts": attempts}
+
 
 #: Rows of a shard in flight per connection: most of them wait for their hosts.
 ROWS_PER_CONNECTION = 4

@@ -1,52 +1,244 @@
-"""A folder of pictures as a source."""
+"""Folders of pictures and of parquet files as sources.
+
+Serve a folder over HTTP on loopback while a stage runs.
+
+Parquet files with embedded pictures as a source.
+
+A folder of pictures as a source.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
 from artifacts.records import digest_bytes
 from configs.secrets import without_secrets
-from configs.settings.data import FolderSource
+from configs.settings.data import DatasetSource, FolderSource
+from tasks.beam_workers import is_hub_id
 from tasks.download.list_files import (
     ListedFile,
+    below,
     is_absent,
     is_folder,
     is_hidden,
+    is_pattern,
     list_files,
     open_file,
     reading,
     require_columns,
 )
-from tasks.download.parquet_dataset import parquet_rows
-from tasks.download.read_lists_by_duckdb import FORMATS, hash_rows
-from tasks.download.read_malformed_lists import csv_rows, json_rows
-from tasks.download.row_fields_and_hash import (
-    additional_of,
-    captions_of,
-    score_of,
-    text_of,
-    text_of_file,
-)
-from tasks.download.shard_boundaries import shard_ends
-from tasks.download.source_protocol import (
+from tasks.download.lists import (
+    FORMATS,
     PictureLocation,
     Piece,
     ServedAt,
+    csv_rows,
     embedded_row,
+    hash_rows,
     identity,
+    json_rows,
     named_columns,
+    require_text,
 )
-from tasks.download.stage_errors import SourceError
+from tasks.download.rows import (
+    SourceError,
+    additional_of,
+    captions_of,
+    score_of,
+    shard_ends,
+    text_of,
+    text_of_file,
+)
 from tasks.download.tars import EXTENSIONS
+
+LOOPBACK = "127.0.0.1"
+Served = TypeVar("Served")
+
+
+def check_port(port: int) -> None:
+    """Raise SourceError unless a server can listen on `port` of loopback; 0 selects a free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _bind(lambda: probe.bind((LOOPBACK, port)), port)
+        # SO_REUSEADDR lets two sockets bind one port, but only one of them can listen.
+        _bind(probe.listen, port)
+
+
+@contextmanager
+def serve_folder(
+    folder: Path, port: int, served_at: Callable[[str, tuple[str, ...]], Served]
+) -> Iterator[Served]:
+    """Serve `folder` and yield `served_at(base URL, (host:port,))`.
+
+    Raises:
+        SourceError: the port is in use or needs privileges.
+    """
+    handler = partial(_QuietHandler, directory=str(folder))
+    server: _Server = _bind(lambda: _Server((LOOPBACK, port), handler), port)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        address = f"{LOOPBACK}:{server.server_address[1]}"
+        yield served_at(f"http://{address}/", (address,))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Suppress the log line per request."""
+
+
+def _bind(bind: Callable[[], Any], port: int) -> Any:
+    try:
+        return bind()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges"
+        raise SourceError(
+            f"source.port: port {port} {why} on this machine: choose another, or 0 for a free one"
+        ) from None
+
+
+PICTURES_AT_ONCE = 32  # in memory, of a parquet file
+#: Behind a split's name in that of a file: its number among `of` files, or any number.
+NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]?\d+)*)(?i:\.parquet)"
+
+
+class Dataset:
+    """Parquet files with embedded pictures: bytes, or Hugging Face's {bytes, path} structs."""
+
+    def __init__(self, settings: DatasetSource) -> None:
+        self.settings = settings
+
+    def check(self) -> None:
+        file = self._files()[0].name
+        require_columns(named_columns(self.settings), FORMATS["parquet"].columns(file), file)
+        require_text({"source.caption_column": self.settings.caption_column}, file)
+
+    def pieces(self) -> Iterator[Piece]:
+        for file in self._files():
+            yield Piece(identity(self.settings, [file]), partial(self._rows, file.name))
+
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+        for file, wanted in _ascending(places):
+            image = self.settings.image_column
+            selected = set(wanted)
+            for number, values in parquet_rows(file, [image], wanted[0], wanted[-1] + 1):
+                if number in selected:
+                    yield self._picture(values[image])
+
+    def open(self) -> AbstractContextManager[ServedAt]:
+        return nullcontext(ServedAt())
+
+    def _rows(self, file: str) -> Iterator[pa.Table]:
+        s = self.settings
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for number, values in parquet_rows(file, list(named_columns(s).values())):
+                captions = captions_of(values[s.caption_column])
+                score = score_of(values.get(s.aesthetic_column or ""))
+                picture = self._picture(values[s.image_column])
+                more = additional_of(s.additional_columns, values)
+                yield embedded_row(picture, PictureLocation(file, number), captions, score, more)
+
+        return hash_rows(rows())
+
+    def _files(self) -> list[ListedFile]:
+        path, split = self.settings.path, self.settings.split
+        if is_hub_id(path):
+            revision = f"@{self.settings.revision}" if self.settings.revision else ""
+            path = f"hf://datasets/{path}{revision}"
+        found = list_files(path, FORMATS["parquet"].suffixes)
+        fs, root = url_to_fs(path)
+        if [file.name for file in found] == [path] or is_pattern(fs, root):
+            return found
+        chosen = [f for f in found if _is_of_split(below(f.name, root), split)]
+        if not chosen and root.rstrip("/").rpartition("/")[2] == split:
+            return found
+        if not chosen:
+            names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
+            raise SourceError(
+                f"source.split: {path} has no files of split {split!r} ({names}): write the whole "
+                "name of a split, or a glob of its files as source.path"
+            )
+        return chosen
+
+    def _picture(self, image: Any) -> bytes | None:
+        picture = image.get("bytes") if isinstance(image, dict) else image
+        if not isinstance(picture, bytes | None):
+            raise SourceError(
+                f"source.image_column: {self.settings.image_column} holds "
+                f"{type(picture).__name__}, not encoded pictures (bytes, or a struct with bytes)"
+            )
+        return picture
+
+
+def _ascending(places: Iterable[PictureLocation]) -> Iterator[tuple[str, list[int]]]:
+    """(file, ascending numbers of rows): a file is read again for a number that goes back."""
+    file, numbers = "", list[int]()
+    for place in places:
+        row = int(place.row or 0)
+        if numbers and (place.file != file or row <= numbers[-1]):
+            yield file, numbers
+            numbers = []
+        file = place.file
+        numbers.append(row)
+    if numbers:
+        yield file, numbers
+
+
+def _is_of_split(name: str, split: str) -> bool:
+    """Whether a file is of a split, by its name below the dataset's folder.
+
+    As the hub writes them: <split>-00000-of-00001.parquet, or <split>/0000.parquet.
+    """
+    folder, _, file = name.rpartition("/")
+    is_named = re.fullmatch(re.escape(split) + NUMBER, file) is not None
+    return is_named or folder.rpartition("/")[2] == split
+
+
+def parquet_rows(
+    file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, values) of the rows in [start, stop), of which few are in memory at a time."""
+    with reading(file), open_file(file) as stream:
+        table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
+        counts = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
+        ends = np.cumsum(counts, dtype=int)
+        stop = int(sum(counts)) if stop is None else stop
+        groups = [n for n, end in enumerate(ends) if end > start and end - counts[n] < stop]
+        number = int(ends[groups[0]]) - counts[groups[0]] if groups else 0
+        for batch in table.iter_batches(PICTURES_AT_ONCE, row_groups=groups, columns=[*columns]):
+            for values in batch.to_pylist() if number < stop else []:
+                if start <= number < stop:
+                    yield number, values
+                number += 1
+
 
 PICTURES = tuple(f".{extension}" for extension in EXTENSIONS)
 PIECE = 1000  # files: the average of a piece

@@ -1,38 +1,190 @@
-"""Read lists of rows with DuckDB, as Arrow batches with a hash of each row, in the lists' order."""
+"""Lists of rows as sources: parquet, csv, json and text, read by DuckDB.
+
+Read csv, jsonl and txt lists line by line in Python, malformed lines included.
+
+DuckDB is many times faster, but it refuses a file with a malformed line, or drops the line.
+
+Read lists of rows with DuckDB, as Arrow batches with a hash of each row, in the lists' order.
+
+What every kind of source is: pieces of rows, and pictures at their places.
+"""
 
 from __future__ import annotations
 
 import atexit
+import codecs
+import csv
+import io
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
-from itertools import count
-from typing import Any, NamedTuple
+from itertools import chain, count
+from typing import IO, Any, NamedTuple, Protocol
 
 import duckdb
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 
+from artifacts.records import digest_bytes, digest_json
 from configs.secrets import one_line
-from tasks.download.list_files import located, open_file, reading, require_columns
-from tasks.download.read_malformed_lists import (
-    BLANK,
-    csv_header,
-    csv_rows,
-    first_byte,
-    json_lines,
-    json_rows,
-    text_rows,
-)
-from tasks.download.row_fields_and_hash import (
+from configs.settings.base_section import Section
+from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
+from tasks.download.list_files import ListedFile, located, open_file, reading, require_columns
+from tasks.download.rows import (
     COLUMNS,
     HASHED,
+    SourceError,
     canonical_additional,
+    integer,
     literal,
     row_hash,
+    text_of,
 )
-from tasks.download.stage_errors import SourceError
+
+#: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
+MAX_LINE = 2**24
+BUFFER = 2**16  # bytes
+#: Characters of a record behind its first line: DuckDB's limit of a row.
+MAX_RECORD = 131_072
+#: Characters around a URL in a text file.
+BLANK = " \t\r\n\v\f"
+#: An unpaired surrogate in JSON.
+SURROGATE = re.compile(
+    r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
+)
+
+
+def csv_header(file: str, delimiter: str) -> list[str]:
+    """Names of the columns: the fields of the first line."""
+    with _open_text(file) as stream:
+        return next(csv.reader(_lines(stream), delimiter=delimiter), [])
+
+
+def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, str]]:
+    """The fields of each row by column; an empty first one of a malformed row."""
+    with _open_text(file) as stream:
+        lines = _lines(stream)
+        header = next(csv.reader(lines, delimiter=delimiter), [])
+        for values in _fields(lines, delimiter):
+            if values:
+                # DuckDB, too, accepts empty values behind those of the header.
+                fits = len(values) >= len(header) and not any(values[len(header) :])
+                yield dict(zip(header, values if fits else [""], strict=False))
+
+
+def json_rows(file: str) -> Iterator[dict[str, Any]]:
+    """The JSON object of each line; an empty one for a malformed line."""
+    with _open_text(file) as stream:
+        yield from (_json_object(line) for line in _lines(stream) if line.strip())
+
+
+def json_lines(file: str) -> Iterator[dict[str, str]]:
+    """The text of each line, of which DuckDB finds the malformed ones.
+
+    DuckDB refuses unpaired surrogates, which are replaced.
+    """
+    with _open_text(file) as stream:
+        for line in _lines(stream):
+            if line.strip():
+                if SURROGATE.search(line):
+                    line = text_of(json.dumps(_json_object(line), ensure_ascii=False))
+                yield {"json": line}
+
+
+def text_rows(file: str) -> Iterator[dict[str, str]]:
+    """The URL of each line that is not blank; an empty one for a line that is too long."""
+    with _open_text(file) as stream:
+        for line in _lines(stream):
+            if url := line.strip(BLANK):
+                yield {"url": url if len(line) < MAX_LINE else ""}
+
+
+def first_byte(file: str) -> bytes:
+    """The first byte that is no blank."""
+    with _open_text(file) as stream:
+        return stream.read(BUFFER).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+
+
+@contextmanager
+def _open_text(file: str) -> Iterator[IO[bytes]]:
+    """The unpacked bytes of a file, which is buffered: files of buckets have no readline(size).
+
+    Raises:
+        SourceError: it is UTF-16, as spreadsheets write text.
+    """
+    with open_file(file, "infer") as stream, io.BufferedReader(stream, BUFFER) as buffered:
+        if buffered.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise SourceError(f"source: {file}: it is UTF-16: save it as UTF-8")
+        yield buffered
+
+
+def _lines(stream: IO[bytes]) -> Iterator[str]:
+    """The lines of UTF-8 text, without the byte order mark; of a longer one the first MAX_LINE."""
+    mark, is_start = b"\xef\xbb\xbf", True
+    while line := stream.readline(MAX_LINE):
+        if is_start:
+            yield line.removeprefix(mark).decode(errors="replace")
+        mark, is_start = b"", line.endswith(b"\n")
+
+
+def _fields(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
+    """Fields of each record; one empty field of a malformed line.
+
+    A malformed line may have an open quote, which takes the lines behind it. These are read again,
+    one by one: an open quote of theirs would take the same lines, and end like the first one. Each
+    line is thus read three times at most.
+    """
+    again: list[str] = []
+    while True:
+        taken: list[str] = []
+        rest = _taking(chain(again, lines), taken)
+        try:
+            for values in csv.reader(rest, delimiter=delimiter, strict=True):
+                taken.clear()
+                yield values
+            return
+        except csv.Error:
+            # The last line may begin a record of its own, since it ended the other one.
+            yield from (_fields_of(line, delimiter) for line in taken[:-1] or taken)
+            again = taken[1:][-1:]
+
+
+def _taking(lines: Iterable[str], taken: list[str]) -> Iterator[str]:
+    """The lines, which are added to those that a record has taken.
+
+    Raises:
+        csv.Error: the record is too long.
+    """
+    size = 0
+    for line in lines:
+        size = size + len(line) if taken else 0
+        taken.append(line)
+        if size > MAX_RECORD:
+            raise csv.Error("a record is too long")
+        yield line
+
+
+def _fields_of(line: str, delimiter: str) -> list[str]:
+    """Fields of a record of one line; one empty field if it is malformed."""
+    # DuckDB, too, leaves out spaces around quotes.
+    quoted = rf'(^|{delimiter}) *("[^"]*+(?:""[^"]*+)*+") *(?={delimiter}|[\r\n]|$)'
+    for text in (line, re.sub(quoted, r"\1\2", line)):
+        with suppress(csv.Error):
+            return next(csv.reader([text], delimiter=delimiter, strict=True))
+    return [""]
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    """The JSON object in `line`; empty if the line is malformed."""
+    try:
+        value = json.loads(line, parse_int=integer)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
 
 BATCH = 50_000  # rows
 #: Of the texts in a batch of Python's rows: at most 32 MiB in UTF-8.
@@ -523,3 +675,76 @@ FORMATS = {
     "json": _json("array", ".json", is_lines=False),
     "txt": ListFormat(_packed(".txt"), _text_columns, _text_table, tolerant=text_rows),
 }
+
+
+class ServedAt(NamedTuple):
+    """The base of relative URLs and the private hosts to allow, while a source is open."""
+
+    base_url: str | None = None
+    allow_hosts: tuple[str, ...] = ()  # host or host:port with a private address
+
+
+class Piece(NamedTuple):
+    """Consecutive rows of a source, such as a file: read again only if it changed."""
+
+    identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
+    read: Callable[[], Iterator[pa.Table]]  # tables of HASHED; SourceError, MalformedList
+    #: Reads all rows after a MalformedList.
+    read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
+
+
+class PictureLocation(NamedTuple):
+    """Where a source has a picture."""
+
+    file: str  # the picture, or the parquet file or tar that has it
+    row: int | None  # number in a parquet file; offset of a tar's header in bytes; else None
+
+
+class Source(Protocol):
+    """One kind of source."""
+
+    def check(self) -> None:
+        """Raise SourceError if the source is unusable. Runs before the first stage, so cheap."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """All rows, in order; nothing is read before `Piece.read`. Raises SourceError."""
+
+    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+        """The pictures embedded at `places`, in the source's order; None for one that is gone.
+
+        Raises SourceError.
+        """
+
+    def open(self) -> AbstractContextManager[ServedAt]:
+        """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
+
+
+def named_columns(
+    settings: UrlSource | FolderSource | DatasetSource | TarsSource,
+) -> dict[str, str]:
+    """{setting: column} of the columns that are configured."""
+    named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
+    chosen = {setting: column for setting, column in named.items() if column is not None}
+    return chosen | additional_settings(settings.additional_columns)
+
+
+def identity(settings: Section, files: list[ListedFile]) -> str:
+    """Identity of the piece of some files: of the settings, and of names and stamps."""
+    meaning = settings.model_dump(mode="json", exclude={"path", "port"})
+    return digest_json([meaning, *(file.stamp for file in files)])
+
+
+def embedded_row(
+    picture: bytes | None,
+    place: PictureLocation,
+    captions: tuple[str, ...],
+    score: float | None,
+    additional: str | None = None,
+) -> dict[str, Any]:
+    """The row of COLUMNS of a picture in the source, identified by its content."""
+    row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
+    row["additional"] = additional
+    if picture is None:
+        return row
+    sha256 = digest_bytes(picture)
+    return {**row, "url": f"sha256:{sha256}", "sha256": sha256, **place._asdict()}

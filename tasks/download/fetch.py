@@ -1,43 +1,145 @@
-"""Fetch the bytes of a row's picture: as robots.txt permits, at each host's pace, with retries."""
+"""Fetch the bytes of a row's picture: as robots.txt permits, at each host's pace, with retries.
+
+The event loop of this process's downloads, and what all shards of the process share.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
+import logging
 import random
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from multidict import MultiDict, MultiMapping
 
+from artifacts.models import cache_folder
 from artifacts.records import digest_bytes
+from artifacts.remote_stores import caching
 from configs.settings.data import Download
-from tasks.download.body_memory import Room
-from tasks.download.event_loop import Shared, shared
-from tasks.download.pace_requests_per_web_host import MAX_WAIT, AsyncClock
-from tasks.download.retryable_and_final_failures import (
+from runtimes.process.launcher import count_cores
+from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
+from tasks.download.http import (
     BAD_ENCODING,
     DISALLOWED,
     NO_ANSWER,
     NO_ROBOTS,
     NOT_REQUESTED,
+    BodyMemory,
+    Deadline,
     FetchFailed,
+    FetchLimits,
+    Room,
+    SafeHttpClient,
+    Target,
 )
-from tasks.download.robots_txt import MAX_BYTES, Rules
-from tasks.download.row_fields_and_hash import Row, absolute
-from tasks.download.safe_http_fetch import Deadline, FetchLimits, SafeHttpClient, Target
-from tasks.download.skip_dead_web_hosts import SILENT, DeadHosts, host_of
-from tasks.download.source_protocol import ServedAt
+from tasks.download.lists import ServedAt
+from tasks.download.politeness import (
+    MAX_BYTES,
+    MAX_WAIT,
+    SILENT,
+    AsyncClock,
+    DeadHosts,
+    HostLimits,
+    RobotsCache,
+    Rules,
+    host_of,
+)
+from tasks.download.rows import Row, absolute
+
+#: Bytes of the bodies that a process reads or keeps for decoding.
+BODIES = 2**28
+#: Files of a process beside its connections: of Python, Beam, the store and temporary files.
+OTHER_FILES = 64
+#: Files of a connection: its socket, one of another address, and one that waits for its host.
+FILES = 3
+log = logging.getLogger("kiln")
+T = TypeVar("T")
+_creation = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all shards of a process share."""
+
+    connections: asyncio.Semaphore  # of all hosts
+    bodies: BodyMemory
+    decoders: ThreadPoolExecutor  # decoding releases the interpreter lock
+    hosts: HostLimits
+    robots: RobotsCache
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, which runs in the loop beside those of other threads."""
+    with _creation:
+        loop = _loop()
+    running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return running.result()
+    except BaseException:
+        running.cancel()
+        raise
+
+
+def shared(max_connections: int) -> Shared:
+    """The shared objects of this process, for a limit of connections."""
+    folder = cache_folder()
+    with caching(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _creation:
+        return Shared(_connections(max_connections), *_of_process(), *_of_folder(folder))
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    collect_garbage_rarely()  # the searches took half of the loop's time
+    gc.collect()
+    gc.freeze()  # the search after each shard skips what imports made
+    atexit.register(gc.unfreeze)  # DuckDB's bindings would list what is left as leaks
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="kiln-download", daemon=True).start()
+    return loop
+
+
+@cache
+def _connections(limit: int) -> asyncio.Semaphore:
+    files = raise_open_file_limit()
+    most = max(1, (files - OTHER_FILES) // FILES)
+    if most < limit:
+        log.warning(
+            "download: %d connections instead of download.max_connections, %d: this process may "
+            "open %d files; raise the limit (`ulimit -n`)",
+            *(most, limit, files),
+        )
+    return asyncio.Semaphore(min(limit, most))
+
+
+@cache
+def _of_process() -> tuple[BodyMemory, ThreadPoolExecutor]:
+    threads = count_cores() + 1  # one of them waits for the interpreter lock
+    decoders = ThreadPoolExecutor(threads, thread_name_prefix="kiln-decode")
+    return BodyMemory(BODIES), decoders
+
+
+@cache
+def _of_folder(folder: Path) -> tuple[HostLimits, RobotsCache]:
+    return HostLimits(folder / "hosts.lock"), RobotsCache(folder / "robots.sqlite")
+
 
 #: Product token (RFC 9309) of this program, unless the recipe has one.
 TOKEN = "kilnworks"
 #: Seconds before a request that this machine had no descriptor for, say, is tried again.
 SHORTAGE_PAUSE = 0.5
-T = TypeVar("T")
 
 
 class Fetched(NamedTuple):

@@ -1,4 +1,11 @@
-"""One row of a source: its captions, its picture's location, and its identity."""
+"""Rows of a source: their fields, their identity, and the shards that they are cut into.
+
+Errors of the download stage.
+
+One row of a source: its captions, its picture's location, and its identity.
+
+Cut the rows of a source into shards, at boundaries that the rows' contents define.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +17,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from artifacts.records import canonical_json
 from configs.secrets import without_secrets
+from tasks.build_or_reuse import TransientError
+
+
+class SourceError(ValueError):
+    """The source does not match the recipe; the message states what to change.
+
+    The message is one line, without the secrets of URLs.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(" ".join(message.split())))
+
+
+class SourceAway(TransientError):
+    """The store or the web server of a source does not answer now: retry.
+
+    The message is one line, without the secrets of URLs.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_secrets(" ".join(message.split())))
+
+
+class TooManyFailed(RuntimeError):
+    """More rows failed permanently than the recipe allows; the message lists the reasons."""
+
+
+class Outage(TransientError):
+    """Most rows of several shards in a row failed for transient reasons: another run may succeed.
+
+    The message is one line.
+    """
+
 
 #: Columns of rows. A picture embedded in the source has a `file` and a `row`, as PictureLocation.
 #: `additional` is a canonical JSON object of further columns, or null if none is kept.
@@ -167,3 +208,31 @@ def text_of_file(data: bytes) -> str:
     """Text without its byte order mark, by which it may be UTF-16; else it is UTF-8."""
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+
+
+def shard_ends(prefixes: np.ndarray[Any, Any], average: int) -> list[int]:
+    """Where shards end: for each, the number of the row behind its last one.
+
+    A shard has at least `average / 2` and at most `2 * average` rows. Between these limits it ends
+    at the first row whose hash meets a condition of probability about `2 / average`. An added or
+    removed row therefore moves nearby boundaries only (content-defined chunking as in LBFS, SOSP
+    2001). The rows behind the last end are no shard yet: further rows decide where it ends.
+
+    Args:
+        prefixes: the first four bytes of each row's hash, as a big-endian integer; the first row
+            begins a shard.
+    """
+    least, most = max(1, average // 2), max(1, average * 2)
+    every = average - least + 1
+    marked = np.flatnonzero(prefixes % every == 0) + 1
+    ends: list[int] = []
+    start = 0
+    while start + least <= len(prefixes):
+        nearest = np.searchsorted(marked, start + least)
+        limit = start + most
+        end = min(int(marked[nearest]), limit) if nearest < len(marked) else limit
+        if end > len(prefixes):
+            break
+        ends.append(end)
+        start = end
+    return ends
