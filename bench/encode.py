@@ -42,11 +42,9 @@ from bench.stand_in_encoder import NAME, registered
 from bench.train import THREADS, WRONG_INPUT
 from bench.training_step_workloads import Context
 from runtimes.process.job import EncodeJob
-from tasks.encode.decode_and_crop import TransformSettings, transform
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
-from tasks.encode.encoder_client import EncoderProcess
-from tasks.encode.encoder_pool import EncoderPool
-from tasks.encode.encoder_process import EncodingPlan
+from tasks.encode.encoders import EncoderPool, EncoderProcess, EncodingPlan
+from tasks.encode.transform import TransformSettings, transform
 
 #: Seconds, and CPU seconds of the process that encodes.
 Times = tuple[float, float]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tasks.estimate_disk import AREAS, PIXEL_BYTES, SAMPLE_BYTES
+from tasks.plan.plan import AREAS, PIXEL_BYTES, SAMPLE_BYTES
 
 #: Measured, two cores of an AMD EPYC (docs/scale.md): rows per CPU second of planning a list, and
 #: CPU seconds per picture of 12 megapixels, stored with 256 pixels.

@@ -19,10 +19,8 @@ from bench.report import Row, log, publish, versions
 from configs.load_recipe import load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
-from tasks.evaluate.bootstrap import Estimate, Float64, Prompts, Resampling, mean
-from tasks.evaluate.distribution_distances import cmmd
-from tasks.evaluate.metric_names import CMMD, prompt_numbers, sets_of_metric
-from tasks.evaluate.prompts import prompt_sets
+from tasks.evaluate.distances import Estimate, Float64, Prompts, Resampling, cmmd, mean
+from tasks.evaluate.metrics import CMMD, prompt_numbers, prompt_sets, sets_of_metric
 from tasks.publish.promotion_gate import Rule, judge, parse_rule
 
 DRAWS = 1000

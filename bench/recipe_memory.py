@@ -1,6 +1,6 @@
 """Plan the shipped recipes for a GPU, and print their table: `python -m bench.recipe_memory`.
 
-With `--write`, it renews tasks/gpu/recipe_memory.json and the table of docs/recipes.md. No weights
+With `--write`, it renews tasks/plan/recipe_memory.json and the table of docs/recipes.md. No weights
 and no hub are needed: bench/published_configs.py has the sizes of the published models.
 """
 
@@ -19,10 +19,16 @@ from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import vae_path
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
-from tasks.estimate_disk import in_words
-from tasks.gpu.estimate_peak_memory import executed_flops
-from tasks.gpu.gpu_training_plan import GpuPlan, plan_for
-from tasks.gpu.recipe_memory import FILE, RecipeMemory, digest_settings, shipped_plans
+from tasks.plan.gpu import (
+    FILE,
+    GpuPlan,
+    RecipeMemory,
+    digest_settings,
+    executed_flops,
+    plan_for,
+    shipped_plans,
+)
+from tasks.plan.plan import in_words
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"
 #: The table's place in the document.

@@ -63,7 +63,7 @@ class Stages:
         )
 
     def _stage(self, parts: KeyParts, build: Build) -> Artifact:
-        from tasks.build_or_reuse import build_or_reuse
+        from tasks.stage import build_or_reuse
 
         result = build_or_reuse(self._store, parts, build, parents={})
         self.seconds[parts.stage] = result.seconds

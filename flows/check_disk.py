@@ -14,10 +14,9 @@ from configs.settings.recipe import Recipe, StageName
 from runtimes.hosts.host import find_gpus
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks import download
-from tasks.encode.latent_keys import STAGE as ENCODE
-from tasks.estimate_disk import DiskEstimate, estimate_disk, in_words
-from tasks.gpu.gpu_training_plan import TYPICAL_MFU
-from tasks.gpu.recipe_memory import memory_of
+from tasks.encode.transform import STAGE as ENCODE
+from tasks.plan.gpu import TYPICAL_MFU, memory_of
+from tasks.plan.plan import DiskEstimate, estimate_disk, in_words
 
 log = logging.getLogger("kiln")
 

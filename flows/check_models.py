@@ -38,14 +38,13 @@ from runtimes.pipeline_folder.folder import (
     vae_path,
 )
 from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
-from tasks import check_training_targets
-from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import TransformSettings
+from tasks import train
+from tasks.encode.transform import TransformSettings, bucket_sizes
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.evaluation_inputs import MeasuringModels
-from tasks.evaluate.feature_encoders import check_clip, check_image_encoder
+from tasks.evaluate.features import check_clip, check_image_encoder
 from tasks.evaluate.inception import check_inception
-from tasks.publish.assemble_pipeline import model_parts
+from tasks.evaluate.inputs import MeasuringModels
+from tasks.publish.assemble import model_parts
 from tasks.publish.promotion_gate import parse_rule
 
 
@@ -65,7 +64,7 @@ def check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     check_tokenizers(model)
     _check_objective(recipe, model)
     _check_schedulers(recipe, model)
-    check_training_targets.check(recipe, model)
+    train.check(recipe, model)
     return model, None if vae is None else vae_path(model, vae)
 
 

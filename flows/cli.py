@@ -416,7 +416,7 @@ def main() -> None:
         _fail(RESUME, INTERRUPTED)
     except Exception as error:
         from flows.prefect_settings import wrong_prefect_setting
-        from tasks.build_or_reuse import is_ours, storage_error
+        from tasks.stage import is_ours, storage_error
 
         if (why := wrong_prefect_setting(error)) is not None:
             _fail(why, WRONG_INPUT)

@@ -47,7 +47,7 @@ RegistryUrl = Annotated[
 
 
 def _registry_of(store: str, registry: str | None) -> str:
-    from tasks.publish.model_registry import registry_url
+    from tasks.publish.registry import registry_url
 
     return registry_url(store, registry)
 
@@ -188,7 +188,7 @@ def promote(
     registry: RegistryUrl = None,
 ) -> None:
     """Make a published version the champion."""
-    from tasks.publish.model_registry import Registry
+    from tasks.publish.registry import Registry
 
     found = Registry(_registry_of(store, registry), name).promote(version)
     print(f"{name}: {found.name} is the champion ({found.uri})")
@@ -197,7 +197,7 @@ def promote(
 @commands.command()
 def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None) -> None:
     """Make the champion before the present one the champion again."""
-    from tasks.publish.model_registry import Registry
+    from tasks.publish.registry import Registry
 
     found = Registry(_registry_of(store, registry), name).rollback()
     print(f"{name}: {found.name} is the champion again ({found.uri})")

@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
-from tasks.result_files import GRID, REPORT
+from tasks.stage import GRID, REPORT
 
 
 def closing_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
-from tasks.child_process import stopping
+from tasks.run_job import stopping
 
 log = logging.getLogger("kiln")
 

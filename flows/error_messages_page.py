@@ -17,7 +17,7 @@ from artifacts.records import without_collections
 from configs.load_recipe import CHECKOUT
 from flows.error_remedies import FREQUENT, REMEDIES
 from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT
-from tasks.build_or_reuse import OURS
+from tasks.stage import OURS
 
 #: Outcomes of single pictures, and errors that no user sees.
 INTERNAL = {"Redacted", "FetchFailed", "RefusedAddress", "BadSample", "MalformedList"}

@@ -28,24 +28,24 @@ from flows.task_settings import stage_task, without_edges
 from flows.task_states import compared_metrics, ended, rejected
 from tasks import download as download_stage
 from tasks import train as train_stage
-from tasks.build_or_reuse import (
+from tasks.beam.workers import REPORTS
+from tasks.encode import stage as encode_stage
+from tasks.evaluate import stage as evaluate_stage
+from tasks.evaluate.inputs import EvalInputs
+from tasks.progress import artifact_key, show_in_prefect
+from tasks.publish import rejection as rejection_artifact
+from tasks.publish import stage as publish_stage
+from tasks.publish.register import register, show_version
+from tasks.retrain.champion import check_rivals_held_out
+from tasks.stage import (
     StageFailed,
     StageResult,
     TransientError,
     build_or_reuse,
     failing,
     storing,
+    versions,
 )
-from tasks.code_versions import versions
-from tasks.encode import stage as encode_stage
-from tasks.evaluate import stage as evaluate_stage
-from tasks.evaluate.evaluation_inputs import EvalInputs
-from tasks.publish import rejection as rejection_artifact
-from tasks.publish import stage as publish_stage
-from tasks.publish.register import register, show_version
-from tasks.retrain.champion import check_rivals_held_out
-from tasks.show_in_prefect import artifact_key, show_in_prefect
-from tasks.worker_reports import REPORTS
 
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {

@@ -22,7 +22,7 @@ from flows.task_settings import stage_task
 from flows.task_states import begin, ended
 from runtimes.contract import WrongInput
 from tasks import generate as stage
-from tasks.build_or_reuse import StageResult, build_or_reuse
+from tasks.stage import StageResult, build_or_reuse
 
 log = logging.getLogger("kiln")
 

@@ -10,7 +10,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
 from configs.secrets import redact_logs
-from tasks.build_or_reuse import is_ours
+from tasks.stage import is_ours
 
 
 def log_to_prefect() -> None:

@@ -12,10 +12,8 @@ from artifacts.records import first_fault
 from artifacts.store import Store
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line
-from tasks.publish.champion_history import RegistryError, last
-from tasks.publish.model_registry import Registry, Version
-from tasks.publish.push_to_hub import push
-from tasks.publish.sign_model import SIGNATURE, SignatureError, sign_version, verify_folder
+from tasks.publish.hub import SIGNATURE, SignatureError, push, sign_version, verify_folder
+from tasks.publish.registry import Registry, RegistryError, Version, last
 
 
 def find_version(url: str, model: str) -> tuple[Registry, Version]:

@@ -9,7 +9,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from configs.secrets import without_secrets
-from tasks.result_files import REPORT
+from tasks.stage import REPORT
 
 log = logging.getLogger("kiln")
 PUBLISHED = "kiln.model.published"

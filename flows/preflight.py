@@ -26,26 +26,24 @@ from flows.send_stage import check_deployments
 from runtimes import registry
 from runtimes.hosts.host import host_memory, usable_gpus
 from runtimes.train.trackers import check_wandb
-from tasks import check_training_targets, download
-from tasks.beam_workers import (
+from tasks import download, tpu, train
+from tasks.beam.workers import (
     BEAM_STAGES,
     Workers,
     beam_options,
+    check_places,
     check_workers,
     is_hub_id,
     workers_of,
 )
-from tasks.build_or_reuse import storage_error
-from tasks.check_places import check_places
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.metric_names import metric_names
-from tasks.evaluate.score_training_samples import sample_metrics
-from tasks.gpu.gpu_training_plan import check_fits
+from tasks.evaluate.metrics import metric_names, sample_metrics
+from tasks.plan.gpu import check_fits
 from tasks.publish import stage as publish
+from tasks.publish.hub import check_key
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
-from tasks.publish.sign_model import check_key
-from tasks.tpu import launch
+from tasks.stage import storage_error
 from tasks.train import warn_of_warmup
 
 log = logging.getLogger("kiln")
@@ -85,7 +83,7 @@ def prepare(
     _check_runtime(recipe, stages)
     if "train" in stages:
         if recipe.tpu is not None:
-            launch.check(recipe.tpu, recipe.store, recipe.train)
+            tpu.check(recipe.tpu, recipe.store, recipe.train)
         _check_monitoring(recipe)
         warn_of_warmup(recipe.train)
     if "download" in built:  # a sent stage may be on a pool that does not reach the source
@@ -93,7 +91,7 @@ def prepare(
     _check_workers(recipe, stages)
     model, vae = check_models(recipe)
     if "train" in stages:
-        check_training_targets.warn_of_kohya(recipe, model)
+        train.warn_of_kohya(recipe, model)
         _check_memory(recipe, model, vae, stages)
     _check_license(recipe, model)
     run_id = run_id or str(uuid.uuid4())
@@ -228,7 +226,7 @@ def _is_remote(source: Source) -> bool:
 def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     """Raise BeamOptionsError or RecipeError for Beam options or workers that cannot work."""
     for options in filter(None, (beam_options(recipe, stage) for stage in BEAM_STAGES)):
-        from tasks.beam_options import check_options  # seconds to import
+        from tasks.beam.pipeline import check_options  # seconds to import
 
         check_options(options)
     check_workers(recipe, stages)

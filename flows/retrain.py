@@ -29,15 +29,14 @@ from flows.task_settings import may_pass, patiently, stage_task, without_edges
 from flows.task_states import ended
 from tasks import download as download_stage
 from tasks import train as train_stage
-from tasks.build_or_reuse import StageResult, build_or_reuse, failing
+from tasks.progress import artifact_key, show_in_prefect
 from tasks.publish import rejection as rejection_artifact
 from tasks.publish.stage import registry_of
-from tasks.retrain import continue_training, decision, select_new_and_replayed
+from tasks.retrain import continue_training, decision, selection
 from tasks.retrain.champion import Champion, check_held_out, find_champion
-from tasks.retrain.retraining_summary import show_retraining, verdict_of
-from tasks.retrain.source_changes import Changes, plan_changes
-from tasks.retrain.watch_source import forget, lock_path
-from tasks.show_in_prefect import artifact_key, show_in_prefect
+from tasks.retrain.changes import Changes, forget, lock_path, plan_changes
+from tasks.retrain.decision import show_retraining, verdict_of
+from tasks.stage import StageResult, build_or_reuse, failing
 
 log = logging.getLogger("kiln")
 
@@ -85,9 +84,9 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     encoded, old = latents.load(store), champion.load(store, "encode", champion.latents)
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(run.eval_inputs(encoded, encoded).latents.uri))
-        parts = select_new_and_replayed.key_parts(run.recipe, encoded, old, champion.digest)
+        parts = selection.key_parts(run.recipe, encoded, old, champion.digest)
         run.begin(parts)
-        build = partial(select_new_and_replayed.build, run.recipe, encoded, old, champion.digest)
+        build = partial(selection.build, run.recipe, encoded, old, champion.digest)
         selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
         recipe = continue_training.recipe_of(run.recipe, selected)
         start = champion.load(store, "train", champion.trained)
@@ -198,7 +197,7 @@ def training_task(recipe: Recipe, champion: object | None) -> Any:
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
     def count() -> int:
         old = champion.load(run.store, "encode", champion.latents)
-        return select_new_and_replayed.new_samples(latents.load(run.store), old)
+        return selection.new_samples(latents.load(run.store), old)
 
     return patiently(count) > 0
 

@@ -17,15 +17,15 @@ from flows.send_stage import send_stage
 from flows.task_states import begin
 from runtimes.families import detect_family
 from tasks import download, train
-from tasks.build_or_reuse import StageFailed, StageResult, storing
-from tasks.check_places import settings_to_send
-from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels, model_digests
-from tasks.evaluate.measure_published_model import PublishedMetrics, metrics_of_published
+from tasks.beam.workers import settings_to_send
+from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
+from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.progress import Progress
 from tasks.publish import stage as publish
-from tasks.publish.model_registry import Version
+from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion, check_start_is_champion
-from tasks.retrain.source_changes import plan_changes
+from tasks.retrain.changes import plan_changes
+from tasks.stage import StageFailed, StageResult, storing
 
 
 @dataclass(frozen=True)

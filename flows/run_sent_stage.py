@@ -20,9 +20,9 @@ from flows.run import Run, Sent
 from flows.send_stage import FLOW
 from flows.task_settings import patiently, without_edges
 from flows.task_states import REUSED
-from tasks.build_or_reuse import StageFailed, StageResult
-from tasks.check_places import received_recipe
+from tasks.beam.workers import received_recipe
 from tasks.retrain.champion import find_champion
+from tasks.stage import StageFailed, StageResult
 
 
 @flow(name=FLOW)

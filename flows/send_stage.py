@@ -31,8 +31,8 @@ from configs.secrets import one_line
 from configs.settings.recipe import PlacedStage, Recipe, StageName
 from flows.task_settings import patiently
 from flows.task_states import REUSED
-from tasks.build_or_reuse import StageFailed, TransientError
 from tasks.progress import Progress
+from tasks.stage import StageFailed, TransientError
 
 log = logging.getLogger("kiln")
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu
-from tasks.estimate_disk import in_words
-from tasks.gpu.advice import Advice
-from tasks.gpu.gpu_training_plan import GpuPlan
+from tasks.plan.gpu import Advice, GpuPlan
+from tasks.plan.plan import in_words
 
 
 def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from artifacts.records import read_checked
 from flows.model_commands import find_version
-from tasks.evaluate.bootstrap import Metric, differences
-from tasks.evaluate.measure_published_model import published_estimates
-from tasks.evaluate.metric_table import metric_rows
+from tasks.evaluate.distances import Metric, differences
+from tasks.evaluate.metrics import metric_rows
+from tasks.evaluate.published import published_estimates
 from tasks.panels import aligned
-from tasks.publish.model_registry import Registry, Version
-from tasks.result_files import METRICS
+from tasks.publish.registry import Registry, Version
+from tasks.stage import METRICS
 
 
 def show_model(url: str, model: str, *, as_json: bool) -> None:

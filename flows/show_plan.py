@@ -12,10 +12,9 @@ from configs.settings.recipe import Recipe
 from flows import show_gpu_plan
 from flows.show_stored_plan import StoredPlan, stored_facts, stored_lines
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
-from tasks.base_training_plan import TrainingPlan
-from tasks.gpu.gpu_training_plan import plan_gpu_training
-from tasks.gpu.recipe_memory import memory_of
-from tasks.tpu.tpu_training_plan import SlicePlan, plan_slice_training
+from tasks.plan.gpu import memory_of, plan_gpu_training
+from tasks.plan.plan import TrainingPlan
+from tasks.plan.tpu import SlicePlan, plan_slice_training
 
 
 class DoesNotFit(ValueError):

@@ -9,8 +9,7 @@ from typing import Any
 from configs.settings.recipe import Recipe
 from flows.show_gpu_plan import duration, gib, gpu_row, memory_row, recipe_row, saving_row
 from runtimes.torch_models.gpu_specs import GIB, Gpu
-from tasks.gpu.gpu_training_plan import TYPICAL_MFU, USABLE
-from tasks.gpu.recipe_memory import RecipeMemory
+from tasks.plan.gpu import TYPICAL_MFU, USABLE, RecipeMemory
 
 #: Facts of a GPU plan that need the model's configs.
 UNKNOWN = (

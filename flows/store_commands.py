@@ -17,12 +17,11 @@ from artifacts.store import MANIFEST, Artifact, Store
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line, without_secrets
 from configs.settings.recipe import Recipe
-from tasks.build_or_reuse import StorageAway
-from tasks.estimate_disk import in_words
-from tasks.publish.champion_history import RegistryError
-from tasks.publish.lineage import CHAMPION_EVALUATION, remeasured_champion
-from tasks.publish.model_registry import CANDIDATE, CHAMPION, Registry, Version
-from tasks.tpu import launch
+from tasks import tpu
+from tasks.plan.plan import in_words
+from tasks.publish.registry import CANDIDATE, CHAMPION, Registry, RegistryError, Version
+from tasks.publish.stage import CHAMPION_EVALUATION, remeasured_champion
+from tasks.stage import StorageAway
 
 log = logging.getLogger("kiln")
 NAMED = 5  # artifacts that an error names
@@ -383,5 +382,5 @@ def show_tpu(recipe: Recipe) -> None:
     """Print the commands that create a recipe's slice, train on it and delete it."""
     if recipe.tpu is None:
         raise RecipeError(f"recipe {recipe.name}: no section `tpu` (see docs/tpu.md)")
-    for why, command in launch.list_commands(recipe.tpu):
+    for why, command in tpu.list_commands(recipe.tpu):
         print(f"# {why}\n{shlex.join(command)}")

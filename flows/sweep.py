@@ -21,7 +21,6 @@ from flows.prepare_process import prepare_process
 from flows.run import Run
 from flows.send_stage import run_task
 from flows.task_settings import patiently, without_edges
-from tasks.build_or_reuse import StageFailed, failing, is_ours
 from tasks.compare_sweep_trials import (
     STAGE,
     check_comparable,
@@ -33,7 +32,8 @@ from tasks.compare_sweep_trials import (
     tuned_metrics,
 )
 from tasks.panels import Panel
-from tasks.show_in_prefect import artifact_key, show_in_prefect, stage_links
+from tasks.progress import artifact_key, show_in_prefect, stage_links
+from tasks.stage import StageFailed, failing, is_ours
 
 log = logging.getLogger("kiln")
 

@@ -16,7 +16,7 @@ from artifacts.models import ModelAway
 from artifacts.remote_stores import CacheFull, is_outage
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line
-from tasks.build_or_reuse import TransientError
+from tasks.stage import TransientError
 
 log = logging.getLogger("kiln")
 DAY = 86400.0  # seconds

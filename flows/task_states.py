@@ -13,11 +13,10 @@ from artifacts.gc import record_run
 from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import STAGES
 from flows.model_events import emit_rejected
-from tasks.build_or_reuse import StageResult, storing
 from tasks.panels import Links, Panel
-from tasks.progress import Progress
+from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
 from tasks.publish.stage import STAGE, Rejected, show_verdicts
-from tasks.show_in_prefect import artifact_key, show_in_prefect, stage_links
+from tasks.stage import StageResult, storing
 
 log = logging.getLogger("kiln")
 #: Name of the completed state of a stage whose artifact was in the store.

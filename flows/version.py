@@ -5,8 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from configs.load_recipe import CHECKOUT
-from tasks.build_or_reuse import git_commit
-from tasks.code_versions import CODE
+from tasks.stage import CODE, git_commit
 
 
 def version() -> str:

@@ -18,15 +18,8 @@ from configs.secrets import one_line, redacted_errors
 from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
 from flows.preflight import writable_store
 from flows.prepare_process import prepare_process
-from tasks.build_or_reuse import TransientError, storing
-from tasks.retrain.watch_source import (
-    EVENT,
-    is_retraining,
-    last_stamp,
-    remember,
-    source_resource,
-    stamp,
-)
+from tasks.retrain.changes import EVENT, is_retraining, last_stamp, remember, source_resource, stamp
+from tasks.stage import TransientError, storing
 
 log = logging.getLogger("kiln")
 

@@ -13,11 +13,10 @@ from configs.settings.recipe import Recipe, Sweep
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import read_schedule, schedule_facts
-from tasks.build_or_reuse import StageFailed
-from tasks.evaluate.metric_names import hint_of_metric, lower_is_better, metric_names
-from tasks.evaluate.metric_table import with_interval
+from tasks.evaluate.metrics import hint_of_metric, lower_is_better, metric_names, with_interval
 from tasks.panels import Chart, Facts, Panel, Table, aligned
 from tasks.panels_charts import running_mean, trials_chart
+from tasks.stage import StageFailed
 
 STAGE = "sweep"
 POINTS = 60  # maximum number of points of a trial's curve

@@ -26,28 +26,16 @@ from runtimes.objective.noise_schedule import drawing_config, read_scheduler_con
 from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.process.job import GenerateJob
 from runtimes.sample.initial_noise import check_size
-from tasks.build_or_reuse import runtime_facts
-from tasks.check_guidance import check_guidance, ignores_guidance
-from tasks.child_process import run_job
 from tasks.cut_captions import cut_facts, tell_cut_prompts
-from tasks.evaluate.draw_pictures import (
-    EvalModel,
-    RunJob,
-    progress_callback,
-    sampler_settings,
-    scratch,
-)
-from tasks.evaluate.load_published_model import (
-    find_parts,
-    is_complete_here,
-    load_published_model,
-)
-from tasks.evaluate.prompts import read_prompts
-from tasks.panels import Facts, Panel, PicturePanel, Table
-from tasks.picture_grid import picture_grid, to_png
+from tasks.evaluate.draw import EvalModel, RunJob, progress_callback, sampler_settings, scratch
+from tasks.evaluate.metrics import read_prompts
+from tasks.evaluate.published import find_parts, is_complete_here, load_published_model
+from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Progress
-from tasks.publish.model_registry import Registry, registry_url
-from tasks.result_files import RECIPE
+from tasks.publish.registry import Registry, registry_url
+from tasks.run_job import run_job
+from tasks.stage import RECIPE, runtime_facts
+from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"
 VERSION = 1

@@ -1,15 +1,54 @@
-"""Panels: a stage's output for people, as markdown in the Prefect UI and as HTML."""
+"""Panels: a stage's output for people, as markdown in the Prefect UI and as HTML.
+
+Pictures of panels as data URIs of limited size.
+
+Lay out pictures of one size in a grid.
+"""
 
 from __future__ import annotations
 
+import base64
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks.panels_pictures import SMALL, data_uri, width_of
+from PIL import Image
+
+#: Maximum bytes of a picture in markdown. Prefect stores it three times: in the artifact, in the
+#: newest artifact of its key, and in an event.
+SMALL = 40_000
+
+
+def data_uri(data: bytes, limit: int, kind: str = "png") -> str:
+    """The picture as a data URI: its own bytes up to `limit`, else a WebP reduced until it fits."""
+    if len(data) > limit:
+        kind, data = "webp", _reduced(data, limit)
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def width_of(png: bytes) -> int:
+    """Width of a picture in pixels."""
+    from PIL import Image
+
+    with Image.open(BytesIO(png)) as image:
+        return image.width
+
+
+def _reduced(data: bytes, limit: int) -> bytes:
+    from PIL import Image
+
+    with Image.open(BytesIO(data)) as image:
+        picture = image.convert("RGB")
+    while True:
+        picture.save(buffer := BytesIO(), "WEBP", quality=70)
+        if buffer.tell() <= limit or max(picture.size) <= 8:
+            return buffer.getvalue()
+        picture.thumbnail((max(1, picture.width * 3 // 4), max(1, picture.height * 3 // 4)))
+
 
 #: Maximum bytes of a picture in HTML; a panel of several pictures shares LARGE_SUM. A page of two
 #: pictures and two such panels is below 5 MB in base64.
@@ -198,3 +237,38 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [names, *([human(row[name]) for name in names] for row in rows)]
     lines = ["| " + " | ".join(map(escape_markdown, line)) + " |" for line in cells]
     return "\n".join([lines[0], "|" + "---|" * len(names), *lines[1:]])
+
+
+def picture_grid(
+    pictures: Iterable[Image.Image],
+    count: int,
+    columns: int,
+    *,
+    gap: int,
+    paper: str | tuple[int, int, int] = "white",
+) -> Image.Image:
+    """A page of pictures in row order; one of them is in memory at a time.
+
+    Args:
+        pictures: one or more pictures of one size.
+        count: number of pictures.
+        columns: maximum pictures per row.
+        gap: pixels between pictures.
+        paper: colour between pictures.
+    """
+    columns = min(columns, count)
+    page = Image.new("RGB", (0, 0))
+    for number, picture in enumerate(pictures):
+        across, down = picture.width + gap, picture.height + gap
+        if number == 0:
+            size = (columns * across - gap, -(-count // columns) * down - gap)
+            page = Image.new("RGB", size, paper)
+        page.paste(picture, (number % columns * across, number // columns * down))
+    return page
+
+
+def to_png(image: Image.Image) -> bytes:
+    """The picture as a PNG file."""
+    buffer = BytesIO()
+    image.save(buffer, "png")
+    return buffer.getvalue()

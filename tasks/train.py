@@ -1,39 +1,351 @@
-"""The train stage: latent shards in, fine-tuned weights out, by a runtime in its own process."""
+"""The train stage: latent shards in, fine-tuned weights out, by a runtime in its own process.
+
+Continue a finished training run with more steps: copy its newest and its best checkpoint.
+
+Settings of guidance that a model ignores: whether it does, and their refusal.
+
+Check a recipe's training targets against its base's files, before any stage runs.
+
+Events of a training process: progress, log lines, and the facts of its run.
+"""
 
 from __future__ import annotations
 
 import fractions
 import json
 import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts.filesystems import matching
+import numpy as np
+from fsspec import AbstractFileSystem
+
+from artifacts.filesystems import entries, matching, name_of, subfolders
 from artifacts.latent_shards import open_latents
 from artifacts.models import digest_model
-from artifacts.store import Artifact, Draft, KeyParts
+from artifacts.records import FileEntry, write_atomic
+from artifacts.remote_stores import refusals
+from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from configs.settings.evaluate import Evaluate
+from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train, key_settings
+from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import replacement_config
+from runtimes.families.family import Family
+from runtimes.pipeline_folder.folder import (
+    read_index,
+    read_part_config,
+    replacement_config,
+    trained_config,
+)
+from runtimes.pipeline_folder.weights import weight_shapes
 from runtimes.process.job import TrainJob
-from tasks.build_or_reuse import runtime_facts
-from tasks.child_process import run_job
-from tasks.copy_checkpoint import copy_checkpoint
-from tasks.evaluate.draw_pictures import sampler_settings
-from tasks.evaluate.prompts import sample_prompts
-from tasks.evaluate.score_training_samples import SampleScorer, sample_metrics
-from tasks.panels import Chart, Facts, Panel, Strip, Table
+from runtimes.train.measurements import CheckpointRanking, scores_path
+from tasks import tpu
+from tasks.evaluate.draw import sampler_settings
+from tasks.evaluate.metrics import SampleScorer, sample_metrics, sample_prompts
+from tasks.panels import Chart, Facts, Panel, PicturePanel, Strip, Table, human
 from tasks.panels_charts import loss_chart
-from tasks.progress import Progress
-from tasks.tpu import launch
-from tasks.training_events import FIGURES, Watch
+from tasks.progress import Progress, show_in_prefect
+from tasks.run_job import Event, run_job
+from tasks.stage import runtime_facts
+
+#: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
+STEPS = ("steps", "epochs")
+log = logging.getLogger("kiln")
+
+
+def copy_checkpoint(draft: Draft, settings: Train) -> None:
+    """Copy the newest checkpoint, within the steps, of finished runs that differ in steps alone.
+
+    With a rule for the best checkpoint, copy that one too. A newest checkpoint whose best one is
+    deleted does not count. A draft with checkpoints of its own keeps them. The weights of a step
+    must not depend on the number of steps.
+    """
+    fs, ours = draft.store.fs, draft.parts
+    if _checkpoint_folders(fs, draft.path):
+        return
+    found: dict[int, str] = {}
+    for artifact in _artifacts(draft.store, ours.stage):
+        theirs = {name: artifact.manifest.get(name) for name in ours.as_dict()}
+        if _without_steps(theirs) == _without_steps(ours.as_dict()):
+            found |= _checkpoint_folders(fs, artifact.path)
+    for step in sorted((step for step in found if step <= settings.steps), reverse=True):
+        try:
+            best = _best_of(fs, found[step], settings) or step
+        except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it meanwhile
+            log.warning("%s: checkpoint %s is skipped: %s", ours.stage, found[step], error)
+            continue
+        if best not in found:
+            continue
+        log.info("%s: continuing a run of other steps from its step %d", ours.stage, step)
+        with suppress(FileNotFoundError):  # `kiln gc` deletes checkpoints of finished runs
+            for copied in sorted({best, step}):  # the newest last: a resume from it needs the best
+                _copy_folder(fs, found[copied], f"{draft.path}/checkpoints")
+        return
+
+
+def _best_of(fs: AbstractFileSystem, folder: str, settings: Train) -> int | None:
+    """The best step up to a checkpoint, by the rule; None without a rule or a score."""
+    if settings.best_checkpoint is None:
+        return None
+    with refusals():
+        history = fs.cat_file(f"{folder}/history.jsonl").decode().splitlines()
+    return next(iter(CheckpointRanking(settings).best_first(history)), None)
+
+
+def _copy_folder(fs: AbstractFileSystem, source: str, parent: str) -> None:
+    folder = f"{parent}/{source.rpartition('/')[2]}"
+    fs.makedirs(folder, exist_ok=True)
+    names = (str(path).rpartition("/")[2] for path in fs.ls(source, detail=False))
+    for name in sorted(names, key=lambda name: (name == MANIFEST, name)):  # the manifest commits
+        fs.cp_file(f"{source}/{name}", f"{folder}/{name}")
+
+
+def _artifacts(store: Store, stage: str) -> Iterator[Artifact]:
+    """The artifacts of a stage with a readable manifest."""
+    for key in subfolders(store.fs, f"{store.root}/{stage}"):
+        with suppress(ValueError):
+            if (artifact := store.load(stage, key)) is not None:
+                yield artifact
+
+
+def _checkpoint_folders(fs: AbstractFileSystem, path: str) -> dict[int, str]:
+    """Folders of the committed checkpoints in a run's folder, by step."""
+    names = subfolders(fs, f"{path}/checkpoints")
+    steps = {int(m[1]): m[0] for name in names if (m := re.fullmatch(r"step-(\d+)", name))}
+    folders = {step: f"{path}/checkpoints/{name}" for step, name in steps.items()}
+    return {n: f for n, f in folders.items() if MANIFEST in map(name_of, entries(fs, f))}
+
+
+def _without_steps(parts: dict[str, Any]) -> dict[str, Any]:
+    settings = dict(parts["settings"] or {})
+    return {**parts, "settings": {n: v for n, v in settings.items() if n not in STEPS}}
+
+
+def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "") -> None:
+    """Raise WrongInput if the model ignores `guidance_scale` or `true_cfg_scale`.
+
+    Args:
+        model: pipeline folder.
+        prefix: of the names of settings, such as `evaluate.`.
+    """
+    family = detect_family(model)
+    if settings.true_cfg_scale != 1 and not family.guidance_input:
+        raise WrongInput(
+            f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
+        )
+    given = settings.guidance_scale
+    if given is None or given <= 1 or not ignores_guidance(family, model):
+        return
+    if not family.guidance_input:
+        raise WrongInput(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
+    raise WrongInput(
+        f"{prefix}guidance_scale: this model takes no guidance scale: set 1 "
+        "(true_cfg_scale is that of classifier-free guidance)"
+    )
+
+
+def ignores_guidance(family: Family, model: Path) -> bool:
+    """Whether the pipeline in a folder draws the same with every `guidance_scale`."""
+    if family.is_distilled(read_index(model)):
+        return True
+    config = read_part_config(model, family.denoiser)
+    return family.guidance_input and not family.takes_guidance(config)
+
+
+def check(recipe: Recipe, model: Path) -> None:
+    """Raise WrongInput if the base lacks a target layer or cannot become the asked denoiser.
+
+    Args:
+        model: pipeline folder of the base.
+    """
+    settings, family = recipe.train, detect_family(model)
+    config = read_part_config(model, family.denoiser)
+    if settings.method == "lora":
+        _adapted_layers(recipe, model)
+    if settings.guidance_scale != 1 and not family.takes_guidance(config):
+        raise WrongInput("train.guidance_scale: the base takes no guidance scale: set 1")
+    if settings.train_text_encoder and not family.clip:
+        raise WrongInput(
+            f"train.train_text_encoder: a model of family {family.name} has no CLIP encoder, and "
+            "others are not trained: set false"
+        )
+    if recipe.encode.text == "token_ids" and (encoder := family.frozen_text) is not None:
+        raise WrongInput(
+            f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
+            f"{encoder.component} is a language model, which no step runs: set embeddings"
+        )
+    check_guidance(recipe.evaluate, model, "evaluate.")
+    replacement = replacement_config(settings)
+    trained_config(config, settings, replacement)
+    if replacement is not None:
+        _check_makes_denoiser(replacement)
+
+
+def warn_of_kohya(recipe: Recipe, model: Path) -> None:
+    """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
+    if recipe.train.method != "lora":
+        return
+    family, outputs = detect_family(model), _adapted_layers(recipe, model)
+    config = read_part_config(model, family.denoiser)
+    if why := without_kohya(family, config, outputs, dora=recipe.train.lora.dora):
+        log.warning("train.lora: no file in kohya's layout will be published: %s", why)
+
+
+def _adapted_layers(recipe: Recipe, model: Path) -> dict[str, int]:
+    """Layer of the denoiser with an adapter -> number of its outputs. Raises WrongInput."""
+    family = detect_family(model)
+    shapes = weight_shapes(model / family.denoiser)
+    layers, lora = layers_of(shapes), recipe.train.lora
+    chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
+    return {name: shapes[f"{name}.weight"][0] for name in chosen}
+
+
+def _check_makes_denoiser(config: Mapping[str, Any]) -> None:
+    import torch
+
+    from runtimes.torch_models.loading import random_init_denoiser
+
+    with torch.device("meta"):  # without weights
+        random_init_denoiser(config, seed=0)
+
+
+def without_kohya(
+    family: Family, config: Mapping[str, Any], outputs: Mapping[str, int], *, dora: bool
+) -> str | None:
+    """Why adapters of these layers cannot be a file in kohya's layout; None if they can.
+
+    Args:
+        config: the denoiser's.
+        outputs: layer of the denoiser -> number of its outputs.
+    """
+    if family.kohya is None:
+        return f"it does not support {family.name}"
+
+    def least(out: int) -> Adapter:
+        magnitude = np.zeros(out, np.float32) if dora else None
+        return Adapter(np.zeros((1, 1), np.float32), np.zeros((out, 1), np.float32), magnitude, 1.0)
+
+    adapters = {family.denoiser: {name: least(out) for name, out in outputs.items()}}
+    try:
+        to_kohya(adapters, family.kohya, config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+#: Figures of the last progress event in the manifest; null if unknown.
+FIGURES = ("images_per_second", "data_wait", "memory_bytes", "tflops", "mfu")
+#: Facts of the chosen checkpoint in the summary, with `train.best_checkpoint`.
+CHOSEN = ("chosen_step", "chosen_because", "stopped_early")
+#: Scores of samples, by name; the PNG has all samples of a step side by side.
+Score = Callable[[bytes], dict[str, float]]
+
+
+@dataclass
+class Watch:
+    """Converts the events of a training process to progress, log lines and facts of the run."""
+
+    progress: Progress
+    fs: AbstractFileSystem
+    score: Score | None  # None: the job has no prompts, so nothing is drawn
+    facts: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> of its samples
+    files: list[FileEntry] = field(default_factory=list)  # written by the process
+    chosen: dict[str, Any] = field(default_factory=dict)  # by train.best_checkpoint
+
+    def __call__(self, event: Event) -> None:
+        """Call `_on_KIND`, if there is one, for an event of that kind."""
+        if (handler := getattr(self, f"_on_{event['event']}", None)) is not None:
+            handler(event)
+
+    def _on_start(self, event: Event) -> None:
+        self.facts |= {"device": event["device"], "resumed_from": event["step"]}
+        if event["step"]:
+            log.info("train: resuming from step %d", event["step"])
+
+    def _on_progress(self, event: Event) -> None:
+        self.facts |= {name: event[name] for name in FIGURES}
+        self.history.append(event)
+        self.progress(event["step"], event["total"], _progress_text(event))
+
+    def _on_result(self, event: Event) -> None:
+        self.files = [FileEntry(**file) for file in event["files"]]
+        self.facts["images_per_second"] = event["images_per_second"]
+        if event.get("chosen_because"):
+            self.chosen = {name: event[name] for name in CHOSEN}
+            step, why = event["chosen_step"], event["chosen_because"]
+            log.info("train: the weights are those of step %d, %s", step, why)
+
+    def _on_sample(self, event: Event) -> None:
+        heading = f"{self.progress.stage}: step {event['step']}"
+        self._score(event["step"], event["path"])
+        show_in_prefect(self.progress.key, heading, partial(self._panels, event["path"]))
+
+    def _on_validation(self, event: Event) -> None:
+        log.info("train: held-out loss %.4f at step %d", event["loss"], event["step"])
+        if self.history and self.history[-1]["step"] == event["step"]:
+            self.history[-1] = {**self.history[-1], "validation_loss": event["loss"]}
+
+    def _on_back(self, event: Event) -> None:
+        self.history = [line for line in self.history if line["step"] <= event["step"]]
+        self.scores = {n: kept for n, kept in self.scores.items() if n <= event["step"]}
+
+    def all_scores(self, folder: str) -> list[dict[str, Any]]:
+        """Scores of all samples in a folder, including those from before a resume."""
+        for path in matching(self.fs, folder, "step-*.png"):
+            step = int(Path(path).stem.removeprefix("step-"))
+            if step not in self.scores:
+                self._score(step, path)
+        return self._score_lines()
+
+    def _score_lines(self) -> list[dict[str, Any]]:
+        return [{"step": step, **self.scores[step]} for step in sorted(self.scores)]
+
+    def _score(self, step: int, path: str) -> None:
+        assert self.score is not None
+        try:
+            found = self.score(bytes(self.fs.cat_file(path)))
+        except Exception as error:  # a score must not stop a run; the evaluation reports the error
+            log.warning("train: no scores of the pictures at step %d: %s", step, error)
+            found = {}
+        else:
+            self.scores[step] = found
+            text = ", ".join(f"{name} {human(value)}" for name, value in found.items())
+            log.info("train: samples of step %d: %s", step, text)
+        try:  # train.best_checkpoint may wait for it
+            write_atomic(self.fs, scores_path(path), json.dumps(found).encode())
+        except Exception as error:  # clients of remote stores define their own exception types
+            log.warning("train: the scores of step %d could not be written: %s", step, error)
+
+    def _panels(self, path: str) -> list[Panel]:
+        return [
+            Chart("Loss", loss_chart(self.history)),
+            PicturePanel("Samples while training", bytes(self.fs.cat_file(path))),
+            Table("Scores of the samples", self._score_lines()),
+        ]
+
+
+def _progress_text(event: Event) -> str:
+    left = int(event["eta_seconds"])
+    minutes, seconds = divmod(left, 60)
+    hours, minutes = divmod(minutes, 60)
+    clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"loss {event['loss']:.4f} · {event['images_per_second']:.1f} images/s · {clock} left"
+
 
 STAGE = "train"
 VERSION = 2
 SAMPLES_SHOWN = 24
-log = logging.getLogger("kiln")
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
@@ -140,7 +452,7 @@ def build(
     if recipe.tpu is None:
         run_job(job, watch, grace_seconds=grace)
     else:
-        launch.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
+        tpu.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
     for file in watch.files:
         draft.add(file)
     history = _history(draft.read("history.jsonl"))

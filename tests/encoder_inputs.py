@@ -6,7 +6,7 @@ import numpy as np
 from picture_bytes import encode_picture
 from PIL import Image
 
-from tasks.encode.decode_and_crop import TransformSettings
+from tasks.encode.transform import TransformSettings
 
 SQUARE = TransformSettings(
     resolution=64,

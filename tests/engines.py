@@ -47,7 +47,7 @@ def dask_cluster(folder: Path, workers: int, env: Mapping[str, str] | None = Non
     address = f"tcp://127.0.0.1:{free_port()}"
     scheduler = ["scheduler", "--host", address, "--no-dashboard", "--no-show"]
     worker = ["worker", address, "--host", "127.0.0.1", "--nthreads", "1", "--no-nanny"]
-    worker += ["--preload", "tasks.beam_pipeline"]
+    worker += ["--preload", "tasks.beam.pipeline"]
     commands = [scheduler, *[[*worker, "--no-dashboard"]] * workers]
     with running(folder, *[[str(BIN / "dask"), *words] for words in commands], env=env):
         wait_for(address)

@@ -19,15 +19,15 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate
 from tasks.encode import stage as encode
-from tasks.evaluate import holdout_loss
+from tasks.evaluate import metrics
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.bootstrap import Estimates
-from tasks.evaluate.evaluation_inputs import EvalInputs, MeasuringModels
-from tasks.evaluate.measure_published_model import PublishedMetrics, metrics_of_published
+from tasks.evaluate.distances import Estimates
+from tasks.evaluate.inputs import EvalInputs, MeasuringModels
+from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.progress import Progress
 
 NEW = ["a red cat", "a blue dog"]
-LOSSES = {HOLDOUT_LOSS, *holdout_loss.BANDS}
+LOSSES = {HOLDOUT_LOSS, *metrics.BANDS}
 
 
 def evaluation_recipe(store: Path, model: Path, clip: Path, **settings: Any) -> Recipe:

@@ -26,7 +26,7 @@ from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.network import Network
 from runtimes.train.training_run import write_result
-from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.assemble import assemble
 
 STEPS, GUIDANCE = 20, 3.5
 SIZE = {"height": 32, "width": 48}

@@ -6,7 +6,7 @@ import pytest
 
 from artifacts import compare_and_swap as cas
 from artifacts.store import Artifact, KeyParts, Store
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry
 
 
 def model(store: Store, n: int) -> Artifact:

@@ -194,10 +194,10 @@ class _Subprocess:
 @contextmanager
 def forked(interpreter: WarmInterpreter) -> Iterator[None]:
     """Processes of jobs and encoders are forks of the warm interpreter."""
-    from tasks import child_process
-    from tasks.encode import encoder_client
+    from tasks import run_job
+    from tasks.encode import encoders
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (child_process, encoder_client):
+        for module in (run_job, encoders):
             patch.setattr(module, "subprocess", _Subprocess(interpreter.popen))
         yield

@@ -27,7 +27,7 @@ from runtimes.hosts.host import (
     torch_cuda_version,
 )
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
-from tasks.gpu.recipe_memory import RecipeMemory, shipped_plans
+from tasks.plan.gpu import RecipeMemory, shipped_plans
 
 PYTHONS = ("3.11", "3.12")
 PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")

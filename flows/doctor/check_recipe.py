@@ -25,10 +25,10 @@ from runtimes.contract import Probe, WrongInput
 from runtimes.hosts.host import usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import download
-from tasks.build_or_reuse import TransientError, storage_error
 from tasks.evaluate.inception import fidelity_folder
-from tasks.gpu.recipe_memory import memory_of
+from tasks.plan.gpu import memory_of
 from tasks.publish.promotion_gate import warnings_of_few_prompts
+from tasks.stage import TransientError, storage_error
 
 
 def recipe_checks(

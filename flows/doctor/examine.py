@@ -29,7 +29,7 @@ from runtimes.hosts.detect_ascend import (
 )
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
-from tasks.build_or_reuse import package_versions
+from tasks.stage import package_versions
 
 
 def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -> bool:

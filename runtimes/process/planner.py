@@ -1,6 +1,6 @@
 """A planner's process: it reads a request and prints the plan as JSON.
 
-Answer tasks/base_training_plan.py, which runs a planner's module on a request file.
+Answer tasks/plan/plan.py, which runs a planner's module on a request file.
 
 The memory of a training or sampling step, as gpu_plan.py computes it.
 

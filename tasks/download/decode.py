@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from configs.settings.data import Download
 from runtimes.process.memory import check_memory
 from tasks.download.http import FetchFailed
-from tasks.picture_to_rgb import to_rgb
+from tasks.encode.transform import to_rgb
 
 #: Memory that img2dataset needs at most, for alpha in float64.
 BYTES_PER_PIXEL = 79

@@ -30,7 +30,7 @@ from fsspec.core import url_to_fs
 from artifacts.records import digest_bytes
 from configs.secrets import without_secrets
 from configs.settings.data import DatasetSource, FolderSource
-from tasks.beam_workers import is_hub_id
+from tasks.beam.workers import is_hub_id
 from tasks.download.list_files import (
     ListedFile,
     below,

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from artifacts.records import canonical_json
 from configs.secrets import without_secrets
-from tasks.build_or_reuse import TransientError
+from tasks.stage import TransientError
 
 
 class SourceError(ValueError):

@@ -44,10 +44,10 @@ from artifacts.records import digest_bytes, digest_json, distrust, read_checked
 from artifacts.remote_stores import caching
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from runtimes.data.loader import Prefetch
-from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.download.list_files import reading
 from tasks.download.lists import MalformedList, Piece, Source
 from tasks.download.rows import HASH_SIZE, HASHED, SourceError, shard_ends
+from tasks.stage import StageFailed, build_or_reuse
 
 SECRET = ["url", "file"]
 #: The column of the encrypted ones: their Arrow stream is in the first row of a shard.

@@ -26,9 +26,8 @@ from artifacts.records import write_atomic
 from artifacts.remote_stores import ask_at_once
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.settings.recipe import Recipe
-from tasks.beam_pipeline import ShardProgress, run_linear
-from tasks.beam_workers import beam_options
-from tasks.build_or_reuse import TransientError
+from tasks.beam.pipeline import ShardProgress, quiet_import, run_linear
+from tasks.beam.workers import REPORTS, WorkerReports, beam_options, shard_counts, worker_report
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
 from tasks.download.rows import Outage, SourceAway, SourceError
@@ -55,10 +54,8 @@ from tasks.download.shard_plan import (
 )
 from tasks.download.sources import SOURCES
 from tasks.download.statistics import DownloadStatistics, check_data, most_common
-from tasks.import_beam_quietly import quiet_import
-from tasks.panels import Facts, Panel, PicturePanel, Table
-from tasks.picture_grid import picture_grid, to_png
-from tasks.worker_reports import REPORTS, WorkerReports, shard_counts, worker_report
+from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
+from tasks.stage import TransientError
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 #: Facts of a shard that the manifest has; its record has all of them.

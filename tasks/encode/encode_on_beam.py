@@ -18,14 +18,17 @@ from artifacts.records import Damaged
 from artifacts.store import Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.registry import encoder_devices
-from tasks.beam_pipeline import ShardProgress, run_linear
-from tasks.beam_workers import Workers, workers_of
-from tasks.encode.encoder_client import EncoderFailed, EncoderLost
-from tasks.encode.encoder_pool import EncoderPool
-from tasks.encode.encoder_process import SHARDS_PER_DEVICE, EncodingPlan
-from tasks.encode.encoders_in_store import EncodersInStore
-from tasks.encode.latent_keys import STAGE
-from tasks.worker_reports import WorkerReports, shard_counts, worker_report
+from tasks.beam.pipeline import ShardProgress, run_linear
+from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_report, workers_of
+from tasks.encode.encoders import (
+    SHARDS_PER_DEVICE,
+    EncoderFailed,
+    EncoderLost,
+    EncoderPool,
+    EncodersInStore,
+    EncodingPlan,
+)
+from tasks.encode.transform import STAGE
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,20 @@ from configs.settings.recipe import Recipe
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.folder import caption_limits, describe_encoders, digest_encoders
 from runtimes.process.job import EncodeJob
-from tasks.beam_workers import Workers, beam_options, workers_of
-from tasks.build_or_reuse import runtime_facts
+from tasks.beam.pipeline import quiet_import
+from tasks.beam.workers import REPORTS, Workers, beam_options, workers_of
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
-from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.encoder_process import EncodingPlan
-from tasks.encode.encoders_in_store import put_encoders
-from tasks.encode.latent_keys import STAGE, VERSION, settings_for_key, shard_key
-from tasks.import_beam_quietly import quiet_import
+from tasks.encode.encoders import EncodingPlan, put_encoders
+from tasks.encode.transform import (
+    STAGE,
+    VERSION,
+    TransformSettings,
+    bucket_sizes,
+    settings_for_key,
+    shard_key,
+)
 from tasks.panels import Facts, Panel, Table
-from tasks.worker_reports import REPORTS
+from tasks.stage import runtime_facts
 
 log = logging.getLogger("kiln")
 #: A rule of thumb: metrics against fewer held-out pictures have wide intervals.

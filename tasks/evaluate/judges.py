@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from configs.settings.evaluate import JudgeName, PreferenceModel
 from runtimes.contract import WrongInput
-from tasks.evaluate.clip_score import preference_scores
-from tasks.evaluate.feature_encoders import Clip
+from tasks.evaluate.distances import preference_scores
+from tasks.evaluate.features import Clip
 
 #: Scores [N]: bool for pass or fail, else float. Higher is better.
 Scores = NDArray[Any]

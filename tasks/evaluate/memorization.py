@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from configs.settings.evaluate import Memorization
-from tasks.evaluate.bootstrap import Estimate, Resampling, share
-from tasks.evaluate.clip_score import normalise
-from tasks.evaluate.reference_features import ReferenceFeatures
-from tasks.picture_grid import picture_grid, to_png
+from tasks.evaluate.distances import Estimate, Resampling, normalise, share
+from tasks.evaluate.features import ReferenceFeatures
+from tasks.panels import picture_grid, to_png
 
 FEATURES, PIXELS = "memorized", "memorized_pixels"  # names of the metrics
 PAIRS = 8  # closest pairs that are shown

@@ -9,10 +9,15 @@ from numpy.typing import NDArray
 
 from artifacts.image_shards import Sample, read_tar
 from artifacts.store import Artifact
-from tasks.encode.buckets import Size, bucket_sizes
-from tasks.encode.decode_and_crop import BadSample, TransformSettings, transform
-from tasks.encode.holdout_split import is_holdout
-from tasks.evaluate.reference_features import Split
+from tasks.encode.transform import (
+    BadSample,
+    Size,
+    TransformSettings,
+    bucket_sizes,
+    is_holdout,
+    transform,
+)
+from tasks.evaluate.features import Split
 
 #: More pictures hardly change a distance, while the search through a large dataset is slow.
 LIMIT = 2000

@@ -19,42 +19,34 @@ from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import describe_encoders, read_denoiser_config
 from runtimes.sample import initial_noise
-from tasks.build_or_reuse import runtime_facts
-from tasks.child_process import run_job
 from tasks.cut_captions import tell_cut_prompts
-from tasks.encode.decode_and_crop import TransformSettings
-from tasks.evaluate import before_after_grid, draw_pictures
-from tasks.evaluate.bootstrap import Estimates, Metric, differences, from_npz, to_npz
-from tasks.evaluate.comparable_metrics import VERSION, fingerprint, same_loss, sampling_spec
-from tasks.evaluate.compare_pictures import compare_pictures
-from tasks.evaluate.draw_pictures import STAGE, RunJob
-from tasks.evaluate.evaluation_inputs import EvalInputs
+from tasks.encode.transform import TransformSettings
+from tasks.evaluate import draw
+from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
+from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
+from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.judges import check_prompts, check_sides, judge_names
-from tasks.evaluate.measure_models import (
-    Measured,
-    MetricSuite,
-    memorization_facts,
-    memory_released,
-)
+from tasks.evaluate.measure import Measured, MetricSuite, memorization_facts, memory_released
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
-from tasks.evaluate.metric_names import (
+from tasks.evaluate.metrics import (
     LOWER_IS_BETTER,
+    PromptSets,
     all_prompts,
     by_set,
     compared_sets,
     lower_is_better,
     metric_names,
+    metric_rows,
+    prompt_sets,
     slices_by_set,
     with_ranges,
 )
-from tasks.evaluate.metric_table import metric_rows
-from tasks.evaluate.prompts import PromptSets, prompt_sets
 from tasks.evaluate.reference_pictures import find_pictures
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
-from tasks.result_files import BOOTSTRAP, GRID, METRICS
-from tasks.trained_weights import local_weights
+from tasks.run_job import run_job
+from tasks.stage import BOOTSTRAP, GRID, METRICS, local_weights, runtime_facts
 
 PAIRS = "closest_pairs.png"
 MODELS = ("base", "tuned")
@@ -118,11 +110,9 @@ def build(
     spec, store = sampling_spec(given), draft.store
     if spec.latents is None:
         log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
-    with draw_pictures.scratch(draft) as folder, local_weights(trained) as weights:
+    with draw.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
-        shards = draw_pictures.draw(
-            models, spec, store, folder, run, draw_pictures.progress_callback(progress)
-        )
+        shards = draw.draw(models, spec, store, folder, run, draw.progress_callback(progress))
     cuts = tell_cut_prompts(STAGE, models[0].folder, spec.prompts)
     drawn = dict(zip(MODELS, shards, strict=True))
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
@@ -198,7 +188,7 @@ def _memorization(
     factor = open_latents(given.latents.uri).info["size_step"]
     wanted = {(pair.tar, pair.key) for pair in pairs}
     training = find_pictures(given.training, wanted, settings, factor)
-    samples = draw_pictures.read_chosen(store, shard, {pair.sample for pair in pairs})
+    samples = draw.read_chosen(store, shard, {pair.sample for pair in pairs})
     drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
     draft.write(PAIRS, render_pairs(drawn))
     prompts = all_prompts(suite.sets)
@@ -249,15 +239,13 @@ def show_closest_pairs(artifact: Artifact) -> list[Panel]:
 def _grid(store: Store, shards: Mapping[str, Shard], sets: PromptSets) -> bytes:
     prompts = all_prompts(sets)
     chosen = {
-        name: [part.start + number for number in before_after_grid.choose(prompts[part])]
+        name: [part.start + number for number in draw.choose(prompts[part])]
         for name, part in slices_by_set(sets).items()
     }
     wanted = {number for numbers in chosen.values() for number in numbers}
-    drawn = {
-        model: draw_pictures.read_chosen(store, shard, wanted) for model, shard in shards.items()
-    }
-    columns: dict[str, list[before_after_grid.Column]] = {
+    drawn = {model: draw.read_chosen(store, shard, wanted) for model, shard in shards.items()}
+    columns: dict[str, list[draw.Column]] = {
         name: [(prompts[n], {model: shown[n] for model, shown in drawn.items()}) for n in numbers]
         for name, numbers in chosen.items()
     }
-    return before_after_grid.render(columns)
+    return draw.render(columns)

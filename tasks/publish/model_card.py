@@ -1,7 +1,11 @@
-"""The model card: README.md with metadata, usage, metrics, gate, lineage and settings."""
+"""The model card: README.md with metadata, usage, metrics, gate, lineage and settings.
+
+The recipe as published: absolute local paths by the names of their folders.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -11,7 +15,8 @@ from typing import Any
 import yaml
 
 from artifacts.models import LICENSE_FILES
-from configs.load_recipe import dump_yaml
+from configs.load_recipe import dump, dump_yaml, parse_yaml
+from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import LORA_WEIGHTS
@@ -19,19 +24,60 @@ from runtimes.families import Family, detect_family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.folder import absent_text_parts, unusual_text_length
 from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
-from tasks.evaluate.metric_table import metric_rows
+from tasks.evaluate.metrics import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
+from tasks.publish.assemble import KOHYA_SUFFIX
 from tasks.publish.promotion_gate import Verdict, as_rows
-from tasks.publish.published_settings import (
-    base_name,
-    hub_id,
-    is_local,
-    place_in_code,
-    published_settings,
-)
-from tasks.publish.write_adapters import KOHYA_SUFFIX
-from tasks.result_files import GRID
-from tasks.trained_weights import TrainedWeights
+from tasks.stage import GRID, TrainedWeights
+
+#: The start of a path that only this machine has.
+ABSOLUTE = re.compile(r"(file|local)://|[/~]")
+#: Settings whose values are no places.
+TEXTS = {"description", "prompts"}
+
+
+def published_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings of `dump` with names in place of absolute local paths.
+
+    What lies in the folder of the base begins with the name of that folder.
+    """
+    base = recipe.model.path
+
+    def shown(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: shown(one, key) for key, one in value.items()}
+        if isinstance(value, list):
+            return [shown(one, name) for one in value]
+        if not isinstance(value, str) or name in TEXTS:
+            return value
+        if f"{value}/".startswith(f"{base}/"):
+            return f"{base_name(base)}{value[len(base) :]}"
+        return Path(value).name if ABSOLUTE.match(value) else value
+
+    settings: dict[str, Any] = shown(parse_yaml(dump(recipe)))
+    return settings
+
+
+def hub_id(path: str) -> str | None:
+    """A path that the hub's metadata may name: owner/name; None for folders and URLs."""
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith((".", "~"))
+    return path if is_id and not Path(path).is_dir() else None
+
+
+def base_name(path: str) -> str:
+    """A base as readers on other machines know it: hub id or URL, of a local folder its name."""
+    return Path(path).absolute().name if is_local(path) else without_secrets(path)
+
+
+def place_in_code(path: str, folder: str = "path/to") -> str:
+    """A model as the card's code names it: `base_name`, which of a local folder is in `folder`."""
+    return f"{folder}/{base_name(path)}" if is_local(path) else base_name(path)
+
+
+def is_local(path: str) -> bool:
+    """Whether only this machine has what is at a path."""
+    return bool(ABSOLUTE.match(path)) or ("://" not in path and hub_id(path) is None)
+
 
 FOLDER = "path/to/this/folder"  # of the card, in its code
 VAES = "path/to/vae"  # of a local VAE, in the card's code: its name may be the base's

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.settings.recipe import Recipe
-from tasks.evaluate.bootstrap import LEVEL, Estimate, Estimates, Interval, difference, quantile
-from tasks.evaluate.metric_names import hint_of_metric, sets_of_metric
-from tasks.evaluate.prompts import prompt_sets
+from tasks.evaluate.distances import LEVEL, Estimate, Estimates, Interval, difference, quantile
+from tasks.evaluate.metrics import hint_of_metric, prompt_sets, sets_of_metric
 from tasks.panels import human
 
 #: Model ("base", "tuned", "champion") -> its metrics.

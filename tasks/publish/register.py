@@ -13,15 +13,14 @@ from artifacts.records import write_atomic
 from artifacts.store import Artifact, Store
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES, Recipe
-from tasks.build_or_reuse import StageResult, TransientError, failing, storing
 from tasks.panels import Facts, Panel
-from tasks.publish import push_to_hub, report
-from tasks.publish.champion_history import AliasNotWritten
-from tasks.publish.model_registry import ChampionChanged, Registry, Version
-from tasks.publish.sign_model import sign_version
+from tasks.progress import stage_links
+from tasks.publish import hub as publish_hub
+from tasks.publish import report
+from tasks.publish.hub import sign_version
+from tasks.publish.registry import AliasNotWritten, ChampionChanged, Registry, Version
 from tasks.publish.stage import STAGE, check_champion, registry_of
-from tasks.result_files import REPORT
-from tasks.show_in_prefect import stage_links
+from tasks.stage import REPORT, StageResult, TransientError, failing, storing
 
 log = logging.getLogger("kiln")
 
@@ -133,11 +132,11 @@ def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
 
     None also if another version is the champion, for example after a rollback.
     """
-    again = push_to_hub.command(registry, version, hub.repo, private=hub.private)
+    again = publish_hub.command(registry, version, hub.repo, private=hub.private)
     with _warning(f"{version.uri} is not on the hub; to push it: {again}"):
         champion = registry.champion()
         if champion is not None and champion.name == version.name:
-            url = push_to_hub.push(registry, version, hub.repo, private=hub.private)
+            url = publish_hub.push(registry, version, hub.repo, private=hub.private)
             log.info("publish: pushed to %s", url)
             return url
     return None

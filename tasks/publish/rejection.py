@@ -7,9 +7,8 @@ from typing import Any
 
 from artifacts.records import digest_json
 from artifacts.store import Draft, KeyParts
-from tasks.publish.lineage import CHAMPION_EVALUATION
-from tasks.publish.stage import Rejected
-from tasks.result_files import GATE, METRICS
+from tasks.publish.stage import CHAMPION_EVALUATION, Rejected
+from tasks.stage import GATE, METRICS
 
 STAGE = "verdict"
 VERSION = 1

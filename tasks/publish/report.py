@@ -11,12 +11,11 @@ from artifacts.store import Artifact, Store
 from configs.load_recipe import dump_yaml
 from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe
-from tasks.build_or_reuse import StageResult
 from tasks.panels import Facts, Panel, Table, render_html
-from tasks.publish.lineage import remeasured_champion
-from tasks.publish.model_registry import Version
-from tasks.publish.published_settings import base_name, published_settings
-from tasks.result_files import REPORT
+from tasks.publish.model_card import base_name, published_settings
+from tasks.publish.registry import Version
+from tasks.publish.stage import remeasured_champion
+from tasks.stage import REPORT, StageResult
 
 log = logging.getLogger("kiln")
 

@@ -60,7 +60,7 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
     Raises:
         TransientError: the process was killed, or ran out of memory or time, on a busy machine.
     """
-    from tasks.build_or_reuse import TransientError  # the script has no project to import from
+    from tasks.stage import TransientError  # the script has no project to import from
 
     job = json.dumps(describe(folder, base, vae, recipe))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
@@ -99,8 +99,7 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
 def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
     from runtimes.pipeline_folder.weights import weight_shapes
-    from tasks.publish.model_card import FOLDER, VAES
-    from tasks.publish.published_settings import place_in_code
+    from tasks.publish.model_card import FOLDER, VAES, place_in_code
 
     pipeline = folder if (folder / INDEX).is_file() else base
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]

@@ -1,4 +1,7 @@
-"""The publish stage: gate, diffusers folder, registry."""
+"""The publish stage: gate, diffusers folder, registry.
+
+The lineage of a published model: its artifacts and their inputs, as nodes of a graph.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,69 @@ from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import read_adapters
 from runtimes.pipeline_folder.folder import read_index
-from tasks.build_or_reuse import TransientError
-from tasks.evaluate.bootstrap import Estimates, differences
-from tasks.evaluate.draw_pictures import DRAWING_PARTS
-from tasks.evaluate.measure_published_model import PublishedMetrics
+from tasks.evaluate.distances import Estimates, differences
+from tasks.evaluate.draw import DRAWING_PARTS
+from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
-from tasks.panels_charts import lineage_chart
+from tasks.panels_charts import Node, lineage_chart
 from tasks.progress import Progress
 from tasks.publish import model_card, promotion_gate, smoke_test
-from tasks.publish.assemble_pipeline import assemble
-from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
-from tasks.publish.model_registry import Registry, Version, registry_url
-from tasks.publish.published_settings import published_settings
-from tasks.publish.write_adapters import write_adapters
-from tasks.result_files import BOOTSTRAP, GATE, GRID, METRICS, RECIPE
-from tasks.trained_weights import TrainedWeights, local_weights
+from tasks.publish.assemble import assemble, write_adapters
+from tasks.publish.model_card import published_settings
+from tasks.publish.registry import Registry, Version, registry_url
+from tasks.stage import (
+    BOOTSTRAP,
+    GATE,
+    GRID,
+    METRICS,
+    RECIPE,
+    TrainedWeights,
+    TransientError,
+    local_weights,
+)
+
+#: Input -> its title, where an input is no artifact of the store.
+TITLES = {"source": "source", "encoders": "encoders", "base": "base model", "clip": "judge: CLIP"}
+
+CHAMPION_EVALUATION = "champion_evaluation"  # a parent's name
+
+
+def lineage_nodes(artifact: Artifact) -> dict[str, Node]:
+    """Id -> node of an artifact and everything it was made from, as far as the store has it."""
+    nodes: dict[str, Node] = {}
+    _add(artifact, nodes)
+    return nodes
+
+
+def _add(artifact: Artifact, nodes: dict[str, Node]) -> str:
+    if artifact.key in nodes:
+        return artifact.key
+    parents, inputs = artifact.manifest["run"].get("parents", {}), []
+    for name, digest in sorted(artifact.manifest["inputs"].items()):
+        parent = parents.get(name)
+        found = artifact.store.load(parent["stage"], parent["key"]) if parent else None
+        if found is not None:
+            inputs.append(_add(found, nodes))
+        elif parent is not None or name in TITLES:
+            # One box per input and digest: training and evaluation may read other parts of a base.
+            leaf = f"{name} {digest}"
+            nodes.setdefault(leaf, Node(TITLES.get(name, name), digest[:12]))
+            inputs.append(leaf)
+    if (champion := remeasured_champion(artifact)) is not None:
+        inputs.append(_add(champion, nodes))
+    nodes[artifact.key] = Node(artifact.stage, artifact.digest[:12], tuple(dict.fromkeys(inputs)))
+    return artifact.key
+
+
+def remeasured_champion(artifact: Artifact) -> Artifact | None:
+    """The evaluation of the champion that a published model was compared with.
+
+    It is no input, since only the build finds whether the champion must be measured again.
+    """
+    parent = artifact.manifest["run"].get("parents", {}).get(CHAMPION_EVALUATION)
+    return artifact.store.load(parent["stage"], parent["key"]) if parent else None
+
 
 STAGE = "publish"
 VERSION = 2

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from artifacts.store import Artifact, Store
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import StageFailed
-from tasks.encode.latent_keys import settings_for_key
+from tasks.encode.transform import settings_for_key
 from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.stage import registry_of
+from tasks.stage import StageFailed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
     trained = _load(store, "train", parents["model"]["key"], version.name)
     evaluation = _load(store, "evaluate", parents["evaluation"]["key"], version.name)
     latents = parent(trained, "latents")
-    if "latents" in latents.manifest["run"]["parents"]:  # a selection of select_new_and_replayed.py
+    if "latents" in latents.manifest["run"]["parents"]:  # a selection of selection.py
         latents = parent(latents, "latents")
     compared = evaluation.manifest["run"]["parents"]
     return Champion(

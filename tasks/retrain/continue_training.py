@@ -16,7 +16,7 @@ from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, is_flow, read_scheduler_config
 from tasks import train
 from tasks.progress import Progress
-from tasks.trained_weights import local_weights
+from tasks.stage import local_weights
 
 #: Settings that the weights of a start fix.
 FIXED = (

@@ -1,4 +1,7 @@
-"""The decision of a retraining, an artifact: the same data is not tried twice from one champion."""
+"""The decision of a retraining, an artifact: the same data is not tried twice from one champion.
+
+The summary of a retraining in the Prefect UI.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,23 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from artifacts.store import Draft, KeyParts, Store
+import fsspec
+
+from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download, train
-from tasks.encode import latent_keys as encode
+from tasks.encode import transform as encode
 from tasks.evaluate import stage as evaluate
+from tasks.evaluate.stage import show_closest_pairs
+from tasks.panels import Facts, Panel, PicturePanel, Table
+from tasks.progress import stage_links
+from tasks.publish import promotion_gate
+from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish
 from tasks.retrain.champion import Champion
-from tasks.retrain.select_new_and_replayed import SELECTION
-from tasks.retrain.source_changes import Changes
+from tasks.retrain.changes import Changes
+from tasks.retrain.selection import SELECTION
+from tasks.stage import GATE, GRID, METRICS
 
 STAGE = "retrain"
 VERSION = 1
@@ -85,3 +96,109 @@ def build(changes: Changes, report: dict[str, Any], draft: Draft) -> dict[str, A
         "version": None if model is None else model.rpartition("/")[2],
         "changes": asdict(changes),
     }
+
+
+def show_retraining(
+    recipe: Recipe,
+    store: Store,
+    champion: Champion | None,
+    changes: Changes,
+    report: dict[str, Any],
+) -> list[Panel]:
+    """What changed, the samples, the metrics before and after, the verdict, and the pictures."""
+    facts: dict[str, Any] = {
+        "status": report["status"],
+        "champion before": report["start"] or "none",
+    }
+    facts |= {"why": report["why"]} if "why" in report else {}
+    facts |= {"model": report["model"]} if report["model"] else {}
+    panels: list[Panel] = [Facts("Retraining", facts), Facts("Source", _source_facts(changes))]
+    if "samples" in report:
+        panels.append(Facts("Training", report["samples"]))
+    stages = report["stages"]
+    if "evaluate" not in stages:
+        return panels
+    evaluated = store.load("evaluate", stages["evaluate"]["key"])
+    if evaluated is not None:
+        rows = _metrics(store, evaluated, champion, report)
+        panels.append(Table("Metrics on equal held-out pictures", rows))
+        panels.append(PicturePanel("Base above, new model below", evaluated.read(GRID)))
+        panels += show_closest_pairs(evaluated)
+    if (verdicts := _verdicts(report)) is not None:
+        panels.append(Table("Gate", promotion_gate.as_rows(verdicts)))
+    panels += _champions_picture(champion)
+    return [*panels, stage_links(recipe.publish.name, stages)]
+
+
+def _source_facts(changes: Changes) -> dict[str, Any]:
+    return {
+        "rows": changes.rows,
+        "new rows": changes.new_rows,
+        "removed rows": changes.removed_rows,
+        "rows to fetch": changes.rows_to_fetch,
+        "shards reused": changes.kept_shards,
+        "shards to build": changes.new_shards,
+    }
+
+
+def _metrics(
+    store: Store, evaluated: Artifact, champion: Champion | None, report: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of (metric, base, champion, new); the champion's column only if it is comparable."""
+    old = {} if champion is None else _champions_metrics(store, evaluated, champion, report)
+    rows = []
+    for name, models in evaluated.summary["metrics"].items():
+        rows.append(
+            {
+                "metric": name,
+                "base": models["base"]["value"] if "base" in models else "—",
+                "champion": old[name]["value"] if name in old else "—",
+                "new": models["tuned"]["value"],
+            }
+        )
+    return rows
+
+
+def _champions_metrics(
+    store: Store, evaluated: Artifact, champion: Champion, report: dict[str, Any]
+) -> dict[str, Any]:
+    """Metric -> {value, ...} of the champion: as the gate compared them, else as published."""
+    judged = verdict_of(store, report)
+    if judged is not None or report["model"] is not None:
+        uri = report["model"] if judged is None else judged.uri
+        compared = _published(uri)["metrics"]
+        found = {name: one["champion"] for name, one in compared.items() if "champion" in one}
+        if found:  # a rule names the champion, which may have been measured again
+            return found
+    before = _published(champion.uri)
+    if before.get("fingerprint") != evaluated.summary["fingerprint"]:
+        return {}
+    return {name: one["tuned"] for name, one in before["metrics"].items() if "tuned" in one}
+
+
+def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
+    """The verdict on a rejected model; None on a published one."""
+    if rejection_artifact.STAGE not in report:
+        return None
+    return store.load(rejection_artifact.STAGE, report[rejection_artifact.STAGE]["key"])
+
+
+def _published(uri: str) -> dict[str, Any]:
+    with fsspec.open(f"{uri}/{METRICS}", "rb") as stream:
+        return dict(json.load(stream))
+
+
+def _verdicts(report: dict[str, Any]) -> list[promotion_gate.Verdict] | None:
+    if "gate" in report:
+        return [promotion_gate.Verdict(**verdict) for verdict in report["gate"]]
+    if report["model"] is None:
+        return None
+    with fsspec.open(f"{report['model']}/{GATE}", "rb") as stream:
+        return [promotion_gate.Verdict(**verdict) for verdict in json.load(stream)]
+
+
+def _champions_picture(champion: Champion | None) -> list[Panel]:
+    if champion is None:
+        return []
+    with fsspec.open(f"{champion.uri}/{GRID}", "rb") as stream:
+        return [PicturePanel(f"Base above, {champion.version} below", stream.read())]

@@ -33,8 +33,8 @@ from artifacts.filesystems import delete_tree
 from artifacts.remote_stores import StoreRefused, is_of_client, is_outage
 from artifacts.store import KeyParts, Store
 from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
-from tasks.build_or_reuse import StorageAway, StorageError, storing
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry
+from tasks.stage import StorageAway, StorageError, storing
 
 PARTS = KeyParts("train", 1, {}, {})
 

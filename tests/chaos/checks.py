@@ -11,8 +11,7 @@ from chaos import toy_flow
 
 from artifacts.records import FileEntry, file_fault
 from artifacts.store import MANIFEST, Store
-from tasks.publish.champion_history import last
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry, last
 
 Digests = dict[str, tuple[str, str]]  # stage -> (key, digest)
 #: Folders of the store that runs build again.

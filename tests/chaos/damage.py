@@ -11,7 +11,7 @@ from chaos.faults import Fault
 
 from artifacts.filesystems import files
 from artifacts.store import Store
-from tasks.publish.champion_history import Champions, RegistryError
+from tasks.publish.registry import Champions, RegistryError
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.train.checkpoints import Checkpoints
-from tasks.build_or_reuse import StageResult, build_or_reuse
-from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
-from tasks.evaluate.measure_published_model import PublishedMetrics
+from tasks.evaluate.distances import Estimate, Estimates, to_npz
+from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import stage as publish_stage
-from tasks.publish.model_registry import Registry
 from tasks.publish.register import register
+from tasks.publish.registry import Registry
+from tasks.stage import StageResult, build_or_reuse
 
 NAME = "chaos"
 GATE = "score >= champion * 0.5"

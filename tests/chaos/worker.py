@@ -36,9 +36,8 @@ from artifacts.records import Damaged
 from artifacts.remote_stores import is_of_client
 from artifacts.store import Store
 from flows.store_commands import NotInStore, StoreNotThere, collect_garbage, verify_store
-from tasks import build_or_reuse as stage
-from tasks.publish.champion_history import AliasNotWritten, RegistryError
-from tasks.publish.model_registry import Registry
+from tasks import stage
+from tasks.publish.registry import AliasNotWritten, Registry, RegistryError
 
 #: Errors after which a user runs the command again, or restores what the message names.
 EXPECTED = (

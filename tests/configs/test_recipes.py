@@ -9,7 +9,7 @@ import pytest
 from toy_recipes import BASES, toy
 
 from configs.load_recipe import load_recipe, recipe_names
-from tasks.evaluate.metric_names import metric_names
+from tasks.evaluate.metrics import metric_names
 from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_few_prompts
 
 

@@ -26,7 +26,7 @@ from runtimes.families import FAMILIES
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
 from runtimes.torch_models.encoders import Embeds
-from tasks import child_process
+from tasks import run_job
 from tasks.encode import stage as encode
 from tasks.progress import Progress
 
@@ -71,7 +71,7 @@ class Subject:
         """The same as a stage does it: in a process of its own. Raises what run_job does."""
         events: list[dict[str, Any]] = []
         with chips.standing_in(self.name):
-            child_process.run_job(job, events.append)
+            run_job.run_job(job, events.append)
         return _step_of_start(events)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ def _encode(folder: Path, model: Path) -> str:
     draft = store.draft(KeyParts("encode", 1, {}, {}))
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tasks.encode.encoder_process.open_encoder", Drawn)
+        patch.setattr("tasks.encode.encoders.open_encoder", Drawn)
         draft.commit(encode.build(recipe, found, model, None, draft, Progress("encode")), {})
     return draft.uri
 

@@ -20,7 +20,7 @@ from prefect.settings import Settings
 
 from configs.load_recipe import load_recipe
 from flows.model_events import PUBLISHED, REJECTED
-from tasks.retrain.watch_source import EVENT, source_resource
+from tasks.retrain.changes import EVENT, source_resource
 
 
 def test_servers_ask_no_analytics_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def dask_commands() -> list[list[str]]:
 def test_dask_command_is_one_of_dask(words: list[str]) -> None:
     (entry,) = entry_points(group="dask_cli", name=words[0])
     context = entry.load().make_context(words[0], words[1:])
-    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.beam_pipeline",)
+    assert words[0] == "scheduler" or context.params["preload"] == ("tasks.beam.pipeline",)
 
 
 def test_compose_file_builds_the_worker_image() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prefect_server import Server
 
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry
 
 pytestmark = pytest.mark.soak
 POOLS = ("cpu", "gpu")

@@ -17,7 +17,7 @@ from runtimes.families import detect_family
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.estimate_disk import estimate_disk, in_words
+from tasks.plan.plan import estimate_disk, in_words
 
 Here = Callable[..., str]  # of conftest.py
 #: Estimates are at most so many times the bytes of a run, and at least these.

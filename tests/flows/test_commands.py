@@ -22,8 +22,8 @@ from flows.doctor import examine as doctor
 from flows.show_gpu_plan import duration
 from runtimes.contract import Probe
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.gpu.recipe_memory import memory_of
-from tasks.publish.model_registry import Registry
+from tasks.plan.gpu import memory_of
+from tasks.publish.registry import Registry
 
 Here = Callable[..., str]  # of conftest.py
 SCHEMA = Path(__file__).parents[2] / "docs/recipe.schema.json"
@@ -197,7 +197,7 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
     def away(path: str, **_: object) -> Path:
         raise ModelAway(f"model {path}: the hub cannot be reached")
 
-    monkeypatch.setattr("tasks.base_training_plan.resolve_configs", away)
+    monkeypatch.setattr("tasks.plan.plan.resolve_configs", away)
     stored = memory_of(load_recipe("sdxl-lora"))
     assert stored is not None
     priced = ("-o", "plan.chip_hour_price=2")
@@ -222,7 +222,7 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
 def test_a_plan_for_many_chips_needs_libtpu(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.tpu.tpu_training_plan.compiler_folder", lambda: None)
+    monkeypatch.setattr("tasks.plan.tpu.compiler_folder", lambda: None)
     said = here("plan", "digits", "--topology", "v5p-64", "-o", f"store={tmp_path}", code=2)
     assert said.splitlines()[-1] == ("kiln: topology v5p-64: 32 chips need libtpu: make setup-plan")
 

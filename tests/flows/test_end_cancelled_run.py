@@ -19,7 +19,7 @@ from prefect.states import Cancelling, Running
 from prefect_server import Server
 
 from flows.end_cancelled_run import _ended, _is_due
-from tasks.child_process import stopping
+from tasks.run_job import stopping
 
 #: A run of a deployment, or of none, without a worker.
 PROGRAM = """

@@ -13,8 +13,8 @@ from PIL import Image
 from artifacts.gc import runs
 from artifacts.store import KeyParts, Store
 from flows.task_states import _earlier_stages
-from tasks.publish.model_registry import Registry
-from tasks.result_files import RECIPE
+from tasks.publish.registry import Registry
+from tasks.stage import RECIPE
 
 pytestmark = pytest.mark.slow
 COMMON = ("num_images_per_prompt=2", "device=cpu")

@@ -8,7 +8,7 @@ import pytest
 from hub_server import HubServer
 from huggingface_hub import constants
 
-from tasks.publish.push_to_hub import TOKEN_BLOCK
+from tasks.publish.hub import TOKEN_BLOCK
 
 pytestmark = pytest.mark.slow
 TOKEN, REPO = "hf_of_the_block", "someone/digits"

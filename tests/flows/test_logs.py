@@ -12,7 +12,7 @@ from prefect.logging.loggers import flow_run_logger, task_run_logger
 from artifacts.models import ModelNotFound
 from configs.load_recipe import RecipeError
 from flows.logs import log_to_prefect
-from tasks.build_or_reuse import StageFailed, failing
+from tasks.stage import StageFailed, failing
 
 RUN: Any = SimpleNamespace(
     **{"name": "fox", "id": "1", "flow_run_id": "2", "task_key": "encode"},

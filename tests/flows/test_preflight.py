@@ -24,9 +24,9 @@ from runtimes.process.planner import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
-from tasks.publish.champion_history import RegistryError
 from tasks.publish.promotion_gate import GateError
 from tasks.publish.register import register
+from tasks.publish.registry import RegistryError
 from tasks.publish.stage import registry_of
 
 PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
@@ -392,7 +392,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", ask)
+    monkeypatch.setattr("tasks.plan.gpu.ask_planner", ask)
     return models
 
 

@@ -13,12 +13,11 @@ from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.run import Run, Sent
-from tasks.build_or_reuse import StageFailed, StageResult, TransientError
 from tasks.publish import stage as publish
-from tasks.publish.champion_history import AliasNotWritten, Champions, _encode
-from tasks.publish.model_registry import Registry, Version
-from tasks.publish.push_to_hub import PushFailed
+from tasks.publish.hub import PushFailed
 from tasks.publish.register import register
+from tasks.publish.registry import AliasNotWritten, Champions, Registry, Version, _encode
+from tasks.stage import StageFailed, StageResult, TransientError
 
 
 @pytest.fixture
@@ -197,7 +196,7 @@ def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
         assert (registry.champion(), private) == (version, True), "after the promotion"
         raise PushFailed("the hub refused someone/digits")
 
-    monkeypatch.setattr("tasks.publish.push_to_hub.push", push)
+    monkeypatch.setattr("tasks.publish.hub.push", push)
     registered = register(run.recipe, run.base, run.store, published_by(run), {})
     assert registered["champion"]["version"] == "v1" and registered["hub"] is None
     registry = publish.registry_of(run.recipe).store.url

@@ -22,9 +22,9 @@ from artifacts.store import Draft, KeyParts, Store
 from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import StageResult, StorageAway, TransientError
 from tasks.download.rows import SourceAway
-from tasks.evaluate.evaluation_inputs import MeasuringModels
+from tasks.evaluate.inputs import MeasuringModels
+from tasks.stage import StageResult, StorageAway, TransientError
 
 PASSING = [
     *(TransientError("away"), ConnectionError("reset"), TimeoutError("too long")),
@@ -206,7 +206,7 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
 
     here: Any = SimpleNamespace(store=None, recipe=SimpleNamespace(sweep=None))
     one: Any = SimpleNamespace(load=lambda *_: None, latents="")
-    monkeypatch.setattr("flows.retrain.select_new_and_replayed.new_samples", away_once(3))
+    monkeypatch.setattr("flows.retrain.selection.new_samples", away_once(3))
     assert retrain._has_new_samples(here, one, one) and waited == [10.0]
     state = SimpleNamespace(result=lambda: one)
     monkeypatch.setattr(sweep, "run_task", lambda *_, **__: state)

@@ -12,7 +12,7 @@ from prefect_server import Server, deployed
 
 from artifacts.store import Store
 from demo import dataset
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.xdist_group("deployed")]
 PATIENCE = 3600  # seconds, for a machine that does much else

@@ -29,13 +29,13 @@ from flows.retrain import continue_from_champion
 from flows.run import Run, Sent
 from flows.runner import _sends_a_stage
 from flows.task_settings import patiently
-from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
-from tasks.check_places import received_recipe
+from tasks.beam.workers import received_recipe
 from tasks.download import SourceError, shard_plan
 from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
-from tasks.evaluate.evaluation_inputs import MeasuringModels
+from tasks.evaluate.inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
+from tasks.stage import StageFailed, StageResult, TransientError, build_or_reuse
 
 PARTS = KeyParts("train", 1, {}, {})
 

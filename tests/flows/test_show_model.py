@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from artifacts.store import KeyParts, Store
-from tasks.evaluate import bootstrap
+from tasks.evaluate import distances
 from tasks.evaluate.stage import metrics_by_name
-from tasks.publish.model_registry import Registry
-from tasks.result_files import BOOTSTRAP, METRICS
+from tasks.publish.registry import Registry
+from tasks.stage import BOOTSTRAP, METRICS
 
 Here = Callable[..., str]  # of conftest.py
 FACTS = {"created": "2026-01-01", "host": "here", "seconds": 1.0, "reason": "none was there"}
@@ -28,10 +28,10 @@ def publish(tmp_path: Path) -> Callable[..., None]:
     store = Store(str(tmp_path / "store"))
     registry = Registry(store.url_of("registry"), "tiny")
 
-    def estimates(score: float) -> bootstrap.Estimates:
+    def estimates(score: float) -> distances.Estimates:
         return {
-            "clip_score": bootstrap.mean(
-                np.array([score, score + 1, score + 2]), bootstrap.Resampling(20, 0)
+            "clip_score": distances.mean(
+                np.array([score, score + 1, score + 2]), distances.Resampling(20, 0)
             )
         }
 
@@ -49,11 +49,11 @@ def publish(tmp_path: Path) -> Callable[..., None]:
         measured = models | ({} if champion is None else {"champion": estimates(champion)})
         metrics: Any = {"metrics": metrics_by_name(measured), "differences": {"clip_score": {}}}
         for other in measured.keys() - {"tuned"}:
-            found = bootstrap.differences(models["tuned"], measured[other])
+            found = distances.differences(models["tuned"], measured[other])
             metrics["differences"]["clip_score"][other] = found["clip_score"]
         draft = store.draft(KeyParts("publish", 1, {"score": score}, {}))
         draft.write(METRICS, json.dumps({**metrics, "fingerprint": fingerprint}).encode())
-        draft.write(BOOTSTRAP, bootstrap.to_npz(models))
+        draft.write(BOOTSTRAP, distances.to_npz(models))
         summary = {"compared_with": compared_with or None}
         registry.promote(registry.publish(draft.commit(summary, FACTS)).name)
 

@@ -19,9 +19,9 @@ from flows import run as run_module
 from flows.run import Run
 from runtimes.contract import WrongInput
 from tasks import download
-from tasks.build_or_reuse import StageFailed, build_or_reuse
 from tasks.encode import stage as encode
 from tasks.publish import stage as publish
+from tasks.stage import StageFailed, build_or_reuse
 
 
 @pytest.fixture

@@ -14,12 +14,11 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.run import Run
-from tasks.build_or_reuse import StageResult, build_or_reuse
-from tasks.evaluate.evaluation_inputs import MeasuringModels
+from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish import rejection as rejection_artifact
-from tasks.publish.lineage import lineage_nodes
 from tasks.publish.promotion_gate import Verdict
-from tasks.publish.stage import Rejected
+from tasks.publish.stage import Rejected, lineage_nodes
+from tasks.stage import StageResult, build_or_reuse
 
 
 @pytest.fixture

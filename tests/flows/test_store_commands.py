@@ -20,8 +20,8 @@ from flows.store_commands import (
     show_artifact,
     verify_store,
 )
-from tasks.build_or_reuse import StorageAway
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry
+from tasks.stage import StorageAway
 
 
 def model(store: Store, n: int = 1) -> Artifact:

@@ -13,9 +13,8 @@ import flows.sweep as sweep_flow
 from artifacts.gc import runs
 from artifacts.store import KeyParts, Store
 from configs.load_recipe import Trial, load_recipe
-from tasks.build_or_reuse import StageFailed, StageResult
-from tasks.publish.model_registry import Registry
-from tasks.result_files import METRICS
+from tasks.publish.registry import Registry
+from tasks.stage import METRICS, StageFailed, StageResult
 
 pytestmark = pytest.mark.slow
 Report = dict[str, Any]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from flows import version
 from flows.cli import app
-from tasks.code_versions import CODE
+from tasks.stage import CODE
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

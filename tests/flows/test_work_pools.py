@@ -18,9 +18,9 @@ from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe
 from flows import send_stage
 from flows.deploy_on_work_pools import LOST
-from tasks.build_or_reuse import StageFailed, TransientError
-from tasks.check_places import settings_to_send
+from tasks.beam.workers import settings_to_send
 from tasks.progress import Progress, listeners
+from tasks.stage import StageFailed, TransientError
 
 pytestmark = pytest.mark.soak
 PATIENCE = 300  # seconds, for a machine that does much else

@@ -21,9 +21,8 @@ from artifacts.store import Store
 from configs.settings.recipe import Tpu
 from runtimes.contract import WrongInput
 from runtimes.process.job import write_job
-from tasks.tpu import launch
-from tasks.tpu.pack_code import code_home, pack_code
-from tasks.tpu.run_gcloud import SliceUnavailable
+from tasks import tpu as tasks_tpu
+from tasks.tpu import SliceUnavailable, code_home, pack_code
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +115,7 @@ def told(world: Path) -> list[str]:
 def run_on_slice(job: Any, tmp_path: Path, **tpu: Any) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     store = Store(str(tmp_path / "store"))
-    launch.run_on_slice(
+    tasks_tpu.run_on_slice(
         Tpu(**SLICE, **tpu), job, events.append, store=store, grace_seconds=30, poll_seconds=0.1
     )
     return events

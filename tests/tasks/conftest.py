@@ -13,7 +13,7 @@ from store_servers import REMOTE, UrlOf
 from web_sites import Site
 
 from artifacts.store import Store
-from tasks.publish.model_registry import Registry
+from tasks.publish.registry import Registry
 
 if TYPE_CHECKING:
     from evaluation_world import World

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from kiln_command import ROOT
 
-from tasks.beam_options import BeamOptionsError, check_options, make_pipeline
+from tasks.beam.pipeline import BeamOptionsError, check_options, make_pipeline
 
 
 def documented(heading: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import pytest
 from artifacts.compare_and_swap import read, swap
 from artifacts.lock import LockLost
 from artifacts.store import Store
-from tasks.beam_pipeline import KNOWN, ShardProgress, _in_turn, _plain, run_linear
-from tasks.build_or_reuse import MachineShort, StorageAway
-from tasks.worker_reports import Done, WorkerReports
+from tasks.beam.pipeline import KNOWN, ShardProgress, _in_turn, _plain, run_linear
+from tasks.beam.workers import Done, WorkerReports
+from tasks.stage import MachineShort, StorageAway
 
 SECONDS = 30.0  # for a busy machine
 
@@ -173,7 +173,7 @@ def test_a_full_disk_of_the_runner_is_waited_for() -> None:
 
 def test_what_a_worker_lacks_keeps_its_type_and_words() -> None:
     """Beam keeps the text of an error in another process alone."""
-    text = "tasks.build_or_reuse.MachineShort: raise `ulimit -n` [while running 'ParDo']"
+    text = "tasks.stage.MachineShort: raise `ulimit -n` [while running 'ParDo']"
     found = _plain(RuntimeError(text), KNOWN)
     assert type(found) is MachineShort
     assert str(found) == "raise `ulimit -n`"

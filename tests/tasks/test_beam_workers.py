@@ -11,8 +11,8 @@ from shortest_recipe import shortest_recipe
 from configs.load_recipe import RecipeError
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.beam_workers import Workers, beam_options, check_workers, workers_of
-from tasks.encode.latent_keys import settings_for_key as encode_settings_for_key
+from tasks.beam.workers import Workers, beam_options, check_workers, workers_of
+from tasks.encode.transform import settings_for_key as encode_settings_for_key
 
 DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
 

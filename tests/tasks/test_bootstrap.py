@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
-from tasks.evaluate import bootstrap
-from tasks.evaluate.bootstrap import (
+from tasks.evaluate import distances
+from tasks.evaluate.distances import (
+    DISTANCES,
+    Distance,
     Estimate,
     Resampling,
+    cmmd,
     difference,
     differences,
     from_npz,
@@ -14,7 +17,6 @@ from tasks.evaluate.bootstrap import (
     share,
     to_npz,
 )
-from tasks.evaluate.distribution_distances import DISTANCES, Distance, cmmd
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +253,7 @@ def test_resampled_values_survive_the_file() -> None:
     models["tuned"]["digit/new"] = share(np.array([True, False, True]), Resampling(30, 0))
     models["tuned"]["clip_score/old"] = mean(np.arange(32.0), Resampling(30, 0, PROMPT_OF))
     models["tuned"]["digit/old"] = share(np.arange(32) < 29, Resampling(30, 0, PROMPT_OF))
-    metrics: dict[str, dict[str, bootstrap.Metric]] = {}
+    metrics: dict[str, dict[str, distances.Metric]] = {}
     for model, estimates in models.items():
         for name, one in estimates.items():
             metrics.setdefault(name, {})[model] = one.metric()

@@ -22,7 +22,7 @@ from artifacts.records import put_atomic
 from artifacts.store import Draft, KeyParts, Store
 from flows.task_settings import may_pass
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import (
+from tasks.stage import (
     MachineShort,
     StageFailed,
     StageResult,

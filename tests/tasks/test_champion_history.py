@@ -16,9 +16,8 @@ from waiting import at_once
 from artifacts import compare_and_swap as cas
 from artifacts.records import encode_record
 from artifacts.store import KeyParts, Store
-from tasks.publish import champion_history
-from tasks.publish.champion_history import COPY, HISTORY, RegistryError
-from tasks.publish.model_registry import ChampionChanged, Registry
+from tasks.publish import registry as publish_registry
+from tasks.publish.registry import COPY, HISTORY, ChampionChanged, Registry, RegistryError
 
 
 def test_the_champion_moves_and_rolls_back_step_by_step(
@@ -176,7 +175,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
             both.wait(60)
         return cas.swap(fs, path, *given)
 
-    monkeypatch.setattr(champion_history, "swap", together)
+    monkeypatch.setattr(publish_registry, "swap", together)
     refused: list[str] = []
 
     def promote(version: str) -> None:
@@ -196,7 +195,7 @@ def test_a_request_that_arrives_late_sets_no_earlier_champion(
 ) -> None:
     store = Store(url_of(kind))
     found = Registry(f"{store.url}/registry", "digits")
-    requests = recorded_swaps(monkeypatch, "tasks.publish.champion_history.swap")
+    requests = recorded_swaps(monkeypatch, "tasks.publish.registry.swap")
     crown(store, found, 1, 2, 3)
     assert len(requests) == 9
     for request in requests:
@@ -270,7 +269,7 @@ def test_a_promotion_killed_between_the_copy_and_the_history_is_completed(
         return cas.swap(fs, path, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(champion_history, "swap", killed)
+        patch.setattr(publish_registry, "swap", killed)
         with pytest.raises(KeyboardInterrupt):
             found.promote("v2")
     assert [move["version"] for move in found.history()] == ["v1"]

@@ -8,7 +8,7 @@ import pytest
 from configs.load_recipe import RECIPES, RecipeError, load_recipe
 from configs.secrets import hide_secrets
 from configs.settings.recipe import PLACED_STAGES, STAGES
-from tasks.check_places import _secret, check_places, received_recipe, settings_to_send
+from tasks.beam.workers import _secret, check_places, received_recipe, settings_to_send
 
 ON_GPU = {"place.train": "gpu", "store": "s3://bucket/store"}
 SHARED = {**ON_GPU, "shared_folders": ["/mnt/shared"]}
@@ -120,7 +120,7 @@ def test_shipped_models_are_those_of_the_receivers_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = settings_to_send(load_recipe("digits", ON_GPU))
-    monkeypatch.setattr("tasks.check_places.RECIPES", tmp_path / "configs")
+    monkeypatch.setattr("tasks.beam.workers.RECIPES", tmp_path / "configs")
     got = received_recipe(sent)
     assert str(RECIPES.parent) not in str(sent)
     assert got.model.path == str(tmp_path / "demo/base")

@@ -25,16 +25,16 @@ from artifacts import lock
 from artifacts.store import Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import GenerateJob, TrainJob, write_job
-from tasks import child_process
-from tasks.build_or_reuse import StorageAway, StorageError, storing
-from tasks.child_process import ChildOutput, JobFailed, run_job, wait_for_result
+from tasks import run_job as tasks_run_job
+from tasks.run_job import ChildOutput, JobFailed, run_job, wait_for_result
+from tasks.stage import StorageAway, StorageError, storing
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
 STAGE = """
 import json, signal, sys
 from pathlib import Path
 from runtimes.process.job import read_job
-from tasks.child_process import run_job
+from tasks.run_job import run_job
 # A test run in background may have been started with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
@@ -198,10 +198,10 @@ def interrupt(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> 
         assert ready.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(child_process, "_wait", interrupted)
+    monkeypatch.setattr(tasks_run_job, "_wait", interrupted)
     output = ChildOutput(lambda event: ready.set())
     pumps = [lambda: output.mixed(child.stdout)]
-    stop, kill = partial(child_process._stop, child, 30.0), partial(child_process._kill, child)
+    stop, kill = partial(tasks_run_job._stop, child, 30.0), partial(tasks_run_job._kill, child)
     with pytest.raises(KeyboardInterrupt):
         wait_for_result(child, output, pumps, stop, kill)
 
@@ -213,17 +213,17 @@ def test_a_job_that_is_stopped_is_known_whatever_stops_it(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     known = list[bool]()
-    monkeypatch.setattr(child_process, "_wait", interrupted)
+    monkeypatch.setattr(tasks_run_job, "_wait", interrupted)
     child = subprocess.Popen(["sleep", "60"], text=True, start_new_session=True)
     with child, pytest.raises(KeyboardInterrupt):
         wait_for_result(
             child,
             ChildOutput(lambda event: None),
             (),
-            lambda: known.append(child_process.stopping.is_set()),
+            lambda: known.append(tasks_run_job.stopping.is_set()),
             child.kill,
         )
-    assert known == [True] and not child_process.stopping.is_set()
+    assert known == [True] and not tasks_run_job.stopping.is_set()
 
 
 def test_an_interrupted_job_leaves_no_grandchild_behind(monkeypatch: pytest.MonkeyPatch) -> None:

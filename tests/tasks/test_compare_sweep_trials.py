@@ -13,7 +13,6 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Sweep
 from runtimes.contract import WrongInput
 from tasks import compare_sweep_trials
-from tasks.build_or_reuse import StageFailed
 from tasks.compare_sweep_trials import (
     check_comparable,
     check_metric,
@@ -23,6 +22,7 @@ from tasks.compare_sweep_trials import (
     tuned_metrics,
 )
 from tasks.panels import Chart, Table, to_markdown
+from tasks.stage import StageFailed
 
 
 def trial(rate: float, value: float | None, curve: Any = ()) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from configs.settings.train import Train, key_settings
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoints import Checkpoints
 from tasks import train
-from tasks.build_or_reuse import StageFailed
-from tasks.copy_checkpoint import copy_checkpoint
 from tasks.progress import Progress
+from tasks.stage import StageFailed
+from tasks.train import copy_checkpoint
 
 
 def parts_of(steps: int, **settings: Any) -> KeyParts:

@@ -30,7 +30,7 @@ def test_a_closing_dask_worker_prints_no_traceback(
 
     async def close_during_a_heartbeat() -> None:
         async with Scheduler(port=0, **of_this_host) as scheduler:
-            preload = ["tasks.beam_pipeline"]
+            preload = ["tasks.beam.pipeline"]
             async with Worker(scheduler.address, nthreads=1, preload=preload, **of_this_host):
                 assert await asyncio.to_thread(late.asked.wait, SECONDS)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from inception_weights import in_fidelity, require_fidelity
 
-from tasks.evaluate import distribution_distances as distances
-from tasks.evaluate.bootstrap import Resampling
+from tasks.evaluate import distances
+from tasks.evaluate.distances import Resampling
 
 pytestmark = pytest.mark.soak
 #: Reads two arrays, prints torch-fidelity's metrics.

@@ -10,11 +10,10 @@ from scipy.linalg import sqrtm
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchmetrics.image.kid import KernelInceptionDistance
 
-from tasks.evaluate import distribution_distances as distances
-from tasks.evaluate.bootstrap import Resampling, difference, from_npz, to_npz
-from tasks.evaluate.clip_score import normalise
-from tasks.evaluate.feature_encoders import Clip
-from tasks.evaluate.metric_names import with_ranges
+from tasks.evaluate import distances
+from tasks.evaluate.distances import Resampling, difference, from_npz, normalise, to_npz
+from tasks.evaluate.features import Clip
+from tasks.evaluate.metrics import with_ranges
 
 
 def _features(n: int, dims: int, seed: int, shift: float = 0.0) -> np.ndarray:

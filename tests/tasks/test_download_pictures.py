@@ -24,8 +24,7 @@ from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download.decode import img2dataset_resizer
 from tasks.download.statistics import DownloadStatistics
-from tasks.encode.buckets import bucket_sizes
-from tasks.encode.decode_and_crop import transform
+from tasks.encode.transform import bucket_sizes, transform
 from tasks.panels import PicturePanel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]

@@ -27,9 +27,9 @@ from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.beam_options import BeamOptionsError, check_options
-from tasks.build_or_reuse import StorageAway
+from tasks.beam.pipeline import BeamOptionsError, check_options
 from tasks.panels import Table
+from tasks.stage import StorageAway
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -224,7 +224,7 @@ def test_invalid_beam_options_are_named(
 
 
 def test_importing_beam_prints_nothing() -> None:
-    done = python("-c", "import tasks.beam_pipeline, logging; assert not logging.root.handlers")
+    done = python("-c", "import tasks.beam.pipeline, logging; assert not logging.root.handlers")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

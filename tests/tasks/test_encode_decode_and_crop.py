@@ -13,10 +13,16 @@ from configs.load_recipe import load_recipe
 from configs.settings.data import Download
 from runtimes.contract import WrongInput
 from tasks.download.decode import PictureResizer, Resized
-from tasks.encode.buckets import bucket_sizes, nearest_bucket
-from tasks.encode.decode_and_crop import BadSample, TransformSettings, decode, transform
-from tasks.encode.holdout_split import is_holdout
-from tasks.encode.latent_keys import settings_for_key
+from tasks.encode.transform import (
+    BadSample,
+    TransformSettings,
+    bucket_sizes,
+    decode,
+    is_holdout,
+    nearest_bucket,
+    settings_for_key,
+    transform,
+)
 
 
 def _apply(data: bytes, settings: TransformSettings, meta: dict | None = None):
@@ -203,7 +209,7 @@ def test_a_picture_that_cannot_be_decoded_for_want_of_memory_is_no_bad_one(
     def lack(size: int) -> None:
         raise MemoryError(size)
 
-    monkeypatch.setattr("tasks.encode.decode_and_crop.check_memory", lack)
+    monkeypatch.setattr("tasks.encode.transform.check_memory", lack)
     with pytest.raises(MemoryError):
         _apply(gradient(50, 50)[:-40], SQUARE)
 

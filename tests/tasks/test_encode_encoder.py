@@ -21,7 +21,7 @@ from artifacts.models import digest_model
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.folder import describe_encoders, digest_encoders
 from runtimes.torch_models.encoders import Encoder
-from tasks.evaluate.draw_pictures import DRAWING_PARTS, digest_pipeline
+from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
 pytestmark = pytest.mark.slow
 

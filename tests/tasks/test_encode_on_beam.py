@@ -13,12 +13,10 @@ from encoder_inputs import SQUARE
 from artifacts.records import digest_bytes
 from artifacts.store import Shard, Store
 from runtimes.process.job import EncodeJob
-from tasks.build_or_reuse import TransientError
 from tasks.encode import encode_on_beam
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, _Placeholder, encode_shards
-from tasks.encode.encoder_client import EncoderLost
-from tasks.encode.encoder_pool import EncoderPool
-from tasks.encode.encoder_process import EncodingPlan
+from tasks.encode.encoders import EncoderLost, EncoderPool, EncodingPlan
+from tasks.stage import TransientError
 
 pytestmark = pytest.mark.slow
 

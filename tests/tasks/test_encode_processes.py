@@ -21,9 +21,8 @@ from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encoder_devices, interpreter
 from runtimes.torch_models.encoders import Encoder
-from tasks.build_or_reuse import StorageAway
-from tasks.encode.encoder_client import EncoderFailed, EncoderLost, EncoderProcess
-from tasks.encode.encoder_process import EncodingPlan, send
+from tasks.encode.encoders import EncoderFailed, EncoderLost, EncoderProcess, EncodingPlan, send
+from tasks.stage import StorageAway
 
 CAPTIONS = ["a red cat", "", "a dog"]
 

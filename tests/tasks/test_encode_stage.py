@@ -29,14 +29,13 @@ from artifacts.store import Artifact, Shard, Store
 from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encoders import Encoder
-from tasks.base_training_plan import caption_bytes
-from tasks.encode import encoder_process
+from tasks.encode import encoders as encode_encoders
 from tasks.encode import stage as encode
-from tasks.encode.decode_and_crop import TransformSettings
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask
-from tasks.encode.encode_shard import ShardEncoder
-from tasks.encode.encoder_pool import EncoderPool
-from tasks.encode.encoder_process import EncodingPlan
+from tasks.encode.encoders import EncoderPool, EncodingPlan
+from tasks.encode.shard import ShardEncoder
+from tasks.encode.transform import TransformSettings
+from tasks.plan.plan import caption_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -299,8 +298,8 @@ def test_committed_shards_are_reused_and_a_flipped_byte_is_not(
     make: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make(pictures_of())
-    load, loads = encoder_process.open_encoder, []
-    monkeypatch.setattr(encoder_process, "open_encoder", lambda job: loads.append(1) or load(job))
+    load, loads = encode_encoders.open_encoder, []
+    monkeypatch.setattr(encode_encoders, "open_encoder", lambda job: loads.append(1) or load(job))
     assert make(pictures_of()).digest == artifact.digest and not loads
 
     damaged = sorted((tmp_path / "store/encode/shards").glob("*.safetensors"))[1]

@@ -11,7 +11,7 @@ from artifacts.models import ModelNotFound
 from artifacts.store import Store
 from runtimes.pipeline_folder.folder import digest_encoders
 from runtimes.process.job import EncodeJob
-from tasks.encode.encoders_in_store import put_encoders
+from tasks.encode.encoders import put_encoders
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from shortest_recipe import shortest_recipe
 
 from artifacts.store import Artifact, Store
 from configs.settings.recipe import Recipe
-from tasks.build_or_reuse import TransientError
 from tasks.encode import stage as encode
+from tasks.stage import TransientError
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 

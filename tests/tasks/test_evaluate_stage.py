@@ -26,17 +26,17 @@ from runtimes.contract import WrongInput
 from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
-from tasks.child_process import run_job
 from tasks.encode import stage as encode
-from tasks.evaluate import draw_pictures, holdout_loss
+from tasks.evaluate import draw
+from tasks.evaluate import metrics as evaluate_metrics
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.before_after_grid import INK, LABEL, MARGIN, PAPER
-from tasks.evaluate.bootstrap import Resampling, difference
-from tasks.evaluate.comparable_metrics import fingerprint
-from tasks.evaluate.distribution_distances import DISTANCES
-from tasks.evaluate.metric_names import metric_names
+from tasks.evaluate.distances import DISTANCES, Resampling, difference
+from tasks.evaluate.draw import INK, LABEL, MARGIN, PAPER
+from tasks.evaluate.inputs import fingerprint
+from tasks.evaluate.metrics import metric_names
 from tasks.panels import Table
 from tasks.progress import Progress
+from tasks.run_job import run_job
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +105,7 @@ def test_every_named_metric_is_measured_for_both_models(world: World) -> None:
             assert metric["ci"][0] <= metric["ci"][1]
     for name in ("cmmd", "fd", "holdout_loss"):
         assert found[name]["base"]["value"] != found[name]["tuned"]["value"]
-    bands = [found[name]["tuned"]["value"] for name in holdout_loss.BANDS]
+    bands = [found[name]["tuned"]["value"] for name in evaluate_metrics.BANDS]
     assert found["holdout_loss"]["tuned"]["value"] == pytest.approx(np.mean(bands))
     assert len(set(bands)) == 8
     assert not (Path(artifact.path) / "drawing").exists()
@@ -198,7 +198,7 @@ def test_the_closest_pairs_show_samples_above_training_pictures(world: World) ->
         "closest held-out": by_chance,
     }
     page = np.asarray(Image.open(io.BytesIO(artifact.read("closest_pairs.png"))))
-    samples = list(draw_pictures.read_pictures(world.store, _drawn_by_the_tuned(world, artifact)))
+    samples = list(draw.read_pictures(world.store, _drawn_by_the_tuned(world, artifact)))
     for column, pair in enumerate(found["closest_pairs"]):
         left, top = 4 + column * 132, 3 * 14 + 4
         shown = page[top + 2 : top + 128 : 4, left + 2 : left + 128 : 4]

@@ -45,8 +45,8 @@ from configs.settings.evaluate import PreferenceModel
 from demo import captions, digits
 from demo.palette import NEW_STYLE, style_index
 from runtimes.contract import WrongInput
-from tasks.evaluate.clip_score import clip_scores, cosine
-from tasks.evaluate.feature_encoders import (
+from tasks.evaluate.distances import clip_scores, cosine
+from tasks.evaluate.features import (
     Clip,
     Pixels,
     VisionModel,
@@ -56,7 +56,7 @@ from tasks.evaluate.feature_encoders import (
     open_image_encoder,
 )
 from tasks.evaluate.judges import check_prompts, judge_names, judge_pictures, open_judges
-from tasks.evaluate.score_training_samples import SampleScorer
+from tasks.evaluate.metrics import SampleScorer
 
 PROMPTS = ["a cat", "two dogs", "a cat", "words " * 40]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from configs.load_recipe import load_recipe
-from tasks.evaluate.bootstrap import Estimate, Resampling, mean, share
+from tasks.evaluate.distances import Estimate, Resampling, mean, share
 from tasks.publish.promotion_gate import (
     GateError,
     check_rules,

@@ -22,7 +22,7 @@ from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
 from tasks.progress import Progress
-from tasks.result_files import RECIPE
+from tasks.stage import RECIPE
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,8 @@ from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
 from runtimes.contract import WrongInput
 from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
-from tasks.base_training_plan import PlanFailed, cache_key
-from tasks.gpu.estimate_peak_memory import with_train
-from tasks.gpu.gpu_training_plan import USABLE, GpuPlan, check_fits, plan_for
+from tasks.plan.gpu import USABLE, GpuPlan, check_fits, plan_for, with_train
+from tasks.plan.plan import PlanFailed, cache_key
 
 Ask = Callable[..., dict[str, Any]]
 HOST = 64 * GIB
@@ -67,7 +66,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     steps = Steps()
-    monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", steps)
+    monkeypatch.setattr("tasks.plan.gpu.ask_planner", steps)
     return steps
 
 
@@ -359,6 +358,6 @@ def test_a_run_starts_if_it_cannot_be_planned(
     def fail(*_: Any) -> dict[str, Any]:
         raise PlanFailed("no such operator")
 
-    monkeypatch.setattr("tasks.gpu.estimate_peak_memory.ask_planner", fail)
+    monkeypatch.setattr("tasks.plan.gpu.ask_planner", fail)
     check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST, small=0)
     assert "the memory of training is unknown: no such operator" in caplog.text

@@ -18,10 +18,9 @@ from PIL import Image
 from waiting import wait_until
 
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import TransientError
-from tasks.evaluate.bootstrap import Resampling
-from tasks.evaluate.distribution_distances import INCEPTION_DISTANCES
+from tasks.evaluate.distances import INCEPTION_DISTANCES, Resampling
 from tasks.evaluate.inception import Inception, check_inception
+from tasks.stage import TransientError
 
 pytestmark = pytest.mark.soak
 COUNT = 24

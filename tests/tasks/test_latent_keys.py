@@ -7,8 +7,7 @@ import pytest
 
 from artifacts.records import digest_json
 from configs.load_recipe import load_recipe
-from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.latent_keys import settings_for_key, shard_key
+from tasks.encode.transform import TransformSettings, settings_for_key, shard_key
 
 SETTINGS = TransformSettings(64, False, 16, 2.0, "center", False, 0, 0.1, 10**6)
 #: Digests of the release before `encode.text`: of settings_for_key for recipe digits, of GIVEN.

@@ -14,8 +14,8 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.generate import Generate
 from runtimes.contract import WrongInput
 from tasks import generate
-from tasks.evaluate.load_published_model import find_parts, is_complete_here, load_published_model
-from tasks.publish.model_registry import Registry
+from tasks.evaluate.published import find_parts, is_complete_here, load_published_model
+from tasks.publish.registry import Registry
 
 FILES = {
     "README.md": b"a card",

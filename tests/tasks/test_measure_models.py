@@ -16,21 +16,20 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, KeyParts, Shard, Store
 from configs.settings.evaluate import Memorization
-from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.holdout_split import is_holdout
-from tasks.evaluate import before_after_grid
-from tasks.evaluate.bootstrap import Resampling
-from tasks.evaluate.clip_score import clip_scores
-from tasks.evaluate.distribution_distances import cmmd, frechet, kid
-from tasks.evaluate.draw_pictures import _commit
-from tasks.evaluate.feature_encoders import Clip, Float32, Pixels
-from tasks.evaluate.measure_models import MetricSuite
-from tasks.evaluate.memorization import closest_pairs
-from tasks.evaluate.reference_features import (
+from tasks.encode.transform import TransformSettings, is_holdout
+from tasks.evaluate import draw
+from tasks.evaluate.distances import Resampling, clip_scores, cmmd, frechet, kid
+from tasks.evaluate.draw import _commit
+from tasks.evaluate.features import (
+    Clip,
     FeatureExtractor,
+    Float32,
+    Pixels,
     ReferenceFeatures,
     reference_features,
 )
+from tasks.evaluate.measure import MetricSuite
+from tasks.evaluate.memorization import closest_pairs
 from tasks.evaluate.reference_pictures import LIMIT, find_pictures, reference_pictures
 from tasks.evaluate.stage import _grid
 
@@ -174,7 +173,7 @@ def test_the_base_is_above_the_tuned_model(store: Store, tmp_path: Path) -> None
     base = drawn(store, "base", plain(red=200, blue=0), tmp_path / "base")
     tuned = drawn(store, "tuned", plain(red=0, blue=200), tmp_path / "tuned")
     page = np.asarray(Image.open(io.BytesIO(_grid(store, {"base": base, "tuned": tuned}, SETS))))
-    column = page[:, before_after_grid.LABEL + 5].astype(int)
+    column = page[:, draw.LABEL + 5].astype(int)
     rows = {"base": [200, 0, 0], "tuned": [0, 0, 200]}
     where = {name: np.flatnonzero((column == rgb).all(axis=1)) for name, rgb in rows.items()}
     block = len(page) // 2

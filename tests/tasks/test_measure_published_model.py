@@ -16,10 +16,10 @@ from artifacts.store import KeyParts
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import read_denoiser_config, trained_config
 from runtimes.torch_models.loading import load_denoiser
-from tasks.build_or_reuse import StorageAway
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.measure_published_model import metrics_of_published, published_estimates
+from tasks.evaluate.published import metrics_of_published, published_estimates
 from tasks.progress import Progress
+from tasks.stage import StorageAway
 
 pytestmark = pytest.mark.slow
 

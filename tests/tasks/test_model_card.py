@@ -12,9 +12,8 @@ from huggingface_hub import ModelCard
 from configs.load_recipe import load_recipe
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.families import family_named
-from tasks.evaluate.metric_table import metric_rows
-from tasks.publish.model_card import Weights, base_card, training_facts, write_card
-from tasks.publish.published_settings import hub_id
+from tasks.evaluate.metrics import metric_rows
+from tasks.publish.model_card import Weights, base_card, hub_id, training_facts, write_card
 
 
 def test_each_model_and_difference_has_its_own_column() -> None:

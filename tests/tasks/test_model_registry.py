@@ -16,9 +16,8 @@ from artifacts import compare_and_swap as cas
 from artifacts.filesystems import subfolders
 from artifacts.records import Damaged, first_fault
 from artifacts.store import KeyParts, Store, StoreError
-from tasks.publish import champion_history
-from tasks.publish.champion_history import RegistryError
-from tasks.publish.model_registry import REPORT, Registry, registry_url
+from tasks.publish import registry as publish_registry
+from tasks.publish.registry import REPORT, Registry, RegistryError, registry_url
 
 
 @pytest.mark.parametrize("kind", REMOTE)
@@ -167,14 +166,14 @@ def test_a_version_is_not_deleted_under_a_promotion_that_has_found_it(
     for n in (1, 2):
         found.publish(model(store, n))
     found.promote("v2")
-    other, swap = Registry(found.store.url, "digits"), champion_history.swap
+    other, swap = Registry(found.store.url, "digits"), publish_registry.swap
 
     def paused(*given: Any) -> Any:
-        monkeypatch.setattr(champion_history, "swap", swap)
+        monkeypatch.setattr(publish_registry, "swap", swap)
         assert other.keep(1) == ["v1"]
         return swap(*given)
 
-    monkeypatch.setattr(champion_history, "swap", paused)
+    monkeypatch.setattr(publish_registry, "swap", paused)
     with pytest.raises(RegistryError, match="v1: no such version"):
         found.promote("v1")
     champion = found.champion()

@@ -11,6 +11,7 @@ from PIL import Image
 
 from tasks.panels import (
     LARGE_SUM,
+    SMALL,
     Chart,
     Comparison,
     Facts,
@@ -22,7 +23,6 @@ from tasks.panels import (
     render_html,
     to_markdown,
 )
-from tasks.panels_pictures import SMALL
 
 HOSTILE = "<script>alert(1)</script> [x](javascript:1) | ![p](http://x/y) `a`\n# h"
 

@@ -9,9 +9,9 @@ from loopback_server import LoopbackServer, refusing
 
 from artifacts.records import digest_json
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import TransientError
 from tasks.evaluate import stage as evaluate
-from tasks.evaluate.prompts import read_prompts, sample_prompts
+from tasks.evaluate.metrics import read_prompts, sample_prompts
+from tasks.stage import TransientError
 
 pytestmark = pytest.mark.slow
 

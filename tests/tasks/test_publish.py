@@ -19,12 +19,11 @@ from artifacts.store import Artifact, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import TransientError
-from tasks.evaluate.bootstrap import Estimate, Estimates, to_npz
-from tasks.evaluate.measure_published_model import PublishedMetrics
+from tasks.evaluate.distances import Estimate, Estimates, to_npz
+from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
-from tasks.publish.assemble_pipeline import assemble, cast
+from tasks.publish.assemble import assemble, cast
 from tasks.publish.model_card import (
     base_card,
     license_conflict,
@@ -42,6 +41,7 @@ from tasks.publish.stage import (
     settings_for_key,
     show,
 )
+from tasks.stage import TransientError
 from tasks.train import STAGE as TRAIN
 
 pytestmark = pytest.mark.slow

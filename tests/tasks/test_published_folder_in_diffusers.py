@@ -17,10 +17,9 @@ from toy_recipes import digits
 
 from runtimes.adapters.lora import LORA_WEIGHTS
 from tasks.publish import smoke_test
-from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import Weights, write_card
-from tasks.publish.write_adapters import write_adapters
-from tasks.trained_weights import TrainedWeights
+from tasks.stage import TrainedWeights
 
 #: Packages of requirements/oldest.txt: `make setup-oldest`.
 OLDEST = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-oldest")

@@ -23,20 +23,21 @@ from artifacts.models import ModelAway
 from artifacts.store import KeyParts
 from configs.settings.generate import Generate
 from flows.cli import main
-from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.published import load_published_model
 from tasks.generate import find_model
-from tasks.publish.assemble_pipeline import assemble
-from tasks.publish.model_registry import Registry, Version
-from tasks.publish.push_to_hub import PushFailed, _token, push
-from tasks.publish.sign_model import (
+from tasks.publish.assemble import assemble, write_adapters
+from tasks.publish.hub import (
     PASSWORD,
     SIGNATURE,
+    PushFailed,
     SignatureError,
+    _token,
     check_key,
+    push,
     sign_version,
     verify_folder,
 )
-from tasks.publish.write_adapters import write_adapters
+from tasks.publish.registry import Registry, Version
 
 CARD = b"---\ntags:\n- kilnworks\n---\n# digits\n"
 REPO, ADAPTERS, TOKEN = "someone/digits", "someone/adapters", "hf_tests"
@@ -170,7 +171,7 @@ def test_a_registry_that_is_away_is_no_refusal_of_the_hub(
     def away(uri: str) -> Path:
         raise ModelAway(f"model {uri}: cannot be fetched now")
 
-    monkeypatch.setattr("tasks.publish.push_to_hub.resolve_model", away)
+    monkeypatch.setattr("tasks.publish.hub.resolve_model", away)
     with pytest.raises(ModelAway):
         push(registry, small(registry), REPO)
     assert REPO not in hub.repositories

@@ -14,12 +14,7 @@ from bench.recipe_memory import (
 )
 from configs.load_recipe import load_recipe
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
-from tasks.gpu.recipe_memory import (
-    digest_settings,
-    memory_of,
-    read_table,
-    shipped_plans,
-)
+from tasks.plan.gpu import digest_settings, memory_of, read_table, shipped_plans
 
 
 def test_stored_plans_are_of_the_present_settings() -> None:

@@ -16,7 +16,6 @@ from picture_server import picture
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from flows.store_commands import _lineage
-from tasks.build_or_reuse import StageResult
 from tasks.panels import (
     LARGE,
     LARGE_SUM,
@@ -30,8 +29,9 @@ from tasks.panels import (
 )
 from tasks.panels_charts import intervals_chart, loss_chart
 from tasks.publish import report
-from tasks.publish.lineage import CHAMPION_EVALUATION, lineage_nodes
-from tasks.publish.model_registry import Version
+from tasks.publish.registry import Version
+from tasks.publish.stage import CHAMPION_EVALUATION, lineage_nodes
+from tasks.stage import StageResult
 from tasks.train import SAMPLES_SHOWN
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=http://x/y onerror=alert(1)>"

@@ -21,14 +21,14 @@ from flows.retrain import one_at_a_time
 from flows.run import Run
 from flows.store_commands import collect_garbage
 from runtimes.contract import WrongInput
-from tasks.build_or_reuse import StageFailed, StageResult, TransientError, build_or_reuse
-from tasks.encode.latent_keys import settings_for_key
-from tasks.evaluate.evaluation_inputs import MeasuringModels
+from tasks.encode.transform import settings_for_key
+from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish import stage as publish
 from tasks.publish.register import register
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
-from tasks.retrain.source_changes import Changes
+from tasks.retrain.changes import Changes
+from tasks.stage import StageFailed, StageResult, TransientError, build_or_reuse
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,9 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
-from tasks.encode.latent_keys import STAGE
-from tasks.retrain import continue_training, select_new_and_replayed
+from tasks.encode.transform import STAGE
+from tasks.retrain import continue_training
+from tasks.retrain import selection as retrain_selection
 
 pytestmark = pytest.mark.slow
 
@@ -52,8 +53,8 @@ def latents(store: Store, numbers: Any, name: str) -> Artifact:
 
 def select(store: Store, share: float, champion: str = "c") -> tuple[Artifact, Recipe]:
     old, every = latents(store, OLD, "old"), latents(store, [*OLD, *NEW], "every")
-    assert select_new_and_replayed.new_samples(every, old) == 36
-    assert select_new_and_replayed.new_samples(old, old) == 0
+    assert retrain_selection.new_samples(every, old) == 36
+    assert retrain_selection.new_samples(old, old) == 0
     return select_from(store, every, old, share, champion)
 
 
@@ -61,10 +62,10 @@ def select_from(
     store: Store, every: Artifact, old: Artifact, share: float, champion: str = "c"
 ) -> tuple[Artifact, Recipe]:
     recipe = load_recipe("digits", {"retrain.replay": share})
-    parts = select_new_and_replayed.key_parts(recipe, every, old, champion)
+    parts = retrain_selection.key_parts(recipe, every, old, champion)
     with store.lock(STAGE, parts.key) as lock:
         draft = store.draft(parts, lock)
-        summary = select_new_and_replayed.build(recipe, every, old, champion, draft)
+        summary = retrain_selection.build(recipe, every, old, champion, draft)
         return draft.commit(summary, {}), recipe
 
 

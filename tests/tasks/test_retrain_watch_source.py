@@ -20,8 +20,8 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
-from tasks.build_or_reuse import StageFailed, TransientError
-from tasks.retrain.watch_source import is_retraining, last_stamp, remember, stamp
+from tasks.retrain.changes import is_retraining, last_stamp, remember, stamp
+from tasks.stage import StageFailed, TransientError
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from tasks.publish import rejection as rejection_artifact
 from tasks.publish.promotion_gate import Verdict
 from tasks.publish.stage import Rejected
 from tasks.retrain.champion import Champion
-from tasks.retrain.retraining_summary import show_retraining, verdict_of
-from tasks.retrain.source_changes import Changes
+from tasks.retrain.changes import Changes
+from tasks.retrain.decision import show_retraining, verdict_of
 
 CHANGES = Changes("rows", 90, 30, 0, 30, 2, 1)
 

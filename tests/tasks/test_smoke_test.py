@@ -17,11 +17,10 @@ from toy_recipes import digits
 from transformers import CLIPImageProcessor
 
 from configs.settings.recipe import Recipe
-from tasks.build_or_reuse import TransientError
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
-from tasks.trained_weights import BASE
+from tasks.stage import BASE, TransientError
 
 pytestmark = pytest.mark.slow
 

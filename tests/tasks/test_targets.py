@@ -10,7 +10,7 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.folder import trained_config
 from tasks import train
-from tasks.check_training_targets import check, warn_of_kohya
+from tasks.train import check, warn_of_kohya
 
 
 def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None:

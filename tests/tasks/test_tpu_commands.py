@@ -15,9 +15,8 @@ from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
 from runtimes.contract import WrongInput
 from runtimes.spmd.slices import parse_accelerator_type
-from tasks.tpu import launch
-from tasks.tpu.commands import Slice
-from tasks.tpu.pack_code import pack_code
+from tasks import tpu as tasks_tpu
+from tasks.tpu import Slice, pack_code
 
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
 
@@ -72,7 +71,7 @@ def test_a_slice_gets_no_file_of_variables_from_the_checkout(
     for name in ("deploy/tpu/setup.sh", "deploy/server/.env", "deploy/worker.env"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("S3_SECRET=secret")
-    monkeypatch.setattr("tasks.tpu.pack_code.CHECKOUT", tmp_path)
+    monkeypatch.setattr("tasks.tpu.CHECKOUT", tmp_path)
     with tarfile.open(fileobj=io.BytesIO(pack_code())) as tar:
         assert tar.getnames() == ["deploy/tpu/setup.sh"]
 
@@ -83,13 +82,13 @@ def test_a_slice_gets_the_files_of_a_linked_folder(tmp_path: Path) -> None:
         folder.mkdir()
     (shared / "config.json").write_text("{}")
     (model / "vae").symlink_to(shared)
-    copy = launch._in_store(Store(str(tmp_path / "store")), str(model))
+    copy = tasks_tpu._in_store(Store(str(tmp_path / "store")), str(model))
     assert Path(copy, "vae/config.json").read_text() == "{}"
 
 
 def verbs(**settings: Any) -> list[str]:
     """The verbs of the gcloud commands, in order; for a shell command, its script."""
-    commands = [command for _, command in launch.list_commands(Tpu(**SLICE, **settings))]
+    commands = [command for _, command in tasks_tpu.list_commands(Tpu(**SLICE, **settings))]
     scripts = [re.findall(r"deploy/tpu/(\w+)\.sh", command[-1]) for command in commands]
     return [
         " ".join([command[4], *script]) for command, script in zip(commands, scripts, strict=True)
@@ -161,7 +160,7 @@ def test_a_batch_or_shards_that_the_slice_cannot_share_are_refused_before_it_is_
 ) -> None:
     tpu = Tpu(**{**SLICE, "accelerator_type": accelerator_type})
     with pytest.raises(WrongInput, match=words):
-        launch.check(tpu, "gs://bucket/store", Train(**{"global_batch_size": 96, **settings}))
+        tasks_tpu.check(tpu, "gs://bucket/store", Train(**{"global_batch_size": 96, **settings}))
 
 
 @pytest.mark.parametrize(("name", "chips"), [("v5p-384", 192), ("v5p-2048", 1024), ("v2-8", None)])
@@ -180,14 +179,14 @@ def test_a_store_that_a_slice_cannot_read_is_refused(
     monkeypatch.setenv("PATH", str(tmp_path))
     settings, wandb = Train(global_batch_size=8), Wandb(project="p")
     with pytest.raises(WrongInput, match="make it a gs:// URL"):
-        launch.check(Tpu(**SLICE), "store", settings)
+        tasks_tpu.check(Tpu(**SLICE), "store", settings)
     with pytest.raises(WrongInput, match="mode offline"):
-        launch.check(
+        tasks_tpu.check(
             Tpu(**SLICE), "gs://bucket/store", settings.model_copy(update={"wandb": wandb})
         )
-    launch.check(Tpu(**SLICE), "gs://bucket/store", settings)
+    tasks_tpu.check(Tpu(**SLICE), "gs://bucket/store", settings)
     (tmp_path / "gcloud").unlink()
     with pytest.raises(WrongInput, match="gcloud is not installed"):
-        launch.check(Tpu(**SLICE), "gs://bucket/store", settings)
+        tasks_tpu.check(Tpu(**SLICE), "gs://bucket/store", settings)
     with pytest.raises(RecipeError, match="tpu requires runtime xla"):
         load_recipe("digits", {f"tpu.{name}": value for name, value in SLICE.items()})

@@ -12,11 +12,10 @@ from artifacts.lock import LockLost
 from artifacts.store import Store
 from configs.settings.recipe import Tpu
 from runtimes.process.job import TrainJob
-from tasks.build_or_reuse import StorageAway, TransientError
-from tasks.child_process import JobFailed
-from tasks.tpu import launch
-from tasks.tpu.commands import Slice
-from tasks.tpu.run_gcloud import SliceUnavailable
+from tasks import tpu as gcloud
+from tasks.run_job import JobFailed
+from tasks.stage import StorageAway, TransientError
+from tasks.tpu import Slice, SliceUnavailable
 
 OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
@@ -49,16 +48,16 @@ class HangingCloud:
 
 
 @pytest.fixture
-def slice_run(monkeypatch: pytest.MonkeyPatch) -> launch._SliceRun:
-    monkeypatch.setattr(launch, "write_job", lambda job, path: None)
-    monkeypatch.setattr(launch._SliceRun, "_train", lambda run: {"event": "result"})
+def slice_run(monkeypatch: pytest.MonkeyPatch) -> gcloud._SliceRun:
+    monkeypatch.setattr(gcloud, "write_job", lambda job, path: None)
+    monkeypatch.setattr(gcloud._SliceRun, "_train", lambda run: {"event": "result"})
     job: Any = None
     there = Slice(Tpu(**SLICE), "a-run")
-    return launch._SliceRun(there, job, lambda event: None, 0.0, 0.0, code=b"")
+    return gcloud._SliceRun(there, job, lambda event: None, 0.0, 0.0, code=b"")
 
 
 def test_a_slice_that_is_taken_away_while_scp_hangs_is_made_anew(
-    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
+    monkeypatch: pytest.MonkeyPatch, slice_run: gcloud._SliceRun
 ) -> None:
     cloud = HangingCloud(monkeypatch, "scp")
     assert slice_run.train_with_restarts(1) == {"event": "result"}
@@ -66,7 +65,7 @@ def test_a_slice_that_is_taken_away_while_scp_hangs_is_made_anew(
 
 
 def test_a_slice_that_is_taken_away_before_it_is_ready_is_made_anew(
-    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
+    monkeypatch: pytest.MonkeyPatch, slice_run: gcloud._SliceRun
 ) -> None:
     """Else it takes one of the task's few tries; a run of days on spot chips meets many."""
     cloud = HangingCloud(monkeypatch)
@@ -82,7 +81,7 @@ def test_a_slice_that_is_taken_away_before_it_is_ready_is_made_anew(
 
 
 def test_a_signal_that_hangs_does_not_keep_the_connection(
-    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun
+    monkeypatch: pytest.MonkeyPatch, slice_run: gcloud._SliceRun
 ) -> None:
     cloud = HangingCloud(monkeypatch, "ssh", "ssh")
     with subprocess.Popen(["sleep", "600"], text=True) as connection:
@@ -92,9 +91,11 @@ def test_a_signal_that_hangs_does_not_keep_the_connection(
 
 
 def test_a_deletion_that_hangs_is_logged_and_hides_no_error(
-    monkeypatch: pytest.MonkeyPatch, slice_run: launch._SliceRun, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    slice_run: gcloud._SliceRun,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(launch, "OUTAGE_SECONDS", -1.0)
+    monkeypatch.setattr(gcloud, "OUTAGE_SECONDS", -1.0)
     HangingCloud(monkeypatch, "delete")
     slice_run.delete()
     assert "kiln may remain and cost money" in caplog.text
@@ -109,10 +110,10 @@ class Cloud:
         self.interrupted = ""  # verb after which the run is interrupted, once
         self.lock_is_lost = False
         self.trains: list[BaseException] = []  # errors of the first trainings
-        monkeypatch.setattr(launch, "run_command", self.run)
-        monkeypatch.setattr("tasks.tpu.run_gcloud.run_command", self.run)
-        monkeypatch.setattr(launch, "check_held", self.check_held)
-        monkeypatch.setattr(launch._SliceRun, "_train", self.train)
+        monkeypatch.setattr(gcloud, "run_command", self.run)
+        monkeypatch.setattr("tasks.tpu.run_command", self.run)
+        monkeypatch.setattr(gcloud, "check_held", self.check_held)
+        monkeypatch.setattr(gcloud._SliceRun, "_train", self.train)
         self.store = Store(str(tmp_path / "store"))
         place = str(tmp_path)
         self.job = TrainJob("xla", place, "", {}, work="gs://bucket/run", out=place)
@@ -154,7 +155,7 @@ class Cloud:
     def attempt(self, **tpu: Any) -> Any:
         self.told.clear()
         given = (Tpu(**SLICE, **tpu), self.job, lambda event: None)
-        return launch.run_on_slice(*given, store=self.store, poll_seconds=0.0)
+        return gcloud.run_on_slice(*given, store=self.store, poll_seconds=0.0)
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_an_outage_during_the_deletion_is_waited_for(cloud: Cloud) -> None:
 def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "OUTAGE_SECONDS", -1.0)
+    monkeypatch.setattr(gcloud, "OUTAGE_SECONDS", -1.0)
     cloud.fails = ["delete"]
     cloud.trains = [StorageAway("the bucket is away")]
     with pytest.raises(StorageAway):
@@ -183,7 +184,7 @@ def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(
 def test_a_request_that_could_not_be_deleted_is_deleted_by_the_retry(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "OUTAGE_SECONDS", -1.0)
+    monkeypatch.setattr(gcloud, "OUTAGE_SECONDS", -1.0)
     cloud.interrupted, cloud.fails = "create", ["delete"]
     with pytest.raises(KeyboardInterrupt):
         cloud.attempt(queued=True)
@@ -209,19 +210,19 @@ def test_a_slice_whose_creation_does_not_end_is_deleted(cloud: Cloud, end: str) 
 @pytest.mark.parametrize(
     ("failure", "outage"),
     [
-        (JobFailed("ssh is lost", launch.SSH_LOST), 4),
+        (JobFailed("ssh is lost", gcloud.SSH_LOST), 4),
         (TransientError("stopped, since another worker's connection is lost"), 0),
     ],
 )
 def test_a_lost_connection_or_an_outage_gives_no_slice_up(
     cloud: Cloud, failure: Exception, outage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(run: launch._SliceRun) -> dict[str, str]:
+    def lost(run: gcloud._SliceRun) -> dict[str, str]:
         cloud.fails += ["describe"] * outage
-        monkeypatch.setattr(launch._SliceRun, "_train", cloud.train)
+        monkeypatch.setattr(gcloud._SliceRun, "_train", cloud.train)
         raise failure
 
-    monkeypatch.setattr(launch._SliceRun, "_train", lost)
+    monkeypatch.setattr(gcloud._SliceRun, "_train", lost)
     assert cloud.attempt() == {"event": "result"}
     assert cloud.told.count("create") == cloud.told.count("delete") == 1 and not cloud.fails
 
@@ -236,11 +237,11 @@ def test_a_cloud_that_never_answered_is_not_waited_for(cloud: Cloud) -> None:
 def test_a_run_that_lost_its_lock_leaves_the_slice_to_its_successor(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def lost(run: launch._SliceRun) -> None:
+    def lost(run: gcloud._SliceRun) -> None:
         cloud.lock_is_lost = True
-        raise JobFailed("ssh is lost", launch.SSH_LOST)
+        raise JobFailed("ssh is lost", gcloud.SSH_LOST)
 
-    monkeypatch.setattr(launch._SliceRun, "_train", lost)
+    monkeypatch.setattr(gcloud._SliceRun, "_train", lost)
     with pytest.raises(LockLost):
         cloud.attempt()
     assert "delete" not in cloud.told and "tpu-vm delete kiln" in caplog.text
@@ -253,20 +254,22 @@ def test_a_run_that_lost_its_lock_leaves_the_slice_to_its_successor(
 
 
 def test_a_run_that_loses_its_lock_during_the_set_up_does_not_train(
-    slice_run: launch._SliceRun, monkeypatch: pytest.MonkeyPatch
+    slice_run: gcloud._SliceRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*, ask: bool) -> None:
         raise LockLost("another process builds the artifact")
 
     monkeypatch.undo()
-    monkeypatch.setattr(launch, "check_held", lost)
+    monkeypatch.setattr(gcloud, "check_held", lost)
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(LockLost):
         slice_run._train()
 
 
-def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(slice_run: launch._SliceRun) -> None:
-    other = launch._SliceRun(slice_run.slice, slice_run.job, print, 0.0, 0.0, code=b"")
+def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(
+    slice_run: gcloud._SliceRun,
+) -> None:
+    other = gcloud._SliceRun(slice_run.slice, slice_run.job, print, 0.0, 0.0, code=b"")
     assert slice_run.job_file != other.job_file
 
 
@@ -281,13 +284,13 @@ def test_a_slice_of_another_training_is_refused_and_stays(cloud: Cloud) -> None:
 def test_what_another_run_made_after_a_preemption_stays(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, queued: bool
 ) -> None:
-    def preempted(run: launch._SliceRun) -> None:
+    def preempted(run: gcloud._SliceRun) -> None:
         cloud.owner, cloud.state = "another", "" if queued else cloud.state
-        raise JobFailed("ssh is lost", launch.SSH_LOST)
+        raise JobFailed("ssh is lost", gcloud.SSH_LOST)
 
     if queued:
         cloud.state, cloud.request, cloud.owner = "READY", "ACTIVE", OWNER
-    monkeypatch.setattr(launch._SliceRun, "_train", preempted)
+    monkeypatch.setattr(gcloud._SliceRun, "_train", preempted)
     with pytest.raises(SliceUnavailable, match="of another training"):
         cloud.attempt(queued=queued)
     assert "delete" not in cloud.told
@@ -301,7 +304,7 @@ def test_a_slice_that_somebody_else_creates_first_stays(
             raise subprocess.CalledProcessError(1, command, "", "ALREADY_EXISTS: the slice")
         return cloud.run(command)
 
-    monkeypatch.setattr(launch, "run_command", exists)
+    monkeypatch.setattr(gcloud, "run_command", exists)
     with pytest.raises(SliceUnavailable, match="did not create"):
         cloud.attempt()
     assert "delete" not in cloud.told
@@ -312,15 +315,15 @@ def test_a_run_that_loses_its_lock_in_an_outage_deletes_nothing(
 ) -> None:
     """The store was away, too: the lock is known to be lost when the cloud answers again."""
 
-    def preempted(run: launch._SliceRun) -> None:
-        monkeypatch.setattr(launch._SliceRun, "_settled_state", settled)
-        raise JobFailed("ssh is lost", launch.SSH_LOST)
+    def preempted(run: gcloud._SliceRun) -> None:
+        monkeypatch.setattr(gcloud._SliceRun, "_settled_state", settled)
+        raise JobFailed("ssh is lost", gcloud.SSH_LOST)
 
-    def settled(run: launch._SliceRun) -> str:
+    def settled(run: gcloud._SliceRun) -> str:
         cloud.lock_is_lost = True
         return "CREATING"  # the successor's
 
-    monkeypatch.setattr(launch._SliceRun, "_train", preempted)
+    monkeypatch.setattr(gcloud._SliceRun, "_train", preempted)
     with pytest.raises(LockLost):
         cloud.attempt()
     assert "delete" not in cloud.told

@@ -24,8 +24,8 @@ from runtimes.contract import WrongInput
 from runtimes.jax.tpu_step_memory import LEAST_EFFORT, _compile, _refused
 from runtimes.process.planner import StepCost
 from runtimes.spmd.slices import parse_slice
-from tasks.tpu import tpu_training_plan
-from tasks.tpu.tpu_training_plan import Size, _largest, _size
+from tasks.plan import tpu
+from tasks.plan.tpu import Size, _largest, _size
 
 SLICE = parse_slice("v5e-8")
 GIB = 2**30
@@ -119,7 +119,7 @@ def test_padding_rows_are_not_counted_as_pictures(
     recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
     size = _size(recipe, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
-    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, INFO)
+    found = tpu.SlicePlan(recipe, SLICE, size, PLAN, INFO)
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     show_plan(recipe, "v5e-8", None, search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
@@ -131,7 +131,7 @@ def test_padding_rows_are_not_counted_as_pictures(
 def test_attention_kernels_add_their_time_at_half_of_the_peak(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, global_batch_size=16)
     size, step = _size(recipe, SLICE), replace(PLAN, kernel_flops=SLICE.chip.peak)
-    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, step, INFO)
+    found = tpu.SlicePlan(recipe, SLICE, size, step, INFO)
     assert found.step_seconds == pytest.approx(0.1 + 2)
     assert "attention kernels at 50% of the chip's peak" in found.assumption
 
@@ -143,7 +143,7 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
     """Also if the compiler does not report the size."""
     recipe = make_recipe(tmp_path, global_batch_size=64)
     size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
-    found = tpu_training_plan.SlicePlan(recipe, SLICE, size, refused, INFO, size.with_per_chip(3))
+    found = tpu.SlicePlan(recipe, SLICE, size, refused, INFO, size.with_per_chip(3))
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     with pytest.raises(DoesNotFit, match="micro_batch_size=24"):
         show_plan(recipe, "v5e-8", None, search=False, as_json=False)
@@ -158,9 +158,9 @@ def test_measurements_that_gather_the_whole_model_are_planned(
     """12 B parameters in bfloat16 are 22.4 GiB; a step gathers one block at a time."""
     step = replace(PLAN, total=3 * GIB, parameters=12 * 10**9)
 
-    def plan(**train: Any) -> tpu_training_plan.SlicePlan:
+    def plan(**train: Any) -> tpu.SlicePlan:
         recipe = make_recipe(tmp_path, global_batch_size=16, mixed_precision="bf16", **train)
-        return tpu_training_plan.SlicePlan(recipe, SLICE, _size(recipe, SLICE), step, INFO)
+        return tpu.SlicePlan(recipe, SLICE, _size(recipe, SLICE), step, INFO)
 
     assert plan().fits and not plan(sample_every_n_steps=10).fits
     found = plan(holdout_loss={"every_n_steps": 10})
@@ -178,9 +178,9 @@ def test_inputs_other_than_text_are_planned(tmp_path: Path) -> None:
     encode = recipe.encode.model_copy(update={"masks": 3})
     recipe = recipe.model_copy(update={"train": train, "encode": encode})
     size = _size(recipe, SLICE)
-    asked = Train(**tpu_training_plan._of_the_step(recipe.train, size))
+    asked = Train(**tpu._of_the_step(recipe.train, size))
     assert asked.inpainting and asked.aesthetic_score
-    planned = tpu_training_plan.SlicePlan(recipe, SLICE, size, PLAN, INFO)
+    planned = tpu.SlicePlan(recipe, SLICE, size, PLAN, INFO)
     latents, masks = np.zeros((4, 4, 4), np.uint16), np.zeros((3, 4, 4), np.uint8)
     masked_means, prompt = np.zeros((3, 4, 4, 4), np.uint16), np.zeros((77, 32), np.uint16)
     kept = [latents, latents, masks, masked_means, prompt]  # two: mean and log-variance
@@ -211,7 +211,7 @@ def test_without_libtpu_the_step_is_compiled_for_the_cpu_and_the_plan_is_cached(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(tpu_training_plan, "compiler_folder", lambda: None)
+    monkeypatch.setattr(tpu, "compiler_folder", lambda: None)
     monkeypatch.setenv("XLA_FLAGS", chips.FAST_COMPILATION)
     settings: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4}
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, **settings)
@@ -363,13 +363,13 @@ for name in sys.argv[1:]:
 
 @pytest.fixture
 def libtpu() -> None:
-    lacking = "" if tpu_training_plan.compiler_folder() else "there is no libtpu: make setup-plan"
+    lacking = "" if tpu.compiler_folder() else "there is no libtpu: make setup-plan"
     if reason := chips.not_selected("jax") or chips.unless_required("libtpu", lacking):
         pytest.skip(reason)
 
 
 def ask_compiler(program: str, *slices: str) -> None:
-    paths = [os.environ.get("PYTHONPATH", ""), str(tpu_training_plan.compiler_folder()), str(ROOT)]
+    paths = [os.environ.get("PYTHONPATH", ""), str(tpu.compiler_folder()), str(ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", program, *slices], check=True, env=environment)
 
@@ -382,7 +382,7 @@ def test_with_libtpu_the_step_is_compiled_for_the_slice(
     recipe = make_recipe(tmp_path, least_model, ema_decay=0.9, global_batch_size=8)
     show_plan(recipe, "v5e-1", None, search=False, as_json=True)
     facts, _ = _read(capsys)
-    assert facts["compiler"] == f"libtpu {tpu_training_plan.compiler_version()}" and facts["fits"]
+    assert facts["compiler"] == f"libtpu {tpu.compiler_version()}" and facts["fits"]
     of_pictures = 8 * facts["flops_per_image"]
     assert 0.9 * of_pictures < facts["flops"] < 1.5 * of_pictures
     state = 4 * 4 * facts["parameters"]  # weights, moments and average, laid out in tiles

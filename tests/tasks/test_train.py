@@ -23,11 +23,10 @@ from configs.settings.train_parts import Profile
 from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
-from tasks.build_or_reuse import StageFailed
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.train import _summary, key_parts, settings_for, settings_for_key, show
-from tasks.training_events import Watch
+from tasks.stage import StageFailed
+from tasks.train import Watch, _summary, key_parts, settings_for, settings_for_key, show
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 

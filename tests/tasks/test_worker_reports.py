@@ -8,7 +8,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from artifacts.filesystems import Clock
 from artifacts.store import Store
-from tasks.worker_reports import (
+from tasks.beam.workers import (
     WorkerReport,
     WorkerReports,
     duration,

@@ -27,15 +27,14 @@ from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family, family_named
-from tasks.evaluate.bootstrap import Estimate, to_npz
-from tasks.evaluate.load_published_model import load_published_model
+from tasks.evaluate.distances import Estimate, to_npz
+from tasks.evaluate.published import load_published_model
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
-from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.stage import Publication, build, registry_of, settings_for_key, show
-from tasks.publish.write_adapters import write_adapters
+from tasks.stage import local_weights, weights_content
 from tasks.train import STAGE as TRAIN
-from tasks.trained_weights import local_weights, weights_content
 
 pytestmark = pytest.mark.slow
 
@@ -336,7 +335,7 @@ def test_a_champion_of_adapters_samples_with_its_base(
     def away(*_: Any, **__: Any) -> Path:
         raise ModelAway("model some/base: the hub cannot be reached")
 
-    monkeypatch.setattr("tasks.evaluate.load_published_model.resolve_model", away)
+    monkeypatch.setattr("tasks.evaluate.published.resolve_model", away)
     with pytest.raises(ModelAway, match="the base of its adapters"):  # so that it is tried again
         load_published_model(Path(alone.path))
     with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):

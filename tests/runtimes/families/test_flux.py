@@ -49,7 +49,7 @@ from runtimes.pipeline_folder.folder import (
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encoders import Encoder
 from runtimes.train.training_run import write_result
-from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("a red cat", "two dogs")

@@ -25,10 +25,9 @@ from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.loading import load_denoiser
-from tasks.encode.decode_and_crop import TransformSettings
-from tasks.encode.encode_shard import ShardEncoder
-from tasks.encode.masks import draw_mask
-from tasks.publish.assemble_pipeline import assemble
+from tasks.encode.shard import ShardEncoder
+from tasks.encode.transform import TransformSettings, draw_mask
+from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow
 

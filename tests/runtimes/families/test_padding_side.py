@@ -18,7 +18,7 @@ from transformers import Qwen2Tokenizer
 from artifacts.models import digest_model
 from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.torch_models.encoders import Encoder
-from tasks.evaluate.draw_pictures import DRAWING_PARTS, digest_pipeline
+from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
 pytestmark = pytest.mark.slow
 CAPTIONS = ("a red cat", "two dogs in a wide forest", "", "x" * 300)  # the last one is truncated

@@ -14,7 +14,7 @@ from transformers import CLIPConfig, CLIPTokenizer
 
 from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.weights import check_tokenizers, check_vocabulary_files, check_weights
-from tasks.publish.assemble_pipeline import model_parts
+from tasks.publish.assemble import model_parts
 
 pytestmark = pytest.mark.slow
 TinyModel = Callable[[str], Path]

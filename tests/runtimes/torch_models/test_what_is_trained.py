@@ -17,7 +17,7 @@ from runtimes.sample.load_network import load_network
 from runtimes.torch_models.micro_batches import Inputs, sender
 from runtimes.torch_models.network import Network
 from runtimes.train.training_run import write_result
-from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow
 

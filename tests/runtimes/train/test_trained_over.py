@@ -21,7 +21,7 @@ from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
 from runtimes.train.training_loop import make_loader, read_train_settings
 from runtimes.train.training_run import write_result
-from tasks.publish.assemble_pipeline import assemble
+from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.recorder import Diverged
 from runtimes.train.training_loop import train
 from runtimes.train.training_run import Profiling, Saver, _with_defaults
-from tasks.child_process import JobFailed, run_job
+from tasks.run_job import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
 

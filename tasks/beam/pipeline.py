@@ -1,0 +1,410 @@
+"""Run one DoFn over many shards as a Beam pipeline, on the recipe's runner.
+
+Import Beam without its warning about an optional Google client.
+
+Beam pipelines from the `beam` options of a recipe, which Beam documents as its flags.
+
+Runs a pipeline's DoFn for a store: under the flow's lock, with errors as in other stages.
+
+Refuses workers whose code or packages differ from the flow's: their shards could differ, too.
+
+Run one DoFn over many shards on the recipe's Beam runner, and report progress.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import difflib
+import errno
+import io
+import logging
+import re
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import apache_beam as beam
+
+from artifacts.lock import Claim, LockLost, held_claim
+from artifacts.store import Store
+from configs.secrets import one_line
+from tasks.beam.workers import (
+    WorkerReports,
+    Workers,
+    is_dask,
+    progress_text,
+    shard_counts,
+    uses_job_service,
+    workers_of,
+)
+from tasks.stage import MachineShort, StorageAway, StorageError, TransientError, storing, versions
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Discard records of the root logger during the block."""
+    root, silence = logging.getLogger(), logging.NullHandler()
+    nothing = logging.Filter("no logger of this name")
+    root.addHandler(silence)  # otherwise logging would install a default handler
+    root.addFilter(nothing)
+    try:
+        yield
+    finally:
+        root.removeFilter(nothing)
+        root.removeHandler(silence)
+
+
+with quiet_import():
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
+    from apache_beam.runners.worker import sdk_worker
+
+#: The default runner. Beam's own default first tries to download another one.
+RUNNER = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
+DASK = "apache_beam.runners.dask.dask_runner.DaskRunner"
+#: Loggers that repeat an error before it is raised, or report each lost connection.
+LOUD = ("apache_beam", "distributed", "distributed.client", "distributed.gc", "tornado.application")
+log = logging.getLogger("kiln")
+
+# It prints each error's traceback, also once the pipeline has ended by that of another thread.
+sdk_worker.print = lambda text, **_: log.debug("%s", text)
+
+
+class BeamOptionsError(ValueError):
+    """The recipe's `beam` section has a runner or an option that Beam rejects."""
+
+
+@contextmanager
+def quiet_beam() -> Iterator[None]:
+    """Silence the loggers of Beam and Dask: run_linear raises what matters."""
+    before = {name: logging.getLogger(name).level for name in LOUD}
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with quiet_import():  # a job's messages go to the root logger
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@quiet_beam()
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise BeamOptionsError for a runner or options that Beam rejects; nothing is run."""
+    make_pipeline(options)
+
+
+def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipeline:
+    """An empty pipeline.
+
+    Args:
+        options: Beam's flags without `--`; without `runner`, RUNNER is used.
+        threads: concurrent shards on the default runner, unless `options` override it. Threads
+            avoid the import time and the memory of processes.
+
+    Raises:
+        BeamOptionsError: Beam rejects the options.
+    """
+    chosen = {**_defaults(options, threads), **options}
+    if is_dask(options):
+        chosen["runner"] = DASK
+    message = io.StringIO()  # argparse prints an invalid value and exits
+    try:
+        with redirect_stderr(message):
+            pipeline = beam.Pipeline(options=PipelineOptions.from_dictionary(chosen))
+            # Beam makes it for transforms of other languages, and deletes it only after `with`.
+            shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
+            _check_names(options)
+            pipeline.options.get_all_options()
+    except BeamOptionsError:
+        raise
+    except Exception as error:  # of any type: a runner may ask its service
+        raise BeamOptionsError(
+            f"beam: runner {chosen['runner']} cannot be used: {one_line(error)}"
+        ) from error
+    except SystemExit:
+        why = message.getvalue().strip().rpartition("error: ")[2]
+        raise BeamOptionsError(f"beam: {why.removeprefix('argument --')}") from None
+    return pipeline
+
+
+def _defaults(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    if is_dask(options):
+        sized = {"dask_npartitions", "dask_partition_size"} & options.keys()
+        # One shard per task: the next worker that is free does the next one.
+        return {} if sized else {"dask_partition_size": 1}
+    if "runner" in options:
+        return {}
+    mode = "in_memory" if options.get("direct_num_workers", threads) == 1 else "multi_threading"
+    return {"runner": RUNNER, "direct_running_mode": mode, "direct_num_workers": threads}
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise BeamOptionsError for an unknown option, which Beam ignores silently.
+
+    The runner's module must be loaded, since it defines options of its own. A job service has
+    further options; an unknown one that resembles no known one may be its own.
+    """
+    parsers: list[Any] = []
+    PipelineOptions([]).get_all_options(add_extra_args_fn=parsers.append)
+    known = {flag.lstrip("-") for flag in parsers[0]._option_string_actions}
+    has_service = uses_job_service(options)
+    for name in options.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8 if has_service else 0.6)
+        if has_service and not near:
+            continue
+        hint = f" (did you mean beam.{near[0]}?)" if near else ""
+        raise BeamOptionsError(f"beam.{name}: unknown to Beam and this runner{hint}")
+
+
+with quiet_import():
+    import apache_beam as beam
+
+
+class OnStore(beam.DoFn):
+    """Runs another DoFn, which writes to a store.
+
+    Beam keeps an error's text alone, so this converts the store's errors before Beam sees them.
+
+    Args:
+        dofn: the other DoFn.
+        store: URL of its store.
+        claim: of the flow's lock, which is checked for each element; None: there is no lock.
+    """
+
+    def __init__(self, dofn: beam.DoFn, store: str, claim: Claim | None) -> None:
+        self.dofn, self.store, self.claim = dofn, store, claim
+
+    def process(self, element: Any) -> Iterator[Any]:
+        """Yield the DoFn's results. Raises LockLost, StorageError, and what the DoFn raises."""
+        store = Store(self.store)
+        with storing(store):
+            if self.claim is not None:
+                self.claim.check(store.fs)
+            yield from self.dofn.process(element)
+
+
+class WorkerDiffers(ValueError):
+    """A worker has other code or packages; the message names the host and the difference."""
+
+
+class OnEqualWorkers(beam.DoFn):
+    """Runs another DoFn where code and packages are those of the process that created this one."""
+
+    def __init__(self, dofn: beam.DoFn) -> None:
+        self.dofn, self.versions = dofn, versions()
+
+    def process(self, element: Any) -> Iterator[Any]:
+        """Yield the DoFn's results. Raises WorkerDiffers."""
+        check_versions(self.versions)
+        yield from self.dofn.process(element)
+
+
+def check_versions(expected: Mapping[str, str]) -> None:
+    """Raise WorkerDiffers if this process has other versions than the flow."""
+    found = versions()
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise WorkerDiffers(
+                f"beam: the worker on {socket.gethostname()} has {name} {found.get(name)}, the "
+                f"flow {expected.get(name)}: install the same (deploy/workers) on both"
+            )
+
+
+#: Errors of runners that have lost workers, or the connection to their service.
+LOST = re.compile(
+    r"Channel closed prematurely|StatusCode\.(?:UNAVAILABLE|CANCELLED)|\bKilledWorker\b|"
+    r"\bCommClosedError\b|Timed out (?:during|trying to)|\bFutureCancelledError\b"
+)
+
+
+#: The error of a runner that has no space for its own files.
+FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
+KNOWN = (WorkerDiffers, LockLost, MachineShort, StorageAway, StorageError)
+
+
+class WorkersLost(TransientError):
+    """The runner lost its workers, and does not replace them; committed shards are kept."""
+
+
+@dataclass(frozen=True)
+class ShardProgress:
+    """A pipeline's progress, as its workers report it (workers.py)."""
+
+    store: Store
+    reports: str  # folder of the workers' reports
+    sizes: Mapping[str, int]  # shard key -> rows
+    progress: Callable[[int, int, str], None]
+    unit: str = "rows"
+
+    def show_end(self, failed: Mapping[str, int]) -> None:
+        """Show that all is done: workers do not report their last shards at once.
+
+        Args:
+            failed: rows without a result, by reason.
+        """
+        total, count = sum(self.sizes.values()), len(self.sizes)
+        counts = shard_counts(0, failed, 0, is_new=False)
+        shown = f"{count:,} of {count:,} shards"
+        self.progress(total, total, progress_text(total, total, shown, self.unit, counts, 0.0))
+
+
+@quiet_beam()
+def run_linear(
+    elements: Sequence[Any],
+    dofn: beam.DoFn,
+    options: Mapping[str, Any],
+    watch: ShardProgress,
+    *,
+    threads: int = 1,
+    known: tuple[type[Exception], ...] = (),
+) -> None:
+    """Run Create → Reshuffle → ParDo → Reshuffle, a pipeline shape that every runner supports.
+
+    The DoFn writes its results to the store, since not every runner returns values or counters.
+
+    Args:
+        options, threads: as make_pipeline.
+        known: exception types of the DoFn that are raised again with their message.
+
+    Raises:
+        BeamOptionsError: Beam rejects the options.
+        LockLost: another builder took the lock of this thread over; no further shard was begun.
+        StorageError: the store is not writable; StorageAway if it is full or does not answer.
+        MachineShort: a worker lacks memory, open files or ports.
+        WorkerDiffers: a worker has other code or packages than this process.
+        WorkersLost: the runner lost workers; another run does the shards that are missing.
+    """
+    dofn = OnStore(dofn, watch.store.url, held_claim())
+    pipeline = make_pipeline(options, threads=threads)
+    in_threads = workers_of(options) is Workers.THREADS
+    elsewhere = nullcontext((elements, OnEqualWorkers(dofn)))
+    with _in_turn(elements, dofn) if in_threads else elsewhere as (inputs, do):
+        shards = pipeline | beam.Create(list(inputs)) | beam.Reshuffle() | beam.ParDo(do)
+        # With an output to wait for, Beam's job service notices that a worker is gone.
+        _ = shards | "Results" >> beam.Reshuffle()
+        with _watching(watch):
+            try:
+                _run(pipeline, options)
+            except Exception as error:
+                raise _plain(error, (*known, *KNOWN)) or error from error
+
+
+def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:
+    with _dask_settings() if is_dask(options) else nullcontext():
+        result = pipeline.run()
+    try:
+        result.wait_until_finish()
+    finally:
+        if hasattr(result, "client"):  # Dask's, which its runner leaves open
+            result.client.close()
+
+
+def _dask_settings() -> AbstractContextManager[Any]:
+    """Make the workers of this run's own cluster import Beam quietly, before their first shard."""
+    import dask
+
+    return dask.config.set({"distributed.worker.preload": ["tasks.beam.pipeline"]})
+
+
+def dask_teardown(_worker: object) -> None:
+    """Silence a Dask worker that closes: its last heartbeat, cut off, would print a traceback.
+
+    Dask calls the function of this name in each preloaded module (distributed/preloading.py).
+    """
+    logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)
+
+
+class _Exhaust(beam.DoFn):
+    """Runs another DoFn on the next element of a queue until it is empty, whatever its own is.
+
+    Beam's threads would each have a fixed share of the elements, and wait for the slowest share.
+    """
+
+    queues: ClassVar[dict[str, deque[Any]]] = {}  # of this process; a pickled DoFn has the name
+
+    def __init__(self, name: str, dofn: beam.DoFn) -> None:
+        self.name, self.dofn = name, dofn
+
+    def process(self, _: int) -> Iterator[Any]:
+        """Yield the results of the elements that this thread was free for."""
+        queue = self.queues[self.name]
+        while queue:
+            try:
+                element = queue.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                yield from self.dofn.process(element)
+            except BaseException:
+                queue.clear()  # the run has failed
+                raise
+
+
+@contextmanager
+def _in_turn(elements: Sequence[Any], dofn: beam.DoFn) -> Iterator[tuple[Sequence[int], _Exhaust]]:
+    """Elements and DoFn of a pipeline in which each thread does the next shard when it is free."""
+    name = uuid.uuid4().hex
+    _Exhaust.queues[name] = deque(elements)
+    try:
+        yield range(len(elements)), _Exhaust(name, dofn)
+    finally:
+        del _Exhaust.queues[name]
+
+
+@contextmanager
+def _watching(watch: ShardProgress) -> Iterator[None]:
+    """Show progress in a thread, since Beam's `run` blocks without progress."""
+    reports, begun = WorkerReports(watch.store, watch.reports), time.monotonic()
+    total, count, stop = sum(watch.sizes.values()), len(watch.sizes), threading.Event()
+
+    def report() -> None:
+        try:
+            found = reports.done()
+        except Exception as error:  # stores raise any type; the pipeline itself fails if they do
+            log.debug("no progress was read: %s", one_line(error))
+            return
+        done, seconds = found.rows(watch.sizes), time.monotonic() - begun
+        shown = f"{len(found.shards):,} of {count:,} shards"
+        text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
+        watch.progress(done, total, text)
+
+    def poll() -> None:
+        while not stop.wait(0.5 if watch.store.is_local else 10.0):
+            report()
+
+    # The caller's context variables hold the Prefect run that displays the progress.
+    context = contextvars.copy_context()
+    watcher = threading.Thread(target=context.run, args=(poll,), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()
+    reports.flush()
+    report()
+
+
+def _plain(error: Exception, known: tuple[type[Exception], ...]) -> Exception | None:
+    """The original error in a Beam error, or None; Beam preserves most errors as text only."""
+    text = str(error)
+    for kind in known:
+        message = text if type(error) is kind else None
+        if message is None:
+            found = re.search(rf"\b{kind.__name__}: (.+?)(?: \[while running|\n|$)", text)
+            message = found[1] if found else None
+        if message is not None:
+            return kind(message.split(" [while running")[0])
+    if FULL.search(text):
+        return StorageAway(f"beam: a worker's disk is full ({one_line(error)}): free some space")
+    if LOST.search(f"{type(error).__name__}: {text}"):
+        return WorkersLost(f"beam: workers were lost ({one_line(error)}): run again for the rest")
+    return None

@@ -1,0 +1,462 @@
+"""Where the workers of a pipeline are, what they reach, and what they have done.
+
+Where the workers of a stage's Beam runner are, and whether they reach what they need there.
+
+Workers of a stage read its source and its store. They never read the flow's model folder: remote
+workers fetch the encoders from the store. This module does not import Beam.
+
+Whether the work pools of a recipe's `place` reach what they need, and the recipe they get.
+
+What the workers of a pipeline have done so far: each process writes one small file.
+
+The flow reads these files to show progress. A listing of the shards themselves would grow with the
+store.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import SplitResult, urlsplit
+from uuid import uuid4
+
+from pydantic import SecretStr, ValidationError
+
+from artifacts.filesystems import REAL, Clock, Entry, entries, name_of
+from artifacts.records import parse_json, write_atomic
+from artifacts.remote_stores import ask_at_once, read_small_file
+from artifacts.store import Store
+from configs.explain_errors import explain
+from configs.load_recipe import RECIPES, RecipeError, anchored
+from configs.secrets import hide_secrets, one_line, without_secrets
+from configs.settings.data import Source
+from configs.settings.recipe import Recipe, StageName
+
+BeamStage = Literal["download", "encode"]
+BEAM_STAGES: tuple[BeamStage, ...] = ("download", "encode")
+#: Runners of this machine. The names are as Beam compares them: lower case, without "Runner".
+THREADS = ("", "fnapi")
+PROCESSES = ("direct", "switchingdirect", "bundlebaseddirect", "prism")
+DASK_ADDRESSES = {"dask_client_address", "dask_scheduler_file"}
+CONNECT_SECONDS = 5.0
+
+
+class Workers(Enum):
+    """Where workers are."""
+
+    THREADS = "in this process"
+    PROCESSES = "in other processes of this machine"
+    REMOTE = "on other machines or in containers, as far as is known"
+
+
+def beam_options(recipe: Recipe, stage: BeamStage) -> dict[str, Any]:
+    """Beam options of a stage: its own over those of section `beam`; null is the default."""
+    options = {**recipe.beam, **getattr(recipe, stage).beam}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def is_dask(options: Mapping[str, Any]) -> bool:
+    """Whether the options name Beam's Dask runner."""
+    return _runner(options) == "dask"
+
+
+def uses_job_service(options: Mapping[str, Any]) -> bool:
+    """Whether the runner submits its pipeline to a job service, which has options of its own."""
+    return _runner(options) in ("portable", "flink", "spark")
+
+
+def workers_of(options: Mapping[str, Any]) -> Workers:
+    """Where the workers of Beam options are.
+
+    An engine with an address counts as remote, also at a loopback address: a forwarded port or a
+    container has one too.
+    """
+    runner = _runner(options)
+    if runner in THREADS:
+        separate = options.get("direct_running_mode") == "multi_processing"
+        return Workers.PROCESSES if separate else Workers.THREADS
+    if runner in PROCESSES or options.get("environment_type") == "LOOPBACK":
+        return Workers.PROCESSES
+    if runner == "dask" and not DASK_ADDRESSES & options.keys():
+        return Workers.PROCESSES  # a cluster of this run
+    return Workers.REMOTE
+
+
+def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    """Raise RecipeError if workers cannot reach what their stage needs, or if none can be asked.
+
+    Args:
+        stages: stages of the run; others than download and encode have no Beam workers.
+    """
+    for stage in BEAM_STAGES:
+        options = beam_options(recipe, stage)
+        workers, runner = workers_of(options), options.get("runner", "multi_processing")
+        if stage not in stages or workers is Workers.THREADS:
+            continue
+        for setting, place in _places(recipe, stage):
+            why = out_of_reach(place, workers, recipe.shared_folders)
+            if why is not None:
+                raise RecipeError(
+                    f"{setting}: the workers of {runner} ({stage}) cannot reach "
+                    f"{without_secrets(place)}, {why}"
+                )
+        _check_listening(options)
+
+
+def _places(recipe: Recipe, stage: BeamStage) -> Iterator[tuple[str, str]]:
+    """(setting, place) of what workers of a stage read or write, the URLs of a list excluded."""
+    yield "store", recipe.store
+    source = recipe.source
+    if stage != "download":
+        return
+    if source.kind == "digits":
+        yield "source.kind", "http://127.0.0.1"  # tasks.download.folders
+    elif source.kind == "urls":
+        if source.base_url is not None:
+            yield "source.base_url", source.base_url
+    elif source.kind != "dataset" or not is_hub_id(source.path):
+        yield "source.path", source.path
+
+
+def out_of_reach(place: str, workers: Workers, shared: Sequence[str]) -> str | None:
+    """The reason and the remedy, or None if nothing is known against the place."""
+    scheme, _, rest = place.rpartition("://")
+    if scheme == "memory":
+        return "the memory of this process: use a folder or a bucket (s3://, gs://)"
+    if workers is not Workers.REMOTE:
+        return None
+    if scheme in ("http", "https"):
+        if _is_loopback(place):
+            return "an address of this machine alone: serve it at one that workers can reach"
+    elif scheme in ("", "file", "local"):
+        path = Path(os.path.abspath(Path(rest).expanduser()))
+        if not any(path.is_relative_to(folder) for folder in shared):
+            return (
+                "a folder of this machine: use a bucket (s3://, gs://), or name the file system "
+                "that they share in shared_folders"
+            )
+    return None
+
+
+def _check_listening(options: Mapping[str, Any]) -> None:
+    """Raise RecipeError if nothing listens at the address of the scheduler or job service."""
+    for name in ("dask_client_address", "job_endpoint"):
+        address = options.get(name)
+        if not isinstance(address, str) or ":" not in address:
+            continue
+        found = _split(address)
+        try:
+            socket.create_connection((found.hostname, found.port), CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                f"beam.{name}: nothing answers at {address} ({error}): start it, or correct the "
+                "address"
+            ) from None
+
+
+def _runner(options: Mapping[str, Any]) -> str:
+    name = str(options.get("runner") or "").rpartition(".")[2]
+    return name.lower().removesuffix("runner")
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path is `owner/name` of the Hugging Face hub, not an existing local one."""
+    named = "://" not in path and path.count("/") == 1 and path[:1] not in "./~"
+    return named and not Path(path).exists()
+
+
+def _is_loopback(address: object) -> bool:
+    host = _split(str(address)).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _split(address: str) -> SplitResult:
+    return urlsplit(address if "://" in address else f"tcp://{address}")
+
+
+#: Models that come with the code: each machine has its own copy.
+SHIPPED = RECIPES.parent / "demo"
+
+
+def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
+    """Raise RecipeError if a work pool cannot reach what its stage needs; nothing is asked.
+
+    Args:
+        stages: stages of the run.
+    """
+    for stage, pool in recipe.place.pools().items():
+        if stage not in stages:
+            continue
+        for setting, place in _work_pool_places(recipe, stage):
+            if (why := _why_not(setting, place, recipe.shared_folders)) is not None:
+                raise RecipeError(
+                    f"{setting}: workers of pool {pool} (place.{stage}) cannot reach "
+                    f"{without_secrets(place)}, {why}"
+                )
+        if (secret := _secret(hide_secrets(settings_to_send(recipe)))) is not None:
+            raise RecipeError(
+                f"{secret}: a secret cannot be sent to pool {pool} (place.{stage}), since Prefect "
+                "would store it: set credentials in the environment of its workers"
+            )
+
+
+def settings_to_send(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe as JSON, for a run that sends no stage itself.
+
+    It has no secrets of publishing, which stays with the sender. Paths of shipped models are
+    relative to the folder of recipes, as in a recipe there.
+    """
+    settings: dict[str, Any] = recipe.model_dump(mode="json")
+    settings["place"] = {}
+    settings["publish"] |= {"signing_key": None, "hub": None}
+    found: dict[str, Any] = _relative(settings)
+    return found
+
+
+def received_recipe(settings: dict[str, Any]) -> Recipe:
+    """The recipe of `settings_to_send`. Raises RecipeError for one that this version refuses."""
+    settings = anchored(settings, RECIPES)
+    try:
+        return Recipe.model_validate(settings)
+    except ValidationError as error:
+        raise RecipeError(explain("the sent recipe", error, settings)) from None
+
+
+def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, str]]:
+    """(setting, place) of what a sent stage reads, writes or checks."""
+    yield "store", recipe.store
+    if stage == "download":
+        yield from _source_places(recipe.source)
+    measuring = recipe.evaluate
+    others = [("model.path", recipe.model.path), ("model.vae", recipe.model.vae)]
+    others += [("train.denoiser_config", recipe.train.denoiser_config)]
+    others += [("evaluate.clip", measuring.clip)]
+    others += [("evaluate.image_encoder", measuring.image_encoder)]
+    others += [("evaluate.inception", measuring.inception)]
+    others += [(f"evaluate.judges.{n}", path) for n, path in measuring.preference_models.items()]
+    others += [
+        (f"evaluate.prompts.{name}.file", one.file) for name, one in measuring.prompts.items()
+    ]
+    others += [("publish.registry", recipe.publish.registry)]
+    yield from ((setting, place) for setting, place in others if place is not None)
+
+
+def _source_places(source: Source) -> Iterator[tuple[str, str]]:
+    is_on_hub = source.kind == "dataset" and is_hub_id(source.path)
+    if source.kind != "digits" and not is_on_hub:  # each machine draws the digits itself
+        yield "source.path", source.path
+    if source.kind == "urls" and source.base_url is not None:
+        yield "source.base_url", source.base_url
+
+
+def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:
+    """The reason and the remedy, or None if nothing is known against the place."""
+    if "://" not in place:
+        if _is_shipped(place) or (_is_model(setting) and is_hub_id(place)):
+            return None
+        if not Path(place).expanduser().is_absolute():
+            return "a path relative to this folder: write a URL (s3://, gs://) or an absolute path"
+    return out_of_reach(place, Workers.REMOTE, shared)
+
+
+def _is_model(setting: str) -> bool:
+    section, _, name = setting.partition(".")
+    is_file = name == "inception" or name.endswith(".file")
+    return section in ("model", "evaluate") and not is_file
+
+
+def _is_shipped(path: str) -> bool:
+    return Path(os.path.abspath(path)).is_relative_to(SHIPPED)
+
+
+def _relative(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _relative(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_relative(item) for item in value]
+    if isinstance(value, str) and value.startswith(f"{SHIPPED}/"):
+        return os.path.relpath(value, RECIPES)
+    return value
+
+
+def _secret(value: Any, name: str = "") -> str | None:
+    """The dotted name of the first hidden setting; None without one."""
+    if isinstance(value, dict | list):
+        rows = value.items() if isinstance(value, dict) else enumerate(value)
+        inner = (_secret(item, f"{name}.{key}".lstrip(".")) for key, item in rows)
+        return next(filter(None, inner), None)
+    return name if isinstance(value, SecretStr) else None
+
+
+#: Seconds between two writings of a report, at least.
+EVERY_SECONDS = {True: 0.5, False: 10.0}  # by whether the store is local
+#: A report takes at most this share of a worker's time.
+SHARE = 0.05
+#: Characters of a shard's key that a report has.
+PREFIX = 16
+FAILED = "failed "
+#: Folder of the reports in a draft.
+REPORTS = "progress"
+log = logging.getLogger("kiln")
+
+
+class WorkerReport:
+    """Counts what one process has done, in a file of its own; threads may share it."""
+
+    def __init__(self, store: str, folder: str, clock: Clock = REAL) -> None:
+        self._store, self._clock = Store(store), clock
+        self._path = f"{folder}/{uuid4().hex}.json"
+        self._shards: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, key: str, counts: Mapping[str, int]) -> None:
+        """Count a shard that the store has; the file follows a few seconds later."""
+        with self._lock:
+            self._shards.append(key[:PREFIX])
+            self._counts.update(counts)
+            begun = self._clock.now()
+            if begun >= self._next:
+                self._write()
+                took = self._clock.now() - begun
+                self._next = begun + max(EVERY_SECONDS[self._store.is_local], took / SHARE)
+
+    def flush(self) -> None:
+        """Write the file now."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        data = json.dumps({"shards": self._shards, "counts": self._counts}).encode()
+        try:
+            write_atomic(self._store.fs, self._path, data)
+        except Exception as error:  # the pipeline itself fails if the store does
+            log.debug("no progress was reported: %s", one_line(error))
+
+
+#: Run and report of this process, by folder.
+_reports: dict[str, tuple[str, WorkerReport]] = {}
+_reports_lock = threading.Lock()
+
+
+def worker_report(store: str, folder: str, run: str) -> WorkerReport:
+    """The report of this process for the reports in a folder.
+
+    Args:
+        run: unique id of the pipeline's run; a worker that outlives a run begins another report.
+    """
+    with _reports_lock:
+        if folder not in _reports or _reports[folder][0] != run:
+            _reports[folder] = run, WorkerReport(store, folder)
+        return _reports[folder][1]
+
+
+@dataclass
+class Done:
+    """What all workers have done. A shard of a worker that was killed may count twice."""
+
+    shards: set[str] = field(default_factory=set)  # the first PREFIX characters of keys
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def rows(self, sizes: Mapping[str, int]) -> int:
+        """Rows of the shards that are done, of {key: rows}."""
+        return sum(rows for key, rows in sizes.items() if key[:PREFIX] in self.shards)
+
+
+def shard_counts(rows: int, failed: Mapping[str, int], size: int, *, is_new: bool) -> Counter[str]:
+    """What `WorkerReport.add` counts of a shard.
+
+    Args:
+        failed: rows without a result, by reason.
+        size: bytes that were read or fetched for it.
+        is_new: whether this run has built it.
+    """
+    counts = Counter({f"{FAILED}{reason}": count for reason, count in failed.items()})
+    return counts + Counter({"rows": rows, "bytes": size} if is_new else {})
+
+
+def progress_text(
+    done: int, total: int, shards: str, unit: str, counts: Mapping[str, int], seconds: float
+) -> str:
+    """A line on what is done, what failed and how fast: `seconds` since the beginning."""
+    failed = Counter(
+        {name.removeprefix(FAILED): n for name, n in counts.items() if name.startswith(FAILED)}
+    )
+    parts = [f"{done:,} of {total:,} {unit}, {shards}"]
+    if failed:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in failed.most_common(3))
+        parts.append(f"{failed.total():,} failed ({reasons})")
+    rate = counts.get("rows", 0) / max(seconds, 1e-9)
+    if rate and done < total:
+        parts.append(f"{rate:,.1f} {unit}/s")
+        parts.append(f"{counts.get('bytes', 0) / 1e6 / seconds:,.1f} MB/s")
+        parts.append(f"{duration((total - done) / rate)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit of which there are two or more."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+class WorkerReports:
+    """The reports of all workers, each of which is read again only once it has changed."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store, self._folder = store, folder
+        self._read: dict[str, tuple[Any, dict[str, Any]]] = {}  # name -> stamp and content
+
+    def clear(self) -> None:
+        """Delete the reports, also those of an earlier run."""
+        _reports.pop(self._folder, None)
+        try:
+            for entry in entries(self._store.fs, self._folder):
+                self._store.fs.rm_file(entry["name"])
+        except Exception as error:  # the pipeline itself fails if the store does
+            log.debug("reports of progress stay: %s", one_line(error))
+
+    def flush(self) -> None:
+        """Write the report of this process now, if it has one."""
+        if self._folder in _reports:
+            _reports[self._folder][1].flush()
+
+    def done(self) -> Done:
+        """The sum of all reports. Raises as the filesystem does."""
+        found = entries(self._store.fs, self._folder)
+        changed = [e for e in found if self._read.get(name_of(e), (None,))[0] != _stamp(e)]
+        for entry, data in zip(
+            changed, ask_at_once(self._store.fs, self._bytes, changed), strict=True
+        ):
+            self._read[name_of(entry)] = (_stamp(entry), parse_json(data))
+        total = Done()
+        for _, report in self._read.values():
+            total.shards.update(report["shards"])
+            total.counts.update(report["counts"])
+        return total
+
+    def _bytes(self, entry: Entry) -> bytes:
+        return read_small_file(self._store.fs, entry["name"])
+
+
+def _stamp(entry: Entry) -> tuple[Any, ...]:
+    """What changes when a report is written again: its list of shards grows."""
+    return (entry["size"],)

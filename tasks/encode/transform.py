@@ -1,0 +1,340 @@
+"""From a picture's bytes to the VAE's input: crop, bucket, mask, split and content key.
+
+Aspect buckets: the sizes of pictures that one batch may hold, and the nearest one.
+
+Random masks for inpainting training.
+
+The held-out split of pictures.
+
+Convert a decoded picture of any mode to RGB.
+
+Transform a picture's bytes to the VAE's input, and record size and crop.
+
+Content keys of latent shards and of the encode artifact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from artifacts.records import digest_json
+from configs.settings.recipe import Recipe
+from runtimes.contract import WrongInput
+from runtimes.process.memory import check_memory
+
+Size = tuple[int, int]  # (height, width), pixels
+
+
+def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
+    """The target sizes of pictures, sorted.
+
+    The area of a bucket is at most that of the square, as in SDXL (appendix I of its paper).
+
+    Args:
+        factor: the model needs sides that are multiples of this many pixels.
+
+    Raises:
+        WrongInput: the resolution does not fit the factor or the bucket step.
+    """
+    side = settings.resolution
+    if not settings.aspect_buckets:
+        if side % factor:
+            raise WrongInput(f"encode.resolution: {side} is no multiple of the model's {factor}")
+        return [(side, side)]
+    step = math.lcm(settings.bucket_step, factor)
+    if side < step:
+        raise WrongInput(
+            f"encode.bucket_step: its step of {step} pixels (a multiple of the model's {factor}) "
+            f"exceeds encode.resolution ({side})"
+        )
+    pairs = {(a, side**2 // a // step * step) for a in range(step, side + 1, step)}
+    pairs = {(a, b) for a, b in pairs if max(a, b) <= settings.max_aspect * min(a, b)}
+    square = side // step * step
+    return sorted(pairs | {(b, a) for a, b in pairs} | {(square, square)})
+
+
+def nearest_bucket(size: Size, buckets: list[Size]) -> Size:
+    """The bucket with the nearest log aspect ratio."""
+    aspect = math.log(size[1] / size[0])
+    return min(buckets, key=lambda b: (abs(math.log(b[1] / b[0]) - aspect), b))
+
+
+#: Fraction of masks that hide the whole picture, as in Stable Diffusion's inpainting training. They
+#: teach the model to paint from the caption alone.
+FULL_MASKS = 0.25
+#: Minimum and maximum side of the other masks, as fractions of the picture's side.
+MIN_SIDE, MAX_SIDE = 0.125, 0.75
+
+
+def draw_mask(seed: int, sha256: bytes, number: int, size: tuple[int, int]) -> NDArray[np.bool_]:
+    """A mask bool [H, W], True = hidden: the whole picture, a rectangle or an ellipse.
+
+    The shapes follow diffusers' inpainting examples. The result depends on the arguments only.
+
+    Args:
+        sha256: digest of the picture's bytes.
+        number: index of the mask among the picture's masks.
+        size: (height, width) in pixels.
+    """
+    key = np.random.SeedSequence([seed, int.from_bytes(sha256, "big"), number])
+    rng = np.random.Generator(np.random.Philox(key))
+    kind, *uniform = rng.random(5)
+    if kind < FULL_MASKS:
+        return np.ones(size, bool)
+    sides = [MIN_SIDE + (MAX_SIDE - MIN_SIDE) * u for u in uniform[:2]]
+    begins = [(1 - side) * u for side, u in zip(sides, uniform[2:], strict=True)]
+    # Pixel centres in the coordinates of the shape, which spans -1 to 1.
+    down, across = (
+        2 * ((np.arange(length) + 0.5) / length - begin) / side - 1
+        for length, begin, side in zip(size, begins, sides, strict=True)
+    )
+    if kind < (1 + FULL_MASKS) / 2:
+        return (np.abs(down) <= 1)[:, None] & (np.abs(across) <= 1)
+    return down[:, None] ** 2 + across**2 <= 1
+
+
+def is_holdout(sha256: bytes, fraction: float) -> bool:
+    """Whether a picture is held out: a deterministic choice by the sha256 of its download.
+
+    The choice depends neither on URL and caption nor on the stored size and format. No picture
+    moves to the other split, and copies of a file are in one split.
+    """
+    return int.from_bytes(sha256[:8], "big") / 2**64 < fraction
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture with 8 bits per channel, transparent parts over white."""
+    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255, not scale it
+        grey = np.asarray(image, np.uint16) / 257.0
+        return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+#: Memory of Pillow's decoders and of the copies of their picture.
+BYTES_PER_PIXEL = 16
+
+
+class BadSample(ValueError):
+    """An unusable picture; the stage counts it by `reason`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """The settings that affect pixels or the split; all are part of a shard's key."""
+
+    resolution: int
+    aspect_buckets: bool
+    bucket_step: int
+    max_aspect: float
+    crop: str
+    flip: bool
+    seed: int
+    holdout: float
+    max_pixels: int
+    masks: int = 0
+    scored: bool = False  # whether every sample needs an aesthetic score
+    #: The download's resize mode, if it crops or pads: center_crop or border.
+    download_reshapes: str | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> TransformSettings:
+        names = set(cls.__dataclass_fields__) & type(recipe.encode).model_fields.keys()
+        mode = recipe.download.resize_mode
+        return cls(
+            **recipe.encode.model_dump(include=names),
+            max_pixels=recipe.download.max_pixels,
+            scored=getattr(recipe.source, "aesthetic_column", None) is not None,
+            download_reshapes=mode if mode in ("center_crop", "border") else None,
+        )
+
+    def for_key(self) -> dict[str, Any]:
+        """All fields; keys without `download_reshapes` are those of releases that lack it."""
+        found = asdict(self)
+        if self.download_reshapes is None:
+            del found["download_reshapes"]
+        return found
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """The VAE's input with SDXL's micro-conditioning (Podell et al. 2023, section 2.2)."""
+
+    pixels: NDArray[np.float32]  # [3, H, W], -1 to 1
+    original_size: Size
+    crop_top_left: tuple[int, int]  # (top, left) in the whole picture, resized and mirrored alike
+    target_size: Size
+    flip: bool
+
+
+def decode(data: bytes, max_pixels: int) -> Image.Image:
+    """The picture in RGB, with EXIF orientation applied and transparency over white.
+
+    Raises:
+        BadSample: it has more than `max_pixels` pixels or cannot be decoded.
+        MemoryError: this process lacks the memory for so many pixels.
+    """
+    try:
+        image = Image.open(BytesIO(data))
+        if image.width * image.height > max_pixels:
+            raise BadSample("too many pixels")
+        return to_rgb(ImageOps.exif_transpose(image))
+    except (BadSample, MemoryError):
+        raise
+    except Image.DecompressionBombError:
+        raise BadSample("too many pixels") from None
+    except Exception:  # Pillow's decoders raise many unrelated types on damaged data
+        check_memory(BYTES_PER_PIXEL * max_pixels)
+        raise BadSample("undecodable") from None
+
+
+def transform(
+    data: bytes,
+    sha256: bytes,
+    meta: Mapping[str, Any],
+    settings: TransformSettings,
+    buckets: list[Size],
+) -> list[Transformed]:
+    """Resize a picture (Lanczos) to cover its nearest bucket, and crop it.
+
+    With `settings.flip`, a training picture has a second variant: mirrored, then cropped at the
+    same position. SDXL conditions on the size before any resizing and on all that is cropped, so
+    size and crop are relative to the picture before the download stage if `meta` has its size.
+
+    Args:
+        data: encoded picture.
+        sha256: of the downloaded picture; it selects the split and the random crop.
+        meta: metadata of the image shard.
+        buckets: sizes of `bucket_sizes`.
+
+    Raises:
+        BadSample: the picture is unusable.
+    """
+    image = decode(data, settings.max_pixels)
+    height, width = nearest_bucket((image.height, image.width), buckets)
+    scale = max(height / image.height, width / image.width)
+    resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+    if resized[0] * resized[1] > settings.max_pixels:  # a thin picture grows a thousandfold
+        raise BadSample("too many pixels")
+    original_size, cropped = _before_download(meta, image, settings.download_reshapes)
+    if resized != image.size:
+        image = image.resize(resized, Image.Resampling.LANCZOS)
+    position = _crop_position(settings, sha256)
+    top = _round_half_up((image.height - height) * position[0])
+    left = _round_half_up((image.width - width) * position[1])
+    box = (left, top, left + width, top + height)
+    before_top, before_left = (_round_half_up(offset * scale) for offset in cropped)
+    is_mirrored = settings.flip and not is_holdout(sha256, settings.holdout)
+    return [
+        Transformed(
+            _pixels((ImageOps.mirror(image) if flip else image).crop(box)),
+            original_size,
+            (before_top + top, before_left + left),
+            (height, width),
+            flip,
+        )
+        for flip in ((False, True) if is_mirrored else (False,))
+    ]
+
+
+def _pixels(image: Image.Image) -> NDArray[np.float32]:
+    pixels = np.asarray(image, np.float32).transpose(2, 0, 1) / 255.0 * 2.0 - 1.0
+    return np.ascontiguousarray(pixels)
+
+
+def _crop_position(settings: TransformSettings, sha256: bytes) -> tuple[float, float]:
+    """Vertical and horizontal position of the crop: 0 top or left, 1 bottom or right."""
+    if settings.crop != "random":
+        return 0.5, 0.5
+    key = np.random.SeedSequence([settings.seed, int.from_bytes(sha256, "big")])
+    top, left = np.random.Generator(np.random.Philox(key)).random(2)
+    return float(top), float(left)
+
+
+def _round_half_up(value: float) -> int:
+    return math.floor(value + 0.5)
+
+
+def _before_download(
+    meta: Mapping[str, Any], image: Image.Image, reshapes: str | None
+) -> tuple[Size, tuple[float, float]]:
+    """The size before the download, and how far it cropped at the top and left.
+
+    Padding counts as part of the picture.
+
+    Returns (height, width) in pixels of the original, and (top, left) in pixels of `image`.
+    """
+    height, width = meta.get("original_height"), meta.get("original_width")
+    if not (isinstance(height, int) and isinstance(width, int) and height > 0 and width > 0):
+        return (image.height, image.width), (0.0, 0.0)
+    if reshapes == "border":
+        scale = max(height, width) / max(image.height, image.width)
+        return (round(image.height * scale), round(image.width * scale)), (0.0, 0.0)
+    if reshapes == "center_crop":
+        scale = max(image.height / height, image.width / width)
+        lost = (height * scale - image.height, width * scale - image.width)
+        return (height, width), (lost[0] / 2, lost[1] / 2)
+    return (height, width), (0.0, 0.0)
+
+
+STAGE = "encode"
+#: Increment when the content of a latent shard changes.
+VERSION = 4
+
+
+def settings_for_key(recipe: Recipe) -> dict[str, Any]:
+    """The settings that affect latents, without devices, processes, `max_bad` and `beam`.
+
+    The batch size is included because it affects rounding.
+    """
+    excluded = {"device", "processes", "max_bad", "beam"}
+    if recipe.encode.text == "embeddings":  # keys are those of releases without the setting
+        excluded.add("text")
+    settings = recipe.encode.model_dump(mode="json", exclude=excluded)
+    transform = TransformSettings.of(recipe).for_key()
+    others = ("max_pixels", "scored", "download_reshapes")
+    return settings | {name: transform[name] for name in others if name in transform}
+
+
+def shard_key(
+    tar_sha256: str,
+    encoders: str,
+    dtype: str,
+    batch_size: int,
+    settings: TransformSettings,
+    text: str = "embeddings",
+) -> str:
+    """Key (sha256 hex) of an image shard's latent shard.
+
+    Args:
+        tar_sha256: digest of the image shard.
+        encoders: digest of the VAE and the text encoders.
+        text: `encode.text`; its default is absent, so that keys are those of releases without it.
+    """
+    return digest_json(
+        {
+            "stage": STAGE,
+            "version": VERSION,
+            "tar": tar_sha256,
+            "encoders": encoders,
+            "dtype": dtype,
+            "batch_size": batch_size,
+            "transform": settings.for_key(),
+            **({} if text == "embeddings" else {"text": text}),
+        }
+    )

@@ -1,0 +1,376 @@
+"""Pictures of an evaluation: drawn by a runtime's process, cached, and laid out to compare.
+
+Sampled pictures: a runtime's process draws them, the store caches them by content key.
+
+The before/after grid: the base model's pictures above the tuned model's.
+
+Pictures of the same prompts and noise by each model of an evaluation, as a panel.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import tarfile
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from artifacts.image_shards import add_member
+from artifacts.models import digest_model
+from artifacts.records import digest_json, open_checked
+from artifacts.store import Artifact, Draft, Shard, Store
+from configs.settings.evaluate import Sampling
+from runtimes.families import detect_family
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.pipeline_folder.folder import folder_extras, unusual_texts
+from runtimes.process.job import GenerateJob, Job
+from tasks.panels import Comparison, picture_grid, to_png
+from tasks.progress import Progress
+from tasks.run_job import Event
+from tasks.stage import BASE, GRID, TrainedWeights
+
+STAGE = "evaluate"
+#: Increment when the content of the pictures or of the losses changes.
+VERSION = 4
+LOSSES = "losses.json"
+#: The parts of a pipeline folder that affect its pictures.
+DRAWING_PARTS = (
+    *("model_index.json", "scheduler", "transformer", "unet", "vae"),
+    *("text_encoder", "text_encoder_2", "text_encoder_3"),
+    *("tokenizer", "tokenizer_2", "tokenizer_3"),
+)
+#: The settings of `evaluate` and `generate` that a job's `sampler` has.
+SAMPLER_SETTINGS = {
+    *("seed", "scheduler", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
+    *("height", "width"),
+    *("aesthetic_score", "negative_aesthetic_score"),
+}
+log = logging.getLogger("kiln")
+
+
+def sampler_settings(settings: Sampling, *more: str) -> dict[str, Any]:
+    """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name.
+
+    A true_cfg_scale of 1 is absent, so that keys are those of releases without it.
+    """
+    found = settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
+    if found["true_cfg_scale"] == 1:
+        del found["true_cfg_scale"]
+    return found
+
+
+RunJob = Callable[[Job, Callable[[Event], None]], Any]
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """A pipeline folder to sample from, with optional trained weights and an optional VAE."""
+
+    digest: str  # sha256 of all content that affects the pictures
+    folder: Path
+    weights: TrainedWeights = BASE
+    vae: Path | None = None
+    evaluated: Mapping[str, Any] = field(default_factory=dict)  # `evaluate` of its recipe.yaml
+
+    def part(self, name: str) -> Path:
+        """The folder of a part: the trained one if there is one, else the pipeline's."""
+        return self.weights.parts.get(name, self.folder / name)
+
+    @property
+    def extras(self) -> ExtraInputs:
+        """The denoiser's conditioning inputs other than text."""
+        return folder_extras(self.part(detect_family(self.folder).denoiser))
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """Sampling settings that all models of an evaluation share."""
+
+    runtime: str
+    device: str
+    batch_size: int
+    prompts: tuple[str, ...]
+    sampler: dict[str, Any]  # SAMPLER_SETTINGS, and dtype
+    latents: str | None  # URL of the latents for the held-out loss; None skips the loss
+    latents_digest: str
+    holdout: dict[str, Any]  # samples, levels, seed, noise_offset; guidance_scale unless it is 1
+    family_facts: dict[str, str] = field(default_factory=dict)  # Family.key_facts
+    text_dtype: str | None = None  # as GenerateJob.text_dtype
+    flash_attention: bool = True  # as train.mindspore.flash_attention
+    offload: bool = False  # as GenerateJob.offload
+
+    def facts(self) -> dict[str, Any]:
+        """The settings that affect pictures or losses; where and how they are drawn does not."""
+        held_out = {"latents": self.latents_digest, **self.holdout, **self.family_facts}
+        return {
+            "prompts": list(self.prompts),
+            "sampler": self.sampler,
+            "held_out": held_out if self.latents else None,
+        }
+
+    def key(self, model: EvalModel) -> str:
+        """Store key (sha256) of the shard with a model's pictures."""
+        parts = {"stage": STAGE, "version": VERSION, "model": model.digest, **self.facts()}
+        return digest_json(parts)
+
+
+def draw(
+    models: Sequence[EvalModel],
+    spec: SamplingSpec,
+    store: Store,
+    scratch: Path,
+    run: RunJob,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> list[Shard]:
+    """One shard of pictures per model, in the order of `models`.
+
+    Shards in the store are reused; one job draws the others.
+
+    Args:
+        models: all with the same pipeline folder and VAE.
+        scratch: local folder for unfinished pictures; an interrupted job resumes from it.
+        run: runs a job and passes its events to `on_event`.
+
+    Raises:
+        ValueError: the models differ in pipeline folder or VAE.
+    """
+    keyed = [(spec.key(model), model) for model in models]
+    found = {key: store.shard(STAGE, key) for key, _ in keyed}
+    missing = {key: model for key, model in keyed if found[key] is None}
+    if missing:
+        outs = {key: scratch / key for key in missing}
+        run(_job(missing, outs, spec, store.compiled_url), on_event)
+        for key, out in outs.items():
+            found[key] = _commit(store, key, out, len(spec.prompts))
+            shutil.rmtree(out)
+    shards = [found[key] for key, _ in keyed]
+    return [shard for shard in shards if shard is not None]
+
+
+def progress_callback(progress: Progress) -> Callable[[Event], None]:
+    """A handler of a generate job's events that reports progress and logs the timings."""
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "drawn":
+            done, total = event["done"], event["total"]
+            progress(done, total, f"{done:,} of {total:,} pictures drawn")
+        elif event["event"] == "losses":
+            number, count = event["model"], event["models"]
+            log.info("%s: held-out losses of model %d of %d", progress.stage, number, count)
+        elif event["event"] == "result" and event.get("drawn"):
+            compiled = event["compile_seconds"]
+            suffix = f", after {compiled:.1f} s of compiling" if compiled else ""
+            log.info(
+                "%s: drew %d pictures in %.1f s (%.1f s of it for the first batch)%s",
+                *(progress.stage, event["drawn"], event["seconds"], event["first_seconds"], suffix),
+            )
+
+    return on_event
+
+
+@contextmanager
+def scratch(draft: Draft) -> Iterator[Path]:
+    """A local folder for unfinished pictures, removed on success.
+
+    It lies in the draft of a local store, so that an interrupted job can resume. Jobs of a remote
+    store use a temporary folder and restart.
+    """
+    if draft.store.is_local:
+        folder = Path(draft.path) / "drawing"
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kiln-drawing-") as temporary:
+            yield Path(temporary)
+
+
+def read_pictures(store: Store, shard: Shard) -> Iterator[NDArray[np.uint8]]:
+    """Pictures u8 [H, W, 3] in the order of the prompts, one in memory at a time."""
+    for name, data in _members(store, shard):
+        if name.endswith(".png"):
+            yield np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+
+
+def read_chosen(store: Store, shard: Shard, numbers: set[int]) -> dict[int, NDArray[np.uint8]]:
+    """Some pictures u8 [H, W, 3], by number."""
+    pictures = enumerate(read_pictures(store, shard))
+    return {number: picture for number, picture in pictures if number in numbers}
+
+
+def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
+    """Held-out losses f64 [N, levels]; N is 0 if none were computed."""
+    for name, data in _members(store, shard):
+        if name == LOSSES:
+            return np.array(json.loads(data)["losses"], np.float64)
+    return np.zeros((0, 0))
+
+
+def digest_pipeline(folder: Path) -> str:
+    """sha256 of the parts of a pipeline folder that affect its pictures."""
+    digest, unusual = digest_model(folder, DRAWING_PARTS), unusual_texts(folder)
+    return digest_json({"pipeline": digest, "texts": unusual}) if unusual else digest
+
+
+def digest_eval_model(base: Path, vae: Path | None, weights: Any) -> str:
+    """sha256 of all content that affects a model's pictures; `weights` identifies trained ones."""
+    found = None if vae is None else digest_model(vae)
+    return digest_json({"pipeline": digest_pipeline(base), "vae": found, "tuned": weights})
+
+
+def _job(
+    models: dict[str, EvalModel], outs: dict[str, Path], spec: SamplingSpec, compiled: str
+) -> GenerateJob:
+    first = next(iter(models.values()))
+    if any((m.folder, m.vae) != (first.folder, first.vae) for m in models.values()):
+        raise ValueError("models of one job must share their pipeline folder and VAE")
+    sampler = {name: value for name, value in spec.sampler.items() if name != "dtype"}
+    return GenerateJob(
+        runtime=spec.runtime,
+        model=str(first.folder),
+        drawings=tuple(model.weights.drawing(outs[key]) for key, model in models.items()),
+        prompts=spec.prompts,
+        sampler={**sampler, "batch_size": spec.batch_size},
+        device=spec.device,
+        dtype=spec.sampler["dtype"],
+        latents=spec.latents,
+        text_dtype=spec.text_dtype,
+        holdout=spec.holdout if spec.latents else {},
+        vae=None if first.vae is None else str(first.vae),
+        compiled=compiled,
+        flash_attention=spec.flash_attention,
+        offload=spec.offload,
+    )
+
+
+def _commit(store: Store, key: str, out: Path, count: int) -> Shard:
+    pictures = [out / f"{number:05d}.png" for number in range(count)]
+    losses = [path for path in [out / LOSSES] if path.exists()]
+    tar = out / "drawn.tar"
+    with tarfile.open(tar, "w", format=tarfile.USTAR_FORMAT) as stream:
+        for path in [*pictures, *losses]:
+            add_member(stream, path.name, path.read_bytes())
+    return store.commit_shard(STAGE, key, {".tar": str(tar)}, {"pictures": count})
+
+
+def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of every file. Raises Damaged at the end of a tar that is another."""
+    (entry,) = shard.files
+    url = store.shard_url(STAGE, entry.path)
+    with open_checked(url, entry.sha256) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+        for member in tar:
+            file = tar.extractfile(member)
+            if file is not None:
+                yield member.name, file.read()
+
+
+CELL = (96, 256)  # minimum and maximum width of a cell, pixels
+COLUMNS = 10
+MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
+INK, PAPER = (40, 30, 25), (250, 246, 240)
+
+#: A prompt, and model -> its picture u8 [H, W, 3], in row order.
+Column = tuple[str, Mapping[str, NDArray[np.uint8]]]
+
+
+def choose(prompts: Sequence[str], limit: int = COLUMNS) -> list[int]:
+    """Indices of the first picture of each distinct prompt, `limit` at most."""
+    return [prompts.index(prompt) for prompt in islice(dict.fromkeys(prompts), limit)]
+
+
+def render(sets: dict[str, list[Column]]) -> bytes:
+    """PNG bytes with one block per prompt set, one row per model, one column per prompt."""
+    _, rows = next(iter(sets.values()))[0]
+    cell = _cell_size(next(iter(rows.values())))
+    widest = max(len(columns) for columns in sets.values())
+    block = LINE + MARGIN + LINES * LINE + len(rows) * (cell[1] + MARGIN) + MARGIN
+    width = LABEL + widest * (cell[0] + MARGIN) + MARGIN
+    page = Image.new("RGB", (width, len(sets) * block + MARGIN), PAPER)
+    for index, (name, columns) in enumerate(sets.items()):
+        _draw_block(page, MARGIN + index * block, name, columns, cell)
+    return to_png(page)
+
+
+def _draw_block(
+    page: Image.Image,
+    top: int,
+    name: str,
+    columns: list[Column],
+    cell: tuple[int, int],
+) -> None:
+    pen = ImageDraw.Draw(page)
+    small, large = ImageFont.load_default(11), ImageFont.load_default(14)
+    pen.text((MARGIN, top), f"prompts: {name}", INK, large)
+    first_row = top + LINE + MARGIN + LINES * LINE
+    cells = []
+    for number, model in enumerate(columns[0][1]):
+        middle = first_row + number * (cell[1] + MARGIN) + cell[1] // 2
+        pen.text((MARGIN, middle), model, INK, large, anchor="lm")
+        cells += [_fit(pictures[model], cell) for _, pictures in columns]
+    for index, (prompt, _) in enumerate(columns):
+        left = LABEL + index * (cell[0] + MARGIN)
+        words = textwrap.wrap(prompt, max(8, cell[0] // 6), max_lines=LINES, placeholder="…")
+        pen.multiline_text((left, top + LINE + MARGIN - 2), "\n".join(words), INK, small, spacing=1)
+    block = picture_grid(cells, len(cells), len(columns), gap=MARGIN, paper=PAPER)
+    page.paste(block, (LABEL, first_row))
+
+
+def _cell_size(picture: NDArray[np.uint8]) -> tuple[int, int]:
+    """Width and height of a cell in pixels.
+
+    Pictures below the minimum width are scaled by an integer, those above the maximum shrink.
+    """
+    height, width = picture.shape[:2]
+    scale = math.ceil(CELL[0] / width) if width < CELL[0] else min(1.0, CELL[1] / width)
+    return round(width * scale), round(height * scale)
+
+
+def _fit(picture: NDArray[np.uint8], cell: tuple[int, int]) -> Image.Image:
+    image = Image.fromarray(picture)
+    grows = cell[0] >= image.width
+    return image.resize(cell, Image.Resampling.NEAREST if grows else Image.Resampling.LANCZOS)
+
+
+SHOWN = 20  # maximum number of prompts
+
+
+def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Comparison:
+    """The first picture of each prompt, by each model.
+
+    Args:
+        champion: a comparable evaluation of the champion.
+    """
+    prompts, chosen = list[str](), list[int]()
+    sets = artifact.manifest["settings"]["prompts"].values()
+    for given in sets:
+        share = max(1, SHOWN // len(sets))
+        chosen += [len(prompts) + n for n in choose(given, share)]
+        prompts += given
+    drawn = artifact.summary["drawn"]  # model -> key of its shard
+    if champion is not None:
+        own = {"champion": champion.summary["drawn"]["tuned"]}
+        drawn = {"base": drawn["base"], **own, "tuned": drawn["tuned"]}
+    found = [_pictures(artifact.store, key, set(chosen)) for key in drawn.values()]
+    rows = [(prompts[n], [pictures[n] for pictures in found]) for n in chosen]
+    return Comparison("Before and after", tuple(drawn), rows, artifact.read(GRID))
+
+
+def _pictures(store: Store, key: str, numbers: set[int]) -> dict[int, bytes]:
+    """Number -> PNG of some pictures of a shard."""
+    shard = store.shard(STAGE, key)
+    if shard is None:
+        raise FileNotFoundError(f"the pictures {key[:12]} are missing")
+    chosen = read_chosen(store, shard, numbers)
+    return {number: to_png(Image.fromarray(picture)) for number, picture in chosen.items()}

@@ -1,0 +1,518 @@
+"""Feature vectors of pictures, and those of reference pictures stored by content.
+
+Models that turn pictures into feature vectors: CLIP, any `transformers` vision model, pixels.
+
+Image encoders of distances and memorisation see whole pictures, resized to the model's input, as
+FD-DINOv2's authors do. CLIPScore, CMMD and preference models see what CLIP's image processor keeps,
+a square from the middle, as their authors do.
+
+Features of held-out and training pictures, stored by content and reused by later evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from artifacts.image_shards import Sample
+from artifacts.models import digest_model
+from artifacts.records import digest_json, open_checked
+from artifacts.store import Shard, Store
+from configs.secrets import one_line
+from runtimes.contract import WrongInput
+from runtimes.pipeline_folder.folder import read_config
+from runtimes.pipeline_folder.weights import check_vocabulary_files, weight_shapes
+from tasks.cut_captions import tell_cuts
+from tasks.evaluate.draw import STAGE
+
+Picture = NDArray[np.uint8]  # [H, W, 3]
+Float32 = NDArray[np.float32]
+BATCH = 64
+PIXEL_SIDE = 32
+CLIP_SIDE = 224  # of transformers' CLIPModel and CLIPImageProcessor, where a config names none
+Item = TypeVar("Item")
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER = ("tokenizer.json", "vocab.json")
+
+
+class ImageEncoder(Protocol):
+    """Features of pictures."""
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, D], not normalised. Picture sizes may differ."""
+        ...
+
+
+def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
+    """Raise WrongInput unless a folder has a CLIPModel's files; no weights are loaded."""
+    _check_clip_parts(folder, setting)
+    config = _processor_config(folder)
+    size = config.get("size")
+    resizes_to_one = isinstance(size, dict) and "height" in size
+    if not config.get("do_center_crop", True) and not resizes_to_one:
+        raise WrongInput(
+            f"{setting}: {folder}: its image processor keeps the shape of a picture, its model "
+            "takes squares: set do_center_crop to true in its preprocessor_config.json"
+        )
+    _check_input_size(folder, setting)
+
+
+def _check_input_size(folder: Path, setting: str) -> None:
+    """Raise WrongInput if the image processor of a CLIPModel gives no pictures of its size."""
+    model, config = read_config(folder / "config.json"), _processor_config(folder)
+    vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
+    side = vision.get("image_size", CLIP_SIDE)
+    cropped = config.get("do_center_crop", True)
+    given = config.get("crop_size" if cropped else "size") or CLIP_SIDE
+    if isinstance(given, dict):
+        given = [given.get(name, given.get("shortest_edge")) for name in ("height", "width")]
+    elif isinstance(given, int):
+        given = [given, given]
+    if given != [side, side]:
+        raise WrongInput(
+            f"{setting}: {folder}: its image processor gives {given[0]} x {given[1]} pixels, its "
+            f"model takes {side} x {side}: correct {'crop_size' if cropped else 'size'} in its "
+            "preprocessor_config.json"
+        )
+
+
+def _check_clip_parts(folder: Path, setting: str) -> None:
+    kind = _model_type(folder, setting, "CLIPModel")
+    if kind != "clip":
+        raise WrongInput(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
+    parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
+    _check_parts(folder, setting, parts)
+    try:
+        check_vocabulary_files(folder, read_config(folder / "config.json"))
+    except WrongInput as error:
+        raise WrongInput(f"{setting}: {error}") from None
+
+
+def check_image_encoder(folder: Path) -> None:
+    """Raise WrongInput unless a folder has a model of whole pictures; no weights are loaded."""
+    setting = "evaluate.image_encoder"
+    is_clip = _model_type(folder, setting, "vision model") == "clip"
+    if is_clip:
+        _check_clip_parts(folder, setting)
+        _check_input_size(folder, setting)
+    else:
+        _check_parts(folder, setting, {"weights": WEIGHTS, "an image processor": PROCESSOR})
+    _check_whole(folder, setting)
+    if not is_clip:
+        _check_call(folder, setting)
+
+
+def digest_image_encoder(folder: Path) -> str:
+    """sha256 of an image encoder, for keys.
+
+    It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
+    Others have the digest of their files, as in releases without it.
+    """
+    digest, processor = digest_model(folder), _processor(folder)  # its class has defaults, too
+    cropped = getattr(processor, "do_center_crop", False)
+    keeps = "shortest_edge" in dict(processor.size) and not cropped
+    if keeps or getattr(processor, "crop_pct", None) is not None:
+        return digest_json({"model": digest, "pictures": "whole"})
+    return digest
+
+
+def _processor(folder: Path) -> Any:
+    """The image processor of a folder. Raises as transformers does."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+
+
+def _check_whole(folder: Path, setting: str) -> None:
+    """Raise WrongInput unless an image processor gives whole pictures of one size."""
+    blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
+    try:
+        _whole_pictures(_processor(folder), blanks)
+    except Exception as error:  # each processor has its own
+        raise WrongInput(
+            f"{setting}: {folder}: its image processor does not resize whole pictures to one size:"
+            f" {one_line(error)}"
+        ) from None
+
+
+def _check_call(folder: Path, setting: str) -> None:
+    """Raise WrongInput if a model does not accept a picture alone, or lacks weights."""
+    from transformers import AutoModel
+
+    local = {"local_files_only": True, "trust_remote_code": False}
+    missing, kind = list[str](), ""
+    try:
+        processor = _processor(folder)
+        model, report = AutoModel.from_pretrained(  # shapes alone
+            folder, use_safetensors=True, device_map="meta", output_loading_info=True, **local
+        )
+        missing = sorted(report["missing_keys"])
+        kind = model.config.model_type
+        blank = np.zeros((64, 64, 3), np.uint8)
+        _pooled(model.eval(), _whole_pictures(processor, [blank]).to("meta"))
+    except NotImplementedError:
+        pass  # an operation that needs values
+    except Exception as error:  # each architecture has its own
+        raise WrongInput(
+            f"{setting}: {folder} has no features of a picture alone: {one_line(error)}"
+        ) from None
+    if missing:  # such as the pooler in a classifier's folder: each process would draw another
+        raise WrongInput(
+            f"{setting}: {folder} lacks weights ({', '.join(missing[:3])}): choose a model with "
+            "them, such as DINOv2"
+        )
+    if kind == "vit_mae":  # the only one of transformers that does so outside of training
+        raise WrongInput(
+            f"{setting}: {folder} masks patches at random, so that a picture has other features "
+            "each time: choose another model, such as DINOv2"
+        )
+
+
+def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
+    """The CLIP model or vision model of a folder. Raises WrongInput if it fails to load."""
+    if read_config(folder / "config.json").get("model_type") == "clip":
+        return WholePictures(Clip(folder, device, "evaluate.image_encoder"))
+    return VisionModel(folder, device)
+
+
+class Clip:
+    """A CLIPModel with its image processor and tokenizer, in float32 and inference mode.
+
+    Args:
+        folder: local `transformers` folder that holds all three.
+        device: torch device; "auto" selects the best one. Gaudi ("hpu") falls back to "auto".
+        setting: named in errors.
+
+    Raises:
+        WrongInput: a part is missing or fails to load.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto", setting: str = "evaluate.clip") -> None:
+        from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+        self._device = _device(device)
+        try:
+            model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+            self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WrongInput(
+                f"{setting}: {folder} does not load as a CLIPModel: {one_line(error)}"
+            ) from None
+        tokens, rows = len(self._tokenizer), model.config.text_config.vocab_size
+        if not 256 < tokens <= rows:
+            raise WrongInput(
+                f"{setting}: {folder}: the tokenizer has {tokens} tokens only,"
+                f" it needs 257 to {rows}"
+            )
+        self.logit_scale = float(model.logit_scale.detach())
+        self._width = int(model.config.projection_dim)
+        self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
+
+    def images(self, pictures: Iterable[Picture], *, whole: bool = False) -> Float32:
+        """Projected image features, f32 [N, D], not normalised. Picture sizes may differ.
+
+        Args:
+            whole: see whole pictures, instead of what the image processor keeps.
+        """
+        rows = list(self._image_batches(pictures, whole))
+        return np.concatenate(rows) if rows else np.zeros((0, self._width), np.float32)
+
+    def _image_batches(self, pictures: Iterable[Picture], whole: bool) -> Iterator[Float32]:
+        import torch
+
+        for batch in batches(pictures, BATCH):
+            with torch.inference_mode():
+                if whole:
+                    pixels = _whole_pictures(self._processor, batch)
+                else:
+                    pixels = self._processor(images=batch, return_tensors="pt").pixel_values
+                output = self._model.get_image_features(pixel_values=pixels.to(self._device))
+            yield output.pooler_output.cpu().numpy()
+
+    def texts(self, prompts: Sequence[str]) -> Float32:
+        """Projected text features, f32 [N, D], not normalised.
+
+        Prompts are truncated to the text encoder's maximum length; the log has how many.
+        """
+        import torch
+
+        distinct = list(dict.fromkeys(prompts))
+        length = int(self._model.config.text_config.max_position_embeddings)
+        counts = map(len, self._tokenizer(distinct, verbose=False).input_ids)
+        cut = {"tokens": length, "cut": sum(count > length for count in counts)}
+        tell_cuts("evaluate", {"evaluate.clip": cut}, len(distinct), "prompts")
+        rows: list[Float32] = []
+        with torch.inference_mode():
+            for batch in batches(distinct, BATCH):
+                inputs = self._tokenizer(
+                    batch,
+                    padding="max_length",
+                    max_length=length,
+                    truncation=True,
+                    return_tensors="pt",
+                ).to(self._device)
+                output = self._model.get_text_features(**inputs)
+                rows.append(output.pooler_output.cpu().numpy())
+        features = dict(zip(distinct, np.concatenate(rows), strict=True))
+        return np.stack([features[prompt] for prompt in prompts])
+
+
+@dataclass(frozen=True)
+class WholePictures:
+    """A CLIP model as an image encoder: the projected features of whole pictures."""
+
+    clip: Clip
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, D], not normalised. Picture sizes may differ."""
+        return self.clip.images(pictures, whole=True)
+
+
+class VisionModel:
+    """Any vision model of `transformers`, such as Dinov2Model, in float32 and inference mode.
+
+    Its features are the `pooler_output`; DINOv2's is the normalised class token, as FD-DINOv2 uses
+    it (Stein et al. 2023, arXiv 2306.04675). A model without one has the mean of its last states.
+    A model of pictures and texts, such as SiglipModel, has its image features.
+
+    Args:
+        folder: local `transformers` folder with model and image processor.
+        device: as for Clip.
+
+    Raises:
+        WrongInput: a part is missing or fails to load.
+    """
+
+    def __init__(self, folder: Path, device: str = "auto") -> None:
+        from transformers import AutoModel
+
+        self._device = _device(device)
+        try:
+            model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+            self._processor = _processor(folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WrongInput(
+                f"evaluate.image_encoder: {folder} does not load as a vision model:"
+                f" {one_line(error)}"
+            ) from None
+        self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Pooled features, f32 [N, D], not normalised. Picture sizes may differ."""
+        import torch
+
+        rows: list[Float32] = []
+        with torch.inference_mode():
+            for batch in batches(pictures, BATCH):
+                pixels = _whole_pictures(self._processor, batch)
+                rows.append(_pooled(self._model, pixels.to(self._device)).cpu().numpy())
+        return np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
+
+
+class Pixels:
+    """The pixels themselves, reduced to 32 x 32, without the mean of each channel.
+
+    The cosine of two such vectors is their normalised cross-correlation: brightness and contrast
+    do not count.
+    """
+
+    digest = f"pixels {PIXEL_SIDE}"  # in keys of stored features
+
+    def images(self, pictures: Iterable[Picture]) -> Float32:
+        """Features f32 [N, 32 * 32 * 3]."""
+        size, box = (PIXEL_SIDE, PIXEL_SIDE), Image.Resampling.BOX
+        small = [np.asarray(Image.fromarray(p).resize(size, box), np.float32) for p in pictures]
+        stacked = np.stack(small) if small else np.zeros((0, *size, 3), np.float32)
+        centred = stacked - stacked.mean(axis=(1, 2), keepdims=True)
+        return centred.reshape(len(stacked), -1)
+
+
+def _whole_pictures(processor: Any, pictures: Sequence[Picture]) -> Any:
+    """Pixels [B, 3, H, W] of whole pictures, resized to the size that a square picture gets.
+
+    Raises:
+        ValueError: the image processor resizes to no such size.
+    """
+    height, width = _input_size(processor)
+    options: dict[str, Any] = {"size": {"height": height, "width": width}}
+    if getattr(processor, "crop_pct", None) is not None:
+        # The resize of ConvNeXt and PoolFormer crops too, so it gets nothing to do.
+        whole = (Image.fromarray(picture) for picture in pictures)
+        pictures = [np.asarray(one.resize((width, height), processor.resample)) for one in whole]
+        options = {"do_resize": False}
+    if getattr(processor, "do_center_crop", False):
+        options["do_center_crop"] = False
+    return processor(images=list(pictures), return_tensors="pt", **options).pixel_values
+
+
+def _input_size(processor: Any) -> tuple[int, int]:
+    """(height, width) to which an image processor brings a square picture. Raises ValueError."""
+    if not processor.do_resize:
+        raise ValueError("do_resize is false")
+    cropped = getattr(processor, "do_center_crop", False)
+    size = dict(processor.crop_size if cropped else processor.size)
+    if size.keys() == {"shortest_edge"}:
+        return size["shortest_edge"], size["shortest_edge"]
+    if not {"height", "width"} <= size.keys():
+        raise ValueError(f"its size is {size}")
+    return size["height"], size["width"]
+
+
+def _pooled(model: Any, pixels: Any) -> Any:
+    """Features [B, D] of pixels [B, 3, H, W]."""
+    output = getattr(model, "get_image_features", model)(pixel_values=pixels)
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is None:
+        pooled = output.last_hidden_state.mean(dim=1)
+    return pooled.flatten(1)
+
+
+def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Lists of up to `size` items, in order."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _device(name: str) -> Any:
+    """The torch device of a name.
+
+    One process owns a Gaudi. The sampling processes need it, so this one must not open it.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from runtimes.torch.device import choose_device
+
+    disable_progress_bar()
+    return choose_device("auto" if name.startswith("hpu") else name)
+
+
+def _model_type(folder: Path, setting: str, kind: str) -> Any:
+    if not (folder / "config.json").is_file():
+        raise WrongInput(f"{setting}: {folder} has no config.json: it is no {kind} folder")
+    return read_config(folder / "config.json").get("model_type")
+
+
+def _processor_config(folder: Path) -> dict[str, Any]:
+    """An image processor's config: a file of its own, or a part of that of all processors."""
+    path = next(path for name in PROCESSOR if (path := folder / name).is_file())
+    config = read_config(path)
+    part = config.get("image_processor", config)
+    return part if isinstance(part, dict) else {}
+
+
+def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:
+    for part, files in parts.items():
+        if not any((folder / name).is_file() for name in files):
+            raise WrongInput(f"{setting}: {folder} has no {' or '.join(files)} ({part})")
+    try:
+        found = weight_shapes(folder)
+    except WrongInput as error:
+        raise WrongInput(f"{setting}: {error}") from None
+    if not found:  # but an index
+        raise WrongInput(f"{setting}: {folder} has no .safetensors weights: fetch them")
+
+
+VERSION = 1
+Split = Literal["holdout", "train"]
+
+
+@dataclass(frozen=True)
+class ReferenceFeatures:
+    """The features of one encoder, and which pictures they are of."""
+
+    features: Float32  # [M, D]
+    pictures: tuple[tuple[str, str], ...]  # (path of the tar in the images artifact, sample key)
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class FeatureExtractor:
+    """An image encoder and the sha256 or name that identifies it."""
+
+    digest: str
+    model: ImageEncoder
+
+
+def reference_features(
+    store: Store,
+    encoders: Mapping[str, FeatureExtractor],
+    facts: Mapping[str, Any],
+    pictures: Iterable[tuple[str, Sample, Picture]],
+    tell: Callable[[int], None] = lambda done: None,
+) -> dict[str, ReferenceFeatures]:
+    """Features by each encoder, in the order of the pictures.
+
+    Stored ones are reused; one pass over the pictures computes the others.
+
+    Args:
+        facts: all that selects and transforms the pictures, for the key.
+        pictures: (path of the tar, sample, transformed picture), read only if features are missing.
+        tell: called after each batch, with the number of pictures so far.
+    """
+    keys = {
+        name: digest_json({"features": VERSION, "encoder": one.digest, **facts})
+        for name, one in encoders.items()
+    }
+    shards = {name: store.shard(STAGE, key) for name, key in keys.items()}
+    missing = {name: encoders[name].model for name, shard in shards.items() if shard is None}
+    if missing:
+        named, computed = _compute(missing, pictures, tell)
+        shards |= {name: _commit(store, keys[name], one, named) for name, one in computed.items()}
+    return {name: _read(store, shard) for name, shard in shards.items() if shard is not None}
+
+
+def _compute(
+    models: Mapping[str, ImageEncoder],
+    pictures: Iterable[tuple[str, Sample, Picture]],
+    tell: Callable[[int], None],
+) -> tuple[list[tuple[str, str]], dict[str, Float32]]:
+    """The name of each picture, and its features [M, D] by each model."""
+    rows: dict[str, list[Float32]] = {name: [] for name in models}
+    names: list[tuple[str, str]] = []
+    for batch in batches(pictures, BATCH):
+        names += [(path, sample.key) for path, sample, _ in batch]
+        for name, model in models.items():
+            rows[name].append(model.images([picture for *_, picture in batch]))
+        tell(len(names))
+    none = [np.zeros((0, 0), np.float32)]
+    return names, {name: np.concatenate(found or none) for name, found in rows.items()}
+
+
+def _commit(store: Store, key: str, features: Float32, pictures: list[tuple[str, str]]) -> Shard:
+    with tempfile.TemporaryDirectory(prefix="kiln-features-") as folder:
+        path = Path(folder) / "features.safetensors"
+        metadata = {"pictures": json.dumps(pictures)}
+        save_file({"features": np.ascontiguousarray(features)}, path, metadata)
+        local = {".safetensors": str(path)}
+        return store.commit_shard(STAGE, key, local, {"features": len(features)})
+
+
+def _read(store: Store, shard: Shard) -> ReferenceFeatures:
+    (entry,) = shard.files
+    url = store.shard_url(STAGE, entry.path)
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as local:
+        with open_checked(url, entry.sha256) as stream:
+            while block := stream.read(2**20):
+                local.write(block)
+        local.flush()
+        with safe_open(local.name, framework="numpy") as tensors:
+            pictures = json.loads(tensors.metadata()["pictures"])
+            features = tensors.get_tensor("features")
+    return ReferenceFeatures(features, tuple((path, key) for path, key in pictures), shard)

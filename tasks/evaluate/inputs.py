@@ -1,0 +1,164 @@
+"""The inputs of an evaluation, and what two evaluations must share for comparable metrics.
+
+The inputs of an evaluation, except the trained weights.
+
+What two evaluations must share for comparable metrics: sampling settings, data and models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from artifacts.latent_shards import open_latents
+from artifacts.models import digest_model, digest_model_file
+from artifacts.records import digest_json
+from artifacts.store import Artifact
+from configs.settings.recipe import Recipe
+from runtimes.families import detect_family
+from runtimes.families.extra_inputs import ExtraInputs
+from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
+from runtimes.pipeline_folder.folder import describe_encoders
+from tasks.encode.transform import TransformSettings
+from tasks.evaluate.draw import (
+    EvalModel,
+    SamplingSpec,
+    digest_eval_model,
+    digest_pipeline,
+    sampler_settings,
+)
+from tasks.evaluate.features import digest_image_encoder
+from tasks.evaluate.judges import judge_names
+from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_sets
+from tasks.stage import BASE, TrainedWeights, weights_content
+
+
+@dataclass(frozen=True)
+class MeasuringModels:
+    """Local copies of the models that measure pictures."""
+
+    clip: Path  # CLIPModel folder
+    image_encoder: Path | None = None  # vision model folder; None: clip
+    preference_models: Mapping[str, Path] = field(default_factory=dict)  # judge -> CLIPModel folder
+    inception: Path | None = None  # weights file; None: no metrics of Inception
+
+    def digests(self) -> dict[str, str]:
+        """Name -> sha256 of the models."""
+        folders = {"clip": self.clip}
+        folders |= {f"judge {name}": path for name, path in self.preference_models.items()}
+        found = {name: digest_model(path) for name, path in folders.items()}
+        if self.image_encoder is not None:
+            found["image_encoder"] = digest_image_encoder(self.image_encoder)
+        if self.inception is not None:
+            found["inception"] = digest_model_file(self.inception)
+        return found
+
+
+@dataclass(frozen=True)
+class EvalInputs:
+    """A recipe, its data and its models."""
+
+    recipe: Recipe
+    images: Artifact  # with the held-out pictures
+    latents: Artifact  # with the held-out latents
+    base: Path  # pipeline folder
+    vae: Path | None  # None: the VAE of the base
+    measuring: MeasuringModels
+    training_images: Artifact | None = None  # with the training pictures; None: images
+
+    @property
+    def training(self) -> Artifact:
+        """The images among which copies of training pictures are searched."""
+        return self.images if self.training_images is None else self.training_images
+
+    def digests(self) -> dict[str, str]:
+        """Input name -> sha256 of its content."""
+        return {
+            "images": self.images.digest,
+            "training_images": self.training.digest,
+            "latents": self.latents.digest,
+            **model_digests(self.base, self.vae),
+            **self.measuring.digests(),
+        }
+
+    def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
+        """The base, or the model with the weights of a train artifact."""
+        content = None if trained is None else weights_content(trained)
+        digest = digest_eval_model(self.base, self.vae, content)
+        return EvalModel(digest, self.base, weights, self.vae)
+
+
+def model_digests(base: Path, vae: Path | None) -> dict[str, str]:
+    """`base` and, if it is separate, `vae` -> sha256 of their content."""
+    found = {"base": digest_pipeline(base)}
+    return found | ({} if vae is None else {"vae": digest_model(vae)})
+
+
+#: Increment when the pictures, the definition of a metric, or its interval changes.
+VERSION = 5
+
+
+def sampling_spec(given: EvalInputs) -> SamplingSpec:
+    """The sampling settings of an evaluation, equal for all models."""
+    recipe, latents, settings = given.recipe, given.latents, given.recipe.evaluate
+    has_holdout = open_latents(latents.uri).held_out > 0
+    return SamplingSpec(
+        runtime=recipe.runtime,
+        device=settings.device,
+        batch_size=settings.batch_size,
+        prompts=tuple(all_prompts(prompt_sets(recipe))),
+        sampler=sampler_settings(settings, "dtype"),
+        latents=latents.uri if has_holdout else None,
+        latents_digest=latents.digest,
+        holdout={
+            "samples": settings.holdout_samples,
+            "levels": LEVELS,
+            "seed": settings.seed,
+            **recipe.train.holdout_loss_inputs,
+        },
+        family_facts=detect_family(given.base).key_facts,
+        text_dtype=recipe.encode.text_dtype if has_holdout else None,
+        flash_attention=recipe.train.mindspore.flash_attention,
+        offload=settings.offload,
+    )
+
+
+def loss_facts(
+    schedule: Schedule, folder: Path, vae: Path | None, extras: ExtraInputs
+) -> dict[str, Any]:
+    """The facts that define a held-out loss; losses are comparable only if they are equal."""
+    encoders = describe_encoders(folder, vae)
+    return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
+
+
+def fingerprint(given: EvalInputs) -> str:
+    """sha256 of all facts that two evaluations must share for comparable metrics."""
+    recipe = given.recipe
+    schedule = read_schedule(given.base / "scheduler", recipe.train)
+    extras = ExtraInputs.from_settings(recipe.train)
+    return digest_json(
+        {
+            "version": VERSION,
+            "sampling": sampling_spec(given).facts(),
+            "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+            "compared": list(compared_sets(recipe)),
+            "models": given.measuring.digests(),
+            "reference": given.images.digest,
+            "transform": TransformSettings.of(recipe).for_key(),
+            "judges": judge_names(recipe.evaluate.judges),
+            "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
+            "bootstrap": recipe.evaluate.bootstrap,
+            "loss": loss_facts(schedule, given.base, given.vae, extras),
+        }
+    )
+
+
+def same_loss(given: EvalInputs, model: EvalModel) -> bool:
+    """Whether a model has the prediction and the inputs of the model in training."""
+    theirs = read_schedule(model.part("scheduler"))
+    ours = read_schedule(given.base / "scheduler", given.recipe.train)
+    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
+        ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
+    )

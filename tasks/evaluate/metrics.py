@@ -1,0 +1,318 @@
+"""The metrics of an evaluation: names, table rows, prompts and held-out losses.
+
+Metrics as table rows for the Prefect UI, the report and the model card.
+
+The prompt sets of an evaluation: one prompt per picture.
+
+The held-out loss: at eight equidistant noise levels, each with all held-out samples.
+
+Names of the metrics that an evaluation computes, and the pictures that each one is of.
+
+Scores of the sample pictures that a training run draws.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from artifacts.remote_stores import is_of_client, is_outage, remedy, web_cause
+from configs.explain_errors import hint_of
+from configs.secrets import one_line
+from configs.settings.evaluate import JudgeName, PreferenceModel, PromptSet
+from configs.settings.recipe import Recipe
+from configs.settings.train_parts import HOLDOUT_LOSS
+from runtimes.contract import WrongInput
+from tasks.evaluate import memorization
+from tasks.evaluate.distances import (
+    DISTANCES,
+    INCEPTION_DISTANCES,
+    Estimate,
+    Estimates,
+    Interval,
+    Metric,
+    Resampling,
+    clip_scores,
+    mean,
+)
+from tasks.evaluate.features import Clip, Float32
+from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
+from tasks.panels import human
+from tasks.stage import TransientError
+
+MODELS = ("base", "tuned", "champion")
+
+
+def metric_rows(
+    metrics: Mapping[str, Mapping[str, Metric]],
+    differences: Mapping[str, Mapping[str, Metric]],
+) -> list[dict[str, Any]]:
+    """Table rows, one per metric: value of each model, and the differences, with 95% intervals.
+
+    Args:
+        metrics: metric name -> model -> metric.
+        differences: metric name -> other model -> {"value", "ci"} of tuned - other.
+    """
+    measured = [model for model in MODELS if any(model in models for models in metrics.values())]
+    others = [model for model in measured if any(model in one for one in differences.values())]
+    return [
+        {
+            "metric": name,
+            **{model: with_interval(models.get(model)) for model in measured},
+            **{
+                f"tuned - {model}": with_interval(differences.get(name, {}).get(model))
+                for model in others
+            },
+            "samples": models["tuned"]["n"],
+        }
+        for name, models in metrics.items()
+    ]
+
+
+def with_interval(metric: Metric | None) -> str:
+    """A metric and its interval, if there is one, as text; a dash if it was not measured."""
+    if metric is None:
+        return "—"
+    if metric["ci"] is None:
+        return human(float(metric["value"]))
+    low, high = metric["ci"]
+    return f"{human(float(metric['value']))} [{human(float(low))}, {human(float(high))}]"
+
+
+PromptSets = dict[str, tuple[str, ...]]
+MAX_SAMPLES = 8
+
+
+def prompt_sets(recipe: Recipe) -> PromptSets:
+    """Prompt set name -> the prompt of every picture.
+
+    Raises:
+        WrongInput: a prompt file cannot be read, or the name has unsupported characters.
+    """
+    return {name: _expand(name, given) for name, given in recipe.evaluate.prompts.items()}
+
+
+def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
+    """Up to 8 distinct prompts for samples during training, alternating between the sets."""
+    sets = [list(dict.fromkeys(prompts)) for prompts in prompt_sets(recipe).values()]
+    longest = max(len(prompts) for prompts in sets)
+    alternating = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
+    return tuple(dict.fromkeys(alternating))[:MAX_SAMPLES]
+
+
+def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
+    if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
+        raise WrongInput(f"evaluate.prompts: name {name!r}: use letters, digits, _, . and - only")
+    prompts = given.prompts or read_prompts(f"evaluate.prompts.{name}.file", str(given.file))
+    return tuple(prompt for prompt in prompts for _ in range(given.images_per_prompt))
+
+
+def read_prompts(setting: str, url: str) -> tuple[str, ...]:
+    """The non-empty lines of a UTF-8 text file at an fsspec URL.
+
+    Raises:
+        WrongInput: the file cannot be read or has no prompt; the message names `setting`.
+        TransientError: its store does not respond.
+    """
+    try:
+        with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
+            prompts = tuple(line.strip() for line in stream if line.strip())
+    except Exception as error:  # clients of remote stores define their own exception types
+        cause = web_cause(url, error)
+        if isinstance(cause, FileNotFoundError):
+            raise WrongInput(f"{setting}: {url}: no such file") from None
+        why = getattr(cause, "strerror", None) or one_line(cause)
+        if is_outage(cause):
+            raise TransientError(
+                f"{setting}: {url} cannot be read ({why}): {remedy(cause)}"
+            ) from error
+        if not isinstance(cause, OSError | ValueError) and not is_of_client(cause):
+            raise
+        raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
+    if not prompts:
+        raise WrongInput(f"{setting}: {url} has no prompt: write one per line")
+    return prompts
+
+
+#: As MLPerf's text-to-image benchmark validates: equidistant levels with equal counts. Ours are the
+#: middles of eight equal bands, so that their mean approximates the loss over all levels.
+LEVELS = 8
+#: Metric names of the bands, from the least noise to the most.
+BANDS = tuple(f"{HOLDOUT_LOSS}/level{number}" for number in range(1, LEVELS + 1))
+
+
+def holdout_losses(losses: NDArray[np.float64], resampling: Resampling) -> dict[str, Estimate]:
+    """The mean loss, and that of each band. Intervals resample held-out samples.
+
+    Args:
+        losses: f64 [N, 8], one row per held-out sample; N may be 0.
+    """
+    if not len(losses):
+        return {}
+    bands = {name: mean(losses[:, n], resampling) for n, name in enumerate(BANDS)}
+    return {HOLDOUT_LOSS: mean(losses.mean(axis=1), resampling), **bands}
+
+
+CLIP_SCORE, CMMD = "clip_score", "cmmd"
+#: Distances need this many pictures of a model, and as many held-out ones.
+LEAST_COMPARED = 2
+#: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
+LOWER_IS_BETTER = (
+    *(HOLDOUT_LOSS, CMMD, "fd", "kid", *INCEPTION_DISTANCES),
+    *(memorization.FEATURES, memorization.PIXELS),
+)
+#: Metric, with its bands and prompt sets -> its range, to which intervals are cut.
+RANGES: dict[str, Interval] = {
+    CLIP_SCORE: (0.0, 100.0),
+    **dict.fromkeys((HOLDOUT_LOSS, CMMD, "fd", "fd_inception"), (0.0, math.inf)),
+}
+
+
+def with_ranges(estimates: Estimates) -> dict[str, Estimate]:
+    """The estimates of metrics by name, with the metrics' ranges."""
+    found = dict(estimates)
+    for name, one in estimates.items():
+        if (limits := RANGES.get(name.partition("/")[0])) is not None:
+            found[name] = replace(one, low=limits[0], high=limits[1])
+    return found
+
+
+def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
+    """Names of the metrics that this recipe's evaluation computes.
+
+    Args:
+        held_out: number of pictures that a nonzero `encode.holdout` selects.
+
+    Raises:
+        WrongInput: a prompt file cannot be read.
+    """
+    sets = list(recipe.evaluate.prompts)
+    names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
+    if recipe.encode.holdout > 0 and held_out:
+        if min(held_out, _compared_pictures(recipe)) >= LEAST_COMPARED:
+            names += [CMMD, *DISTANCES]
+            names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
+        names += [HOLDOUT_LOSS, *BANDS]
+    names += [memorization.FEATURES, memorization.PIXELS]
+    judges = judge_names(recipe.evaluate.judges)
+    return names + [name for judge in judges for name in by_set(judge, sets)]
+
+
+def hint_of_metric(metric: str, measured: Sequence[str]) -> str:
+    """The remedy for a metric that is not measured: its setting, or the most similar name."""
+    named = "fd_inception" if metric.lower() == "fid" else metric
+    if named in INCEPTION_DISTANCES and named not in measured:
+        return f"set evaluate.inception, whose network {named} needs"
+    return hint_of(named, measured)
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a lower value of a metric, or of a part such as `cmmd/NAME`, is better."""
+    return metric.partition("/")[0] in LOWER_IS_BETTER
+
+
+def by_set(metric: str, sets: Iterable[str]) -> list[str]:
+    """The names of a metric of each prompt set."""
+    return [f"{metric}/{name}" for name in sets]
+
+
+def compared_sets(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the prompt sets whose pictures are compared with held-out ones."""
+    return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
+
+
+def sets_of_metric(metric: str, recipe: Recipe) -> tuple[str, ...]:
+    """Names of the prompt sets whose pictures a metric is of; none of a held-out loss."""
+    name, _, part = metric.partition("/")
+    if name == HOLDOUT_LOSS:
+        return ()
+    if part:
+        return (part,)
+    if name in (CMMD, *DISTANCES, *INCEPTION_DISTANCES):
+        return compared_sets(recipe)
+    return tuple(recipe.evaluate.prompts)
+
+
+def _compared_pictures(recipe: Recipe) -> int:
+    sets = prompt_sets(recipe)
+    return sum(len(sets[name]) for name in compared_sets(recipe))
+
+
+def all_prompts(sets: PromptSets) -> list[str]:
+    """The prompt of every picture, in the order of the sets."""
+    return [prompt for prompts in sets.values() for prompt in prompts]
+
+
+def prompt_numbers(sets: PromptSets) -> tuple[int, ...]:
+    """The number of every picture's prompt, in the sets' order; equal texts are one prompt."""
+    prompts = all_prompts(sets)
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    return tuple(numbers[prompt] for prompt in prompts)
+
+
+def slices_by_set(sets: PromptSets) -> dict[str, slice]:
+    """Prompt set name -> the slice of its pictures in `all_prompts`."""
+    found, start = {}, 0
+    for name, prompts in sets.items():
+        found[name] = slice(start, start + len(prompts))
+        start += len(prompts)
+    return found
+
+
+def sample_metrics(judges: Sequence[JudgeName | PreferenceModel]) -> list[str]:
+    """Names of the scores that `SampleScorer` computes."""
+    small = [one for one in judges if not isinstance(one, PreferenceModel)]
+    return [CLIP_SCORE, *judge_names(small)]
+
+
+class SampleScorer:
+    """Scores samples with a recipe's CLIP model and judges, on the CPU: training has the device.
+
+    Args:
+        judges: of the recipe; preference models are left out, since they are large.
+        clip: folder of the CLIP model, loaded at the first call.
+        prompts: one per picture.
+    """
+
+    def __init__(
+        self,
+        judges: Sequence[JudgeName | PreferenceModel],
+        clip: Path,
+        prompts: Sequence[str],
+    ) -> None:
+        self._judges, self._folder, self._prompts = open_judges(judges, {}, "cpu"), clip, prompts
+
+    def __call__(self, strip: bytes) -> dict[str, float]:
+        """The mean CLIPScore ("clip_score") and the mean score of each judge, by name.
+
+        Args:
+            strip: PNG bytes with one picture per prompt, left to right, all of one width.
+
+        Raises:
+            WrongInput: the CLIP model fails to load, or a judge does not support the pictures.
+        """
+        whole = np.asarray(Image.open(io.BytesIO(strip)).convert("RGB"))
+        pictures = np.stack(np.split(whole, len(self._prompts), axis=1))
+        scores = clip_scores(self._clip.images(pictures), self._texts)
+        judged = judge_pictures(self._judges, pictures, self._prompts)
+        means = {name: float(found.mean()) for name, found in judged.items()}
+        return {CLIP_SCORE: float(scores.mean()), **means}
+
+    @cached_property
+    def _clip(self) -> Clip:
+        return Clip(self._folder, "cpu")
+
+    @cached_property
+    def _texts(self) -> Float32:
+        return self._clip.texts(self._prompts)

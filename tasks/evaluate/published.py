@@ -1,0 +1,276 @@
+"""Published models in an evaluation: load them, and read or measure their metrics.
+
+Load a published model for sampling: a full pipeline, or adapters and their base.
+
+A version of a registry has a manifest: its files are compared with it before they are loaded.
+
+Metrics of a published model, comparable with an evaluation's: read, or measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from fsspec.implementations.local import LocalFileSystem
+
+from artifacts.models import (
+    IGNORED,
+    ModelAway,
+    ModelNotFound,
+    cache_folder,
+    digest_model,
+    digest_model_file,
+    resolve_model,
+)
+from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
+from artifacts.remote_stores import is_forbidden, is_outage
+from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.contract import WrongInput
+from runtimes.families import detect_family
+from runtimes.pipeline_folder.folder import vae_path
+from tasks.evaluate import draw
+from tasks.evaluate.distances import Estimates, from_npz, to_npz
+from tasks.evaluate.draw import STAGE, EvalModel, RunJob, digest_eval_model, digest_pipeline
+from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
+from tasks.evaluate.measure import MetricSuite, memory_released
+from tasks.evaluate.metrics import with_ranges
+from tasks.evaluate.stage import metrics_by_name, read_estimates, settings_for_key
+from tasks.progress import Progress
+from tasks.run_job import run_job
+from tasks.stage import (
+    BOOTSTRAP,
+    METRICS,
+    RECIPE,
+    TrainedWeights,
+    build_or_reuse,
+    runtime_facts,
+    storing,
+)
+
+
+def load_published_model(folder: Path) -> EvalModel:
+    """The model in a local folder that the publish stage wrote.
+
+    Raises:
+        Damaged: a file is not the one that its manifest names; a folder without one is not checked.
+        ModelNotFound, ModelAway: the base of the adapters is missing, or does not answer now.
+        WrongInput: the folder has neither a pipeline nor adapters.
+    """
+    _check_files(folder)
+    found = find_parts(folder)
+    return replace(found, digest=_digest(folder, found))
+
+
+def find_parts(folder: Path) -> EvalModel:
+    """As `load_published_model`, without reading the weights: the digest is empty."""
+    evaluated = _section(folder, "evaluate")
+    if (folder / "model_index.json").is_file():
+        weights = TrainedWeights(_trained_texts(folder), None)
+        return EvalModel("", folder, weights, evaluated=evaluated)
+    lora = folder / LORA_WEIGHTS
+    if not lora.is_file():
+        raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
+    base, vae = _base_of(folder)
+    own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
+    return EvalModel("", base, TrainedWeights(own, lora), vae, evaluated)
+
+
+def is_complete_here(folder: Path) -> bool:
+    """Whether nothing must be fetched: adapters need their base, which may be on the hub."""
+    if (folder / "model_index.json").is_file():
+        return True
+    model = _base_settings(folder)
+    named = [model.get("path"), model.get("vae")]
+    return all(os.path.isdir(place) for place in named if isinstance(place, str))
+
+
+def _check_files(folder: Path) -> None:
+    try:
+        manifest = read_record(LocalFileSystem(), str(folder / MANIFEST))
+    except Damaged:
+        if (folder / RECIPE).is_file():
+            raise _damaged(folder, MANIFEST) from None
+        return  # some other program's file of this name
+    for entry in manifest["files"] if manifest else []:
+        path = folder / entry.path
+        if path.name in IGNORED:  # such as a card that was edited
+            continue
+        if not path.is_file() or digest_model_file(path) != entry.sha256:
+            distrust(LocalFileSystem(), str(path))
+            raise _damaged(folder, entry.path)
+
+
+def _damaged(folder: Path, path: str) -> Damaged:
+    copied = folder.is_relative_to(cache_folder())
+    first = f"delete this copy of the model ({folder}) and run again; or " if copied else ""
+    return Damaged(
+        f"{folder / path} is missing or damaged, its sha256 is not that of the manifest: {first}"
+        "`kiln verify` lists what is damaged, `kiln run` of its recipe writes it again, and `kiln "
+        "rollback` restores the champion before it"
+    )
+
+
+def _digest(folder: Path, found: EvalModel) -> str:
+    if found.weights.lora is not None:
+        own = digest_model(folder, (LORA_WEIGHTS, *found.weights.parts))
+        return digest_eval_model(found.folder, found.vae, own)
+    pipeline, texts = digest_pipeline(folder), tuple(found.weights.parts)
+    return digest_json({"pipeline": pipeline, "texts": texts}) if texts else pipeline
+
+
+def _trained_texts(folder: Path) -> dict[str, Path]:
+    """The text encoders of a published pipeline that were trained.
+
+    They also encode the held-out captions, so the loss differs from that with the embeddings stored
+    in the latents. The digest must differ too.
+    """
+    if not _section(folder, "train").get("train_text_encoder"):
+        return {}
+    return {name: folder / name for name in detect_family(folder).clip_encoders}
+
+
+def _section(folder: Path, name: str) -> dict[str, Any]:
+    """A section of a published folder's recipe; empty without one."""
+    try:
+        recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    found = recipe.get(name) if isinstance(recipe, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _base_settings(folder: Path) -> dict[str, Any]:
+    """`model` of the recipe of adapters: of the manifest, which is never pushed and has paths."""
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or another program's
+        record = read_record(LocalFileSystem(), str(folder / MANIFEST)) or {}
+        return dict(record["settings"]["base"])
+    return _section(folder, "model")
+
+
+def _base_of(folder: Path) -> tuple[Path, Path | None]:
+    """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
+    try:
+        model = _base_settings(folder)
+        # A number names a descriptor to the operating system, and no file to us: fspath refuses it.
+        base = resolve_model(os.fspath(model["path"]), revision=model.get("revision"))
+        given = model.get("vae")
+        return base, None if given is None else vae_path(base, resolve_model(os.fspath(given)))
+    except (KeyError, TypeError):
+        raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
+    except (ModelNotFound, ModelAway) as error:
+        raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None
+
+
+log = logging.getLogger("kiln")
+
+
+class PublishedMetrics(NamedTuple):
+    """A published model's metrics, and the artifact with them if it was measured again."""
+
+    estimates: Estimates
+    evaluation: Artifact | None = None
+
+
+def metrics_of_published(
+    given: EvalInputs,
+    evaluated: Artifact,
+    begin: Callable[[KeyParts], Progress],
+    uri: str,
+    *,
+    send: Callable[[KeyParts, Progress], Callable[[], str] | None] | None = None,
+    run: RunJob = run_job,
+) -> PublishedMetrics:
+    """A published model's metrics, comparable with the `tuned` ones of an evaluation.
+
+    The metrics of its own publication are reused if their fingerprint is equal; its weights are
+    then not read. Otherwise the model samples again, as an artifact of its own. The held-out loss
+    is then omitted if the model predicts another quantity or has other inputs.
+
+    Args:
+        evaluated: artifact of the evaluation.
+        begin: records that the run needs an artifact; returns the progress of building it.
+        uri: folder or URL of the published model.
+        send: returns a call that lets another machine build an artifact, or None to build it here.
+    """
+    found = published_estimates(uri, evaluated.summary["fingerprint"])
+    if found is not None:
+        return PublishedMetrics(found)
+    log.info("evaluate: the champion has no comparable metrics: measuring it again")
+    model = load_published_model(resolve_model(uri))
+    # The fingerprint has what ours must share with it, such as the prediction type of the loss.
+    shared = {"published": model.digest, "comparable": fingerprint(given)}
+    inputs = given.digests() | shared
+    parts = KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
+    progress = begin(parts)
+    build = partial(_build_published, given, model, progress=progress, run=run)
+    parents = {"images": given.images, "latents": given.latents}
+    sent = None if send is None else send(parts, progress)
+    result = build_or_reuse(evaluated.store, parts, build, parents=parents, send=sent)
+    artifact = result.load(evaluated.store)
+    return PublishedMetrics(read_estimates(artifact, ("tuned",))["tuned"], artifact)
+
+
+@memory_released()
+def _build_published(
+    given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: RunJob
+) -> dict[str, Any]:
+    """Sample with a published model, and write its finite metrics, as `tuned`, into the draft.
+
+    A rule that names another metric then has no comparable value, and fails unless it is forced.
+    """
+    spec, store = sampling_spec(given), draft.store
+    if not same_loss(given, model):
+        spec = replace(spec, latents=None)  # the model may not even accept our latents
+    with draw.scratch(draft) as folder:
+        on_event = draw.progress_callback(progress)
+        (shard,) = draw.draw([model], spec, store, folder, run, on_event)
+    suite = MetricSuite.of(given, store, progress)
+    models = {"tuned": _finite(suite.measure(store, shard, "champion", progress).metrics)}
+    for one in [shard, *suite.shards]:
+        draft.add_shard(one)
+    draft.write(BOOTSTRAP, to_npz(models))
+    facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(given)}
+    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+    run_facts = runtime_facts(given.recipe.runtime)
+    return {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}, **facts, "run": run_facts}
+
+
+def _finite(estimates: Estimates) -> Estimates:
+    """The metrics of a champion that have a value; a warning names the others."""
+    found = {name: one for name, one in estimates.items() if np.isfinite(one.value)}
+    if lost := sorted(estimates.keys() - found.keys()):
+        log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
+    return found
+
+
+def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
+    """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable.
+
+    Raises StorageError if a remote store does not give them.
+    """
+    place = Store(uri)
+    fs, root = place.fs, place.root
+    with storing(place):
+        try:
+            manifest = read_record(fs, f"{root}/{MANIFEST}")
+            sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
+            found = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
+            if found["fingerprint"] != fingerprint:
+                return None
+            resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
+            return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
+        except (OSError, ValueError, KeyError) as error:
+            if is_outage(error) or is_forbidden(error):
+                raise
+            return None

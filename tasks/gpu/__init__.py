@@ -1,1 +1,0 @@
-"""Plan training on GPUs without a GPU."""

@@ -1,0 +1,1 @@
+"""Plan a run without its accelerator: memory, time, disk and cost."""

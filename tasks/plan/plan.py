@@ -1,0 +1,348 @@
+"""What the plans of all kinds of accelerator share: duration, disk, cost and their cache.
+
+What the plans of all kinds of accelerator share: duration, storage, cost, and their cache.
+
+Estimate the disk that a run needs, by stage, from rows, sizes and the base's weight shapes.
+
+docs/scale.md has the arithmetic. Every row counts as a picture with a caption of its own, so that
+lists with failures and equal captions need less.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from artifacts.models import files_below, resolve_configs
+from artifacts.records import digest_json, read_record, write_record
+from artifacts.store import Store
+from configs.settings.recipe import Recipe, StageName
+from configs.settings.train import Train
+from runtimes.adapters.lora import choose_layers, layers_of
+from runtimes.contract import WrongInput
+from runtimes.families import detect_family, family_named
+from runtimes.pipeline_folder.folder import describe_encoders, vae_path
+from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
+from runtimes.process.planner import GpuStepRequest, TpuStepRequest
+from tasks.evaluate.metrics import prompt_sets, sample_prompts
+
+
+class PlanFailed(RuntimeError):
+    """The planner's process failed; the message has the last lines of its log."""
+
+
+class TrainingPlan(ABC):
+    """Duration, storage and cost of a recipe's training on some accelerators."""
+
+    recipe: Recipe
+    info: dict[str, Any]  # of the encoders, from describe_encoders
+
+    @property
+    @abstractmethod
+    def chips(self) -> int:
+        """Number of accelerators."""
+
+    @property
+    @abstractmethod
+    def step_seconds(self) -> float | None:
+        """Seconds per step; None if unknown."""
+
+    @property
+    @abstractmethod
+    def assumption(self) -> str:
+        """The assumption behind `step_seconds`."""
+
+    @property
+    @abstractmethod
+    def fits(self) -> bool:
+        """Whether each accelerator's memory is enough."""
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None for `train.epochs` without `plan.pictures`."""
+        train, pictures = self.recipe.train, self.recipe.plan.pictures
+        if train.epochs is not None and pictures is None:
+            return None
+        return train.with_steps(pictures or 0).steps
+
+    @property
+    def hours(self) -> float | None:
+        return self.step_seconds and self.steps and self.step_seconds * self.steps / 3600
+
+    @property
+    def cost(self) -> float | None:
+        price = self.recipe.plan.chip_hour_price
+        return None if price is None else self.hours and self.hours * self.chips * price
+
+    @property
+    def bytes_per_picture(self) -> int:
+        """Stored bytes per picture with one caption."""
+        return self.latent_bytes + self.caption_bytes
+
+    @property
+    def latent_bytes(self) -> int:
+        """Stored bytes of latents per picture."""
+        return latent_bytes(self.recipe, self.info)
+
+    @property
+    def caption_bytes(self) -> int:
+        """Stored bytes of a caption; a shard stores equal captions once."""
+        return caption_bytes(self.recipe, self.info)
+
+    @property
+    def storage_bytes(self) -> int | None:
+        """Stored bytes of all pictures; None without `plan.pictures`."""
+        pictures = self.recipe.plan.pictures
+        return None if pictures is None else pictures * self.bytes_per_picture
+
+
+def latent_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
+    """Stored bytes of latents per picture: 16-bit moments, masks with masked means.
+
+    Args:
+        info: of the encoders, from describe_encoders.
+    """
+    encode = recipe.encode
+    pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
+    moments = 2 * 2 * info["latent_channels"] * pixels
+    masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
+    return int(moments + masked) * (2 if encode.flip else 1)
+
+
+def caption_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
+    """Stored bytes of a caption: its 16-bit embeddings, or its 32-bit token ids alone.
+
+    Args:
+        info: of the encoders, from describe_encoders.
+    """
+    if recipe.encode.text == "token_ids":
+        return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
+    return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
+
+
+def config_folders(recipe: Recipe) -> tuple[Path, Path | None]:
+    """Local folders of the base, and of a separate VAE; of a model on the hub with configs alone.
+
+    Raises:
+        ModelNotFound: the base or the VAE does not exist.
+    """
+    model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
+    separate = recipe.model.vae
+    return model, None if separate is None else vae_path(model, resolve_configs(separate))
+
+
+def load_or_compute(
+    store: Store, key: str, compute: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """A record of the store's cache of plans, computed and written if it is not there."""
+    path = f"{store.root}/plans/{key}.json"
+    try:
+        record = read_record(store.fs, path)
+    except ValueError:  # a damaged record is replaced
+        record = None
+    if record is None:
+        record = {"plan": compute()}
+        write_record(store.fs, path, record)
+    return dict(record["plan"])
+
+
+def cache_key(
+    version: int, request: GpuStepRequest | TpuStepRequest, versions: Mapping[str, Any]
+) -> str:
+    """A digest of a request, the contents of its folders' configs and the package versions.
+
+    Args:
+        version: of the planner.
+        versions: of the packages that affect the plan.
+    """
+    there = [folder for folder in (request.model, request.vae) if folder is not None]
+    settings = {**asdict(request), "model": None, "vae": None}
+    configs = {
+        f"{number}/{path.relative_to(folder)}": json.loads(path.read_text(encoding="utf-8"))
+        for number, folder in enumerate(there)
+        for path in files_below(Path(folder))
+        if path.name.endswith("config.json") or path == Path(folder, "model_index.json")
+    }
+    return digest_json([version, settings, configs, versions])
+
+
+def ask_planner(
+    module: str, request: dict[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a planner's module in a child process on a request; the JSON object that it prints.
+
+    Raises:
+        WrongInput: the planner does not support the request.
+        PlanFailed: the planner failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
+        path = Path(scratch) / "request.json"
+        path.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", module, str(path)]
+        variables = {**os.environ, **(environment or {})}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        last = "\n".join(done.stderr.splitlines()[-20:])
+        raise PlanFailed(f"the step could not be planned (exit code {done.returncode}): {last}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "wrong_input" in found:
+        raise WrongInput(found["wrong_input"])
+    return found
+
+
+#: Bytes per pixel of photographs in a stored format: jpg and webp at quality 95, png.
+PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
+#: Area of a picture as a multiple of image_size squared, for sides of 1 to 1.3.
+AREAS = {"keep_ratio": 1.3, "keep_ratio_largest": 0.77}
+#: Bytes per sample beside the picture: three headers of a tar, caption, metadata, parquet row.
+SAMPLE_BYTES = 3200
+#: Bytes per reference picture of the evaluation: 32 x 32 RGB in float32 (memorization), features.
+REFERENCE_BYTES = 4 * (32 * 32 * 3 + 768)
+#: Bytes of an evaluation beside them: two sheets of small pictures, metrics, resampled values.
+SHEET_BYTES = 250_000
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes that a run stores, by stage."""
+
+    rows: int
+    stages: dict[StageName, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.stages.values())
+
+    def without_stored(self, missing: Mapping[StageName, float]) -> DiskEstimate:
+        """What is still needed if a share `missing` of each stage is not stored yet."""
+        left = {stage: int(missing[stage] * size) for stage, size in self.stages.items()}
+        return replace(self, stages=left)
+
+    @property
+    def words(self) -> str:
+        """The largest parts, such as `encode 3.1 GB, train 2.0 GB`."""
+        return ", ".join(f"{stage} {in_words(size)}" for stage, size in self.stages.items())
+
+
+def estimate_disk(
+    recipe: Recipe,
+    model: Path,
+    vae: Path | None,
+    rows: int,
+    stages: Sequence[StageName],
+    trials: Sequence[Recipe] = (),
+) -> DiskEstimate:
+    """The disk that a run needs in its store.
+
+    Args:
+        model: local folder of the base pipeline.
+        vae: folder of the VAE that replaces the pipeline's own.
+        rows: of the source.
+        stages: those that the run builds.
+        trials: of a sweep, the recipes that are trained and measured; one of them is published.
+
+    Raises:
+        WrongInput: the base's configs are invalid, or a prompt file cannot be read.
+    """
+    info = describe_encoders(model, vae)
+    trained = [(one, _trained_parameters(one.train, model)) for one in trials or (recipe,)]
+    encoded = rows * (latent_bytes(recipe, info) + caption_bytes(recipe, info))
+    sizes: dict[StageName, int] = {
+        "download": rows * _picture_bytes(recipe),
+        "encode": encoded,
+        "train": sum(_training_bytes(one, numbers, rows) for one, numbers in trained),
+        "evaluate": len(trained) * _evaluation_bytes(recipe, rows),
+        "publish": max(_published_bytes(one, model, numbers) for one, numbers in trained),
+    }
+    return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
+
+
+def _picture_bytes(recipe: Recipe) -> int:
+    settings = recipe.download
+    area = AREAS.get(settings.resize_mode, 1.0) * settings.image_size**2
+    return int(area * PIXEL_BYTES[settings.encode_format]) + SAMPLE_BYTES
+
+
+def _training_bytes(recipe: Recipe, trained: int, rows: int) -> int:
+    """Checkpoints, with the one that is being written, the trained weights and samples."""
+    settings = recipe.train.with_steps(rows)
+    arrays = 4.0 * trained * (1 + (settings.ema_decay is not None)) + moment_bytes(
+        settings, trained
+    )
+    checkpoints = settings.checkpoints_total_limit + settings.kept_best + 1
+    drawn = 0
+    if settings.sample_every_n_steps:
+        times = settings.steps // settings.sample_every_n_steps
+        drawn = times * len(sample_prompts(recipe)) * _drawn_bytes(recipe)
+    return int(checkpoints * arrays) + 4 * trained + drawn
+
+
+def moment_bytes(settings: Train, trained: int) -> float:
+    """Bytes of the optimizer's state on disk."""
+    return trained * {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.01}[settings.optimizer]
+
+
+def _evaluation_bytes(recipe: Recipe, rows: int) -> int:
+    """Pictures of base and tuned model, features of the references, and the sheets."""
+    pictures = sum(map(len, prompt_sets(recipe).values()))
+    return 2 * pictures * _drawn_bytes(recipe) + rows * REFERENCE_BYTES + SHEET_BYTES
+
+
+def _drawn_bytes(recipe: Recipe) -> int:
+    return int(PIXEL_BYTES["png"] * recipe.encode.resolution**2)
+
+
+def _published_bytes(recipe: Recipe, model: Path, trained: int) -> int:
+    """The artifact, and its copy in a registry within the store."""
+    publish, train = recipe.publish, recipe.train
+    width = 4 if publish.dtype == "float32" else 2
+    parts = sorted(folder for folder in model.iterdir() if folder.is_dir())
+    whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
+    adapters = width * trained if train.method == "lora" else 0
+    size = adapters if train.method == "lora" and not publish.merge else whole + adapters
+    return size * (2 if publish.registry is None else 1)
+
+
+def _trained_parameters(settings: Train, model: Path) -> int:
+    """Numbers that training changes."""
+    family = detect_family(model)
+    parts = (family.denoiser, *(family.clip_encoders if settings.train_text_encoder else ()))
+    return sum(_trained_in(part, _shapes(model / part), settings, model) for part in parts)
+
+
+def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -> int:
+    if settings.method == "full" or not shapes:
+        return sum(map(math.prod, shapes.values()))
+    family, layers = detect_family(model), layers_of(shapes)
+    chosen = choose_layers(part, layers, settings.lora, family.attention_layers)
+    rank, rows = settings.lora.rank, settings.lora.dora
+    weights = (shapes[f"{name}.weight"] for name in chosen)
+    sizes = ((shape[0], math.prod(shape[1:])) for shape in weights)
+    return sum(rank * (out + into) + out * rows for out, into in sizes)
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        return weight_shapes(folder)
+    except WrongInput:  # another stage reports a damaged file
+        return {}
+
+
+def in_words(size: float) -> str:
+    """A number of bytes, such as `12 B`, `139 MB` or `3.1 GB`."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0
+    while size >= 999.5 and power < 4:
+        size /= 1000
+        power += 1
+    digits = f"{size:.1f}".removesuffix(".0") if size < 99.95 else f"{size:,.0f}"
+    return f"{digits} {units[power]}"

@@ -1,0 +1,208 @@
+"""Changes of a source since the champion, by its rows or by the stamps of its files.
+
+What changed in a source since the champion: new and removed rows, kept and new shards.
+
+Notice changes of a source by the stamps of its files, without reading them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from artifacts.compare_and_swap import read, swap
+from artifacts.image_shards import read_rows
+from artifacts.lock import is_alive
+from artifacts.records import Damaged, FileEntry, digest_json, parse_json, read_checked
+from artifacts.remote_stores import make_folder_of
+from artifacts.store import SHARDS, Artifact, Store
+from configs.settings.recipe import Recipe
+from tasks.download.rows import shard_ends
+from tasks.download.shard import STAGE, shard_key
+from tasks.download.shard_plan import (
+    DownloadPlan,
+    ShardSpec,
+    Span,
+    join_spans,
+    planned_hashes,
+    rows_digest,
+)
+from tasks.download.sources import SOURCES
+from tasks.publish.stage import registry_of
+from tasks.retrain.champion import Champion
+
+Rows = dict[bytes, Span]  # row hash -> its place in the source
+log = logging.getLogger("kiln")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The difference between a source and the images of the champion."""
+
+    source: str  # sha256 (hex) over the hashes of all rows, in order
+    rows: int
+    new_rows: int
+    removed_rows: int = 0
+    rows_to_fetch: int = 0  # new ones, and those of shards that lost a row
+    kept_shards: int = 0
+    new_shards: int = 0
+
+
+@dataclass
+class _Compared:
+    """A source beside the champion's shards."""
+
+    recipe: Recipe
+    kept: dict[str, ShardSpec]  # key -> a shard that the champion has, too
+    rest: Rows  # rows outside the kept shards
+
+    def match(self, key: str, hashes: list[bytes]) -> bool:
+        """Keep an old shard with other neighbours now, if the source has all of its rows."""
+        if not hashes or not all(row_hash in self.rest for row_hash in hashes):
+            return False
+        spec = _spec(self.recipe, [(row_hash, self.rest[row_hash]) for row_hash in hashes])
+        if spec.key != key:  # other settings
+            return False
+        self.kept[key] = spec
+        return True
+
+
+def plan_changes(
+    recipe: Recipe, store: Store, champion: Champion | None, plan: DownloadPlan
+) -> tuple[DownloadPlan, Changes]:
+    """The shards to train on, and what changed since the champion.
+
+    The order of rows does not matter. New rows are cut into shards of their own, so that no old row
+    is fetched or encoded again, except for the other rows of a shard that lost one. A repetition of
+    an old row may count as new.
+
+    Args:
+        plan: the source's rows as they would be cut for a first training.
+
+    Raises:
+        SourceError: the plan's rows cannot be read.
+        WrongInput: the store lacks the champion's images.
+    """
+    if champion is None:
+        count = len(plan.shards)
+        fetched = Changes(plan.source_digest, plan.rows, plan.rows, 0, plan.rows, 0, count)
+        return plan, fetched
+    images = champion.load(store, STAGE, champion.images)
+    old = _row_lists(images)
+    kept = {spec.key: spec for spec in plan.shards if spec.key in old}
+    rest: Rows = {}
+    for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
+        rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
+    found = _Compared(recipe, kept, rest)
+    matched, lost = set[bytes](), set[bytes]()
+    for key in sorted(old.keys() - kept.keys()):
+        hashes = _row_hashes(images, old[key])
+        (matched if found.match(key, hashes) else lost).update(hashes)
+    fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
+    cut = _cut(recipe, fetch)
+    shards = (*found.kept.values(), *cut)
+    layout = digest_json(sorted(shard.key for shard in shards))
+    count = sum(shard.rows for shard in shards)
+    return replace(plan, rows=count, shards=shards, layout=layout), Changes(
+        source=plan.source_digest,
+        rows=plan.rows,
+        new_rows=len(fetch.keys() - lost),
+        removed_rows=len(lost - rest.keys()),
+        rows_to_fetch=len(fetch),
+        kept_shards=len(found.kept),
+        new_shards=len(cut),
+    )
+
+
+def _cut(recipe: Recipe, rows: Rows) -> list[ShardSpec]:
+    """Shards of rows, the last of which may be small."""
+    prefixes = [int.from_bytes(row_hash[:4], "big") for row_hash in rows]
+    ends = shard_ends(np.array(prefixes, np.uint32), recipe.download.shard_size)
+    items, starts = list(rows.items()), [0, *ends]
+    parts = [items[a:b] for a, b in zip(starts, [*ends, len(items)], strict=True)]
+    return [_spec(recipe, part) for part in parts if part]
+
+
+def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
+    key = shard_key(recipe.download)(rows_digest(row_hash for row_hash, _ in rows))
+    return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
+
+
+def _row_lists(images: Artifact) -> dict[str, FileEntry]:
+    """Key of each shard -> its parquet."""
+    listed = [entry for entry in images.files if entry.path.endswith(".parquet")]
+    return {one.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: one for one in listed}
+
+
+def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
+    """The hashes of a shard's rows, in order; none of a damaged shard, which is fetched again."""
+    try:
+        data = read_checked(images.store.fs, images.path, entry.path, entry.sha256)
+    except (Damaged, FileNotFoundError) as error:
+        log.warning("retrain: %s; its rows count as new", error)
+        return []
+    return [bytes.fromhex(row["row_hash"]) for row in read_rows(data)]
+
+
+EVENT = "kiln.source.changed"
+FILE = "watched.json"  # in the model's folder of the registry
+LOCK = "retrain-lock.json"
+
+
+def source_resource(model: str) -> str:
+    """The Prefect resource of the source of a model, by its name in the registry."""
+    return f"kiln.source.{model}"
+
+
+def stamp(recipe: Recipe) -> str:
+    """sha256 (hex) over the source's settings, and name, size and etag or time of its files.
+
+    Raises SourceError if the files cannot be listed.
+    """
+    pieces = SOURCES[recipe.source.kind](recipe.source).pieces()
+    identities = [piece.identity for piece in pieces]
+    return digest_json([recipe.source.model_dump(mode="json"), identities])
+
+
+def lock_path(recipe: Recipe) -> str:
+    """The lock of a model's retrainings; a retraining reads its source under it."""
+    return f"{registry_of(recipe).root}/{LOCK}"
+
+
+def is_retraining(recipe: Recipe) -> bool:
+    """Whether a retraining of the model runs.
+
+    One that begins later reads the source after the stamp of this call's process.
+    """
+    return is_alive(registry_of(recipe).fs, lock_path(recipe))
+
+
+def last_stamp(recipe: Recipe) -> str | None:
+    """The stamp of the last `remember`; None without one, or if it is damaged."""
+    registry = registry_of(recipe)
+    data = read(registry.fs, f"{registry.root}/{FILE}").data
+    try:
+        return None if data is None else str(parse_json(data)["stamp"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def remember(recipe: Recipe, found: str) -> None:
+    """Store a stamp. Raises OSError if the registry cannot be written."""
+    registry = registry_of(recipe)
+    path, data = f"{registry.root}/{FILE}", json.dumps({"stamp": found}).encode()
+    make_folder_of(registry.fs, path)
+    while not swap(registry.fs, path, read(registry.fs, path), data):
+        pass  # another watcher stored its stamp at this moment
+
+
+def forget(recipe: Recipe) -> None:
+    """Let the next watch announce the source again, if one has announced it.
+
+    Raises OSError if the registry cannot be written.
+    """
+    if last_stamp(recipe) is not None:
+        remember(recipe, "")

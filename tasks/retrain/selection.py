@@ -1,0 +1,218 @@
+"""Select the samples of a retraining, and cut their latent shards.
+
+Cut a latent shard: some of its training samples, with their captions, as a shard of its own.
+
+Select the samples of a retraining: the new ones, and a replay of the champion's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from artifacts.latent_shards import (
+    INFO,
+    LatentSample,
+    LatentShard,
+    ShardRef,
+    Texts,
+    flipped_group,
+    write_latent_shard,
+)
+from artifacts.records import digest_json
+from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard
+from configs.settings.recipe import Recipe
+from runtimes.data.shard_cache import ShardFiles
+from runtimes.families import family_named
+from tasks.encode.transform import STAGE, VERSION
+
+
+def cut_shard(
+    ref: ShardRef, info: Mapping[str, Any], count: int, seed: str, path: Path, *, cache_bytes: int
+) -> dict[str, int]:
+    """Write `count` random training samples of a shard to `path`, with their mirrored copies.
+
+    Args:
+        info: content of latents.json.
+        seed: of the choice.
+        cache_bytes: size limit of the local cache of remote shards.
+
+    Returns `train/<h>x<w>` -> number of samples.
+
+    Raises:
+        WrongInput: the shard is missing or damaged.
+    """
+    chosen = _choose(ref.groups, count, seed)
+    files = ShardFiles([ref], open_limit=1, cache_bytes=cache_bytes)
+    try:
+        shard = files[0]
+        groups = {
+            name: [shard.sample(name, row) for row in rows]
+            for group, rows in chosen.items()
+            for name in (group, flipped_group(group))
+            if name in shard.groups
+        }
+        used = {row for samples in groups.values() for one in samples for row in one.caption_rows}
+        rows = [0, *sorted(used - {0})]  # row 0 is the empty caption's
+        new_row = {row: position for position, row in enumerate(rows)}
+        write_latent_shard(
+            path,
+            {name: [_renumbered(one, new_row) for one in found] for name, found in groups.items()},
+            _texts(shard, rows, info),
+        )
+    finally:
+        files.close()
+    return {group: len(rows) for group, rows in chosen.items()}
+
+
+def _choose(groups: Mapping[str, int], count: int, seed: str) -> dict[str, list[int]]:
+    """`train/<h>x<w>` -> rows of `count` samples in reading order, of all sizes alike."""
+    training = [(g, row) for g, n in groups.items() if g.startswith("train/") for row in range(n)]
+    chosen: dict[str, list[int]] = {}
+    for group, row in sorted(sorted(training, key=lambda at: digest_json([seed, *at]))[:count]):
+        chosen.setdefault(group, []).append(row)
+    return chosen
+
+
+def _renumbered(sample: LatentSample, new_row: Mapping[int, int]) -> LatentSample:
+    return replace(sample, caption_rows=tuple(new_row[row] for row in sample.caption_rows))
+
+
+def _texts(shard: LatentShard, rows: list[int], info: Mapping[str, Any]) -> Texts:
+    """The encoded captions of `rows`; token ids alone if the artifact has no embeddings."""
+    input_ids = np.stack([shard.input_ids(row) for row in rows])
+    if info.get("text_dtype") is not None:
+        return Texts(None, None, input_ids)
+    pooled = [one for row in rows if (one := shard.pooled_prompt_embeds(row)) is not None]
+    varying = family_named(info["family"]).varying_lengths
+    return Texts(_Embeds(shard, rows), pooled or None, input_ids, varying)
+
+
+class _Embeds(Sequence[NDArray[np.uint16]]):
+    """Embeddings of captions, read while they are written: those of a T5 are megabytes each."""
+
+    def __init__(self, shard: LatentShard, rows: list[int]) -> None:
+        self._shard, self._rows = shard, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._shard.prompt_embeds(self._rows[index])
+
+    def __iter__(self) -> Iterator[NDArray[np.uint16]]:
+        return map(self._shard.prompt_embeds, self._rows)
+
+
+#: Increment when other samples are selected, or when a cut shard has other content.
+SELECTION = 2
+log = logging.getLogger("kiln")
+
+
+def key_parts(recipe: Recipe, latents: Artifact, old: Artifact, champion: str) -> KeyParts:
+    """The key of the selection, an artifact of latent shards.
+
+    Args:
+        latents: of all rows of the source.
+        old: latents of the champion's rows.
+        champion: digest of the champion.
+    """
+    inputs = {"latents": latents.digest, "old": old.digest, "champion": champion}
+    settings = {"replay": recipe.retrain.replay, "selection": SELECTION}
+    return KeyParts(STAGE, VERSION, settings, inputs)
+
+
+def build(
+    recipe: Recipe, latents: Artifact, old: Artifact, champion: str, draft: Draft
+) -> dict[str, Any]:
+    """Add the new shards, and old samples up to the share `retrain.replay`, to the draft.
+
+    The old ones are whole shards, and a part of one more, without its held-out samples.
+
+    Returns the summary: samples by group, shards, and `new` and `replayed` training samples.
+    """
+    known = {shard.key for shard in _shards(old)}
+    shards = _shards(latents)
+    new = [shard for shard in shards if shard.key not in known]
+    unchanged = [shard for shard in shards if shard.key in known and _count([shard])]
+    wanted = _wanted(_count(new), recipe.retrain.replay)
+    replay, rest = _sample(unchanged, wanted, champion)
+    if rest is not None:
+        replay.append(_cut(recipe, latents, rest, wanted - _count(replay), champion, draft))
+    if (replayed := _count(replay)) < wanted:
+        message = "retrain: replay %s: of %s old samples, the champion's unchanged shards have %s"
+        log.warning(message, recipe.retrain.replay, f"{wanted:,}", f"{replayed:,}")
+    for shard in (chosen := [*new, *replay]):
+        draft.add_shard(shard)
+    draft.write(INFO, latents.read(INFO))
+    groups: Counter[str] = Counter()
+    for shard in chosen:
+        groups.update(shard.meta["groups"])
+    return {
+        "samples": groups.total(),
+        "groups": dict(sorted(groups.items())),
+        "shards": len(chosen),
+        "new": _count(new),
+        "replayed": _count(replay),
+    }
+
+
+def new_samples(latents: Artifact, old: Artifact) -> int:
+    """Number of training samples in the shards that the champion's latents lack."""
+    known = {shard.key for shard in _shards(old)}
+    return _count([shard for shard in _shards(latents) if shard.key not in known])
+
+
+def _wanted(new: int, share: float) -> int:
+    """Old samples, of which `share` of all are; one at least, unless the share is 0."""
+    return max(1, round(new * share / (1 - share))) if share else 0
+
+
+def _sample(shards: Sequence[Shard], wanted: int, seed: str) -> tuple[list[Shard], Shard | None]:
+    """Whole shards in a random order of `seed`, and the next one if a part of it is wanted."""
+    chosen: list[Shard] = []
+    for shard in sorted(shards, key=lambda shard: digest_json([seed, shard.key])):
+        missing = wanted - _count(chosen)
+        if _count([shard]) > missing:
+            return chosen, shard if missing else None
+        chosen.append(shard)
+    return chosen, None
+
+
+def _cut(
+    recipe: Recipe, latents: Artifact, shard: Shard, count: int, seed: str, draft: Draft
+) -> Shard:
+    """A shard of `count` training samples of another."""
+    [entry] = shard.files
+    url = latents.url(f"../{SHARDS}/{entry.path}")
+    ref = ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
+    info, cache_bytes = json.loads(latents.read(INFO)), recipe.train.cache_bytes
+    with tempfile.TemporaryDirectory(prefix="kiln-replay-") as folder:
+        path = Path(folder, "shard.safetensors")
+        groups = cut_shard(ref, info, count, seed, path, cache_bytes=cache_bytes)
+        key = digest_json({"cut": entry.sha256, "samples": count, "seed": seed, "of": SELECTION})
+        files = {".safetensors": str(path)}
+        return draft.store.commit_shard(STAGE, key, files, {"groups": groups})
+
+
+def _count(shards: list[Shard]) -> int:
+    """Training samples; mirrored copies do not count."""
+    groups = (shard.meta["groups"] for shard in shards)
+    return sum(n for group in groups for name, n in group.items() if name.startswith("train/"))
+
+
+def _shards(latents: Artifact) -> list[Shard]:
+    """The latent shards of an artifact, in the order of their names."""
+    prefix = f"../{SHARDS}/"
+    entries = [entry for entry in latents.files if entry.path.startswith(prefix)]
+    named = [replace(entry, path=entry.path.removeprefix(prefix)) for entry in entries]
+    return [Shard(entry.path.partition(".")[0], [entry], entry.meta) for entry in named]

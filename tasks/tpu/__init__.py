@@ -1,1 +1,0 @@
-"""Train on a Cloud TPU slice, controlled by gcloud."""
