@@ -15,8 +15,8 @@ from pathlib import Path
 
 from artifacts.records import without_collections
 from configs.load_recipe import CHECKOUT
+from flows.cli import FAILED, OF_ERRORS, WRONG_INPUT
 from flows.error_remedies import FREQUENT, REMEDIES
-from flows.exit_codes import FAILED, OF_ERRORS, WRONG_INPUT
 from tasks.stage import OURS
 
 #: Outcomes of single pictures, and errors that no user sees.

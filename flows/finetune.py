@@ -18,14 +18,23 @@ from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import redacted_errors
 from configs.settings.recipe import STAGES, StageName
-from flows.model_events import emit_published
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
-from flows.preflight import check_gate_rules, prepare
-from flows.prepare_process import prepare_process
+from flows.checks import check_gate_rules, prepare
+from flows.prefect_run import (
+    NO_OVERRIDES,
+    Overrides,
+    RecipeName,
+    compared_metrics,
+    emit_published,
+    ended,
+    prepare_process,
+    rejected,
+    revealed,
+    run_name,
+    stage_task,
+    without_edges,
+)
 from flows.run import Run
 from flows.send_stage import run_task
-from flows.task_settings import stage_task, without_edges
-from flows.task_states import compared_metrics, ended, rejected
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.beam.workers import REPORTS

@@ -16,10 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from artifacts.store import Store
 from configs.secrets import redacted_errors
 from configs.settings.generate import Generate, read_settings
-from flows.parameters import revealed, run_name
-from flows.prepare_process import prepare_process
-from flows.task_settings import stage_task
-from flows.task_states import begin, ended
+from flows.prefect_run import begin, ended, prepare_process, revealed, run_name, stage_task
 from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.stage import StageResult, build_or_reuse

@@ -19,14 +19,23 @@ from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import Recipe
+from flows.checks import check_gate_rules, prepare
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
-from flows.preflight import check_gate_rules, prepare
-from flows.prepare_process import prepare_process
+from flows.prefect_run import (
+    NO_OVERRIDES,
+    Overrides,
+    RecipeName,
+    ended,
+    may_pass,
+    patiently,
+    prepare_process,
+    revealed,
+    run_name,
+    stage_task,
+    without_edges,
+)
 from flows.run import Run
 from flows.send_stage import run_task
-from flows.task_settings import may_pass, patiently, stage_task, without_edges
-from flows.task_states import ended
 from tasks import download as download_stage
 from tasks import train as train_stage
 from tasks.progress import artifact_key, show_in_prefect

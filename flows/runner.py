@@ -1,12 +1,25 @@
-"""Run a flow from the command line, with an embedded Prefect server and a progress display."""
+"""Run a flow from the command line, with an embedded Prefect server and a progress display.
+
+Prefect's own server, for one run: started before it, and ended with it.
+
+The last lines of a run: its metrics, where its result is, and the commands to go on with.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import shlex
+import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
+from random import Random
+from tempfile import TemporaryFile
 from typing import Any, Literal, TextIO
 from urllib.request import getproxies
 
@@ -24,10 +37,200 @@ from configs.load_recipe import load_recipe, load_trials
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
-from flows.closing_lines import closing_lines, next_commands
-from flows.error_as_json import error_as_json
-from flows.own_prefect_server import start_server
+from flows.command_errors import error_as_json
 from tasks import progress
+from tasks.stage import GRID, REPORT
+
+
+class NoOwnServer(RuntimeError):
+    """Prefect's own server does not start."""
+
+
+class HomeNotWritable(NoOwnServer, ValueError):
+    """The folder of Prefect's own server cannot be written."""
+
+
+def start_server() -> None:
+    """Start Prefect's own server in a session of its own.
+
+    Ctrl-C, or SIGTERM to the process group as of `timeout`, would otherwise end the server before
+    the run. Prefect's client would then retry its last request for a minute, and the run would stay
+    *Running* for good.
+
+    Raises:
+        HomeNotWritable: Prefect's home cannot be written.
+        NoOwnServer: the server did not answer in time.
+    """
+    check_home()
+    port = _free_port()
+    early = [_serve(port)]
+    # Prefect's client needs this module, too: seconds in which the server's process starts.
+    from prefect.server.api import server
+
+    class Server(server.SubprocessASGIServer):
+        def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
+            assert self.port is not None
+            return early.pop() if early else _serve(self.port)
+
+    own = Server()  # the one instance that Prefect's client asks for
+    own.port = port
+    try:
+        own.start()
+    except RuntimeError as error:
+        raise NoOwnServer(
+            f"Prefect's own server did not start ({str(error).rstrip('.')}): run again, or start "
+            "a lasting one (`make ui`) and set PREFECT_API_URL"
+        ) from error
+
+
+def check_home() -> None:
+    """Raise HomeNotWritable unless the folder of the server's database can be written.
+
+    Otherwise the server would print its tracebacks until Prefect's time limit.
+    """
+    from prefect.settings import get_current_settings
+
+    home = get_current_settings().home
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=home).close()
+    except OSError as error:
+        raise HomeNotWritable(
+            f"Prefect's own server cannot write {home} ({error.strerror}): set PREFECT_HOME to a "
+            "folder that can be written, or PREFECT_API_URL to a server"
+        ) from error
+
+
+def _free_port() -> int:
+    """A port outside the range from which the kernel takes those of clients."""
+    for port in Random().sample(range(8000, 9000), 1000):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
+    raise NoOwnServer("Prefect's own server finds no free port from 8000 to 8999: free one")
+
+
+def _serve(port: int) -> subprocess.Popen[Any]:
+    """The process of a server, with the command and variables of Prefect's SubprocessASGIServer."""
+    import prefect
+    from prefect.settings import get_current_settings
+
+    serve = ["-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
+    serve += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    serve += ["--lifespan", "on", "--app-dir", str(prefect.__module_path__.parent)]
+    process = subprocess.Popen(
+        [sys.executable, *serve],
+        env={
+            **os.environ,
+            "PREFECT_UI_ENABLED": "0",
+            "PREFECT__SERVER_EPHEMERAL": "1",
+            "PREFECT__SERVER_FINAL": "1",
+            **get_current_settings().to_environment_variables(exclude_unset=True),
+        },
+        start_new_session=True,
+    )
+    _end_after_us(process.pid)
+    return process
+
+
+def _end_after_us(pid: int) -> None:
+    """Have the server terminated once this process has ended, whichever signal ends it.
+
+    Prefect stops its server only at an orderly exit; its own handler of SIGTERM prevents that.
+    """
+    ours, _ = os.pipe()  # its other end closes with this process: nobody else inherits it
+    is_server = f"grep -q prefect.server /proc/{pid}/cmdline"  # a number is given again
+    subprocess.Popen(
+        ["sh", "-c", f"read _; {is_server} && kill {pid}"],
+        stdin=ours,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(ours)
+
+
+def closing_lines(report: dict[str, Any]) -> Iterator[str]:
+    """What a report says in words: changes of the source, trials, metrics, and the outcome."""
+    if "changes" in report:
+        yield from _changes(report)
+    if "trials" in report:
+        from tasks.compare_sweep_trials import terminal_lines
+
+        yield from terminal_lines(report["trials"], report["sweep"])
+    for name, models in report["metrics"].items():
+        values = (f"{model} {found['value']:<10.4g}" for model, found in models.items())
+        yield f"  {name:24} {' '.join(values)}".rstrip()
+    if report["status"] == "rejected":
+        failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
+        yield f"rejected by the gate: {'; '.join(failed)}"
+        yield f"verdict:   {report['verdict']['uri']}"
+        yield f"pictures:  {report['stages']['evaluate']['uri']}/{GRID}"
+    elif report["status"] == "unchanged":
+        yield f"unchanged: {report['why']}"
+    elif report["status"] == "built":
+        for name, stage in report["stages"].items():
+            yield f"{name:9} {stage['outcome']}: {stage['uri']}"
+    else:
+        yield f"published: {report['model']}{_other_champion(report)}"
+        yield f"report:    {report['model']}/{REPORT}"
+
+
+def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -> Iterator[str]:
+    """The commands that draw with a published model, make it the champion, and show its run.
+
+    Args:
+        has_server: whether a Prefect server shows the run already.
+    """
+    if report["status"] != "published":
+        return
+    kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
+    prompts = (one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts)
+    words = [kiln, "generate", _name_for_generate(report, recipe), next(prompts, "a prompt")]
+    yield f"next:      {shlex.join(words)}"
+    if _other_champion(report):
+        version = report["model"].rpartition("/")[2]
+        words = [kiln, "promote", recipe.publish.name, version, *_place(recipe)]
+        yield f"           {shlex.join(words)}   # makes it the champion"
+    if not has_server:
+        yield "           make ui   # this run in a browser"
+
+
+def _name_for_generate(report: dict[str, Any], recipe: Recipe) -> str:
+    """The model's name where that is enough: in the default store, as the champion."""
+    return report["model"] if _place(recipe) or _other_champion(report) else recipe.publish.name
+
+
+def _place(recipe: Recipe) -> list[str]:
+    """The options that name a recipe's registry; none for that of the default store."""
+    if recipe.publish.registry is not None:
+        return ["--registry", recipe.publish.registry]
+    is_default = recipe.store == Generate.model_fields["store"].default
+    return [] if is_default else ["--store", recipe.store]
+
+
+def _changes(report: dict[str, Any]) -> Iterator[str]:
+    found = report["changes"]
+    yield (
+        f"source:    {found['rows']:,} rows, {found['new_rows']:,} new and "
+        f"{found['removed_rows']:,} removed since {report['start'] or 'no champion'}; "
+        f"{found['kept_shards']:,} shards reused, {found['new_shards']:,} to build"
+    )
+    if "samples" in report:
+        samples = report["samples"]
+        yield (
+            f"training:  {samples['steps']:,} steps on {samples['new']:,} new and "
+            f"{samples['replayed']:,} old samples"
+        )
+
+
+def _other_champion(report: dict[str, Any]) -> str:
+    """The champion if it is not this run's model, for example after a rollback; else empty."""
+    move, version = report["champion"], report["model"].rpartition("/")[2]
+    if move is None or move["version"] == version:
+        return ""
+    return f"; the champion is {move['version']} ({move['why']})"
+
 
 logger = logging.getLogger("kiln")
 
@@ -78,7 +281,7 @@ def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
 
 def _check_before_server(recipe: Recipe, until: StageName) -> None:
     """Report wrong input before a server starts for this run, which takes longer."""
-    from flows.preflight import check_before_server
+    from flows.checks import check_before_server
 
     if _sends_a_stage(recipe, until):
         lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")

@@ -29,8 +29,7 @@ from artifacts.store import Store
 from configs.load_recipe import RecipeError
 from configs.secrets import one_line
 from configs.settings.recipe import PlacedStage, Recipe, StageName
-from flows.task_settings import patiently
-from flows.task_states import REUSED
+from flows.prefect_run import REUSED, patiently
 from tasks.progress import Progress
 from tasks.stage import StageFailed, TransientError
 

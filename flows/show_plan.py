@@ -1,20 +1,226 @@
-"""Print the memory, time, storage and cost of a recipe's training on a TPU slice or a GPU."""
+"""Print the memory, time, storage and cost of a recipe's training on a TPU slice or a GPU.
+
+Facts and lines of a plan for a GPU.
+
+Facts and lines of a plan that comes with a shipped recipe, for a machine without its model.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from artifacts.models import ModelAway, ModelNotFound
 from configs.settings.recipe import Recipe
-from flows import show_gpu_plan
-from flows.show_stored_plan import StoredPlan, stored_facts, stored_lines
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
-from tasks.plan.gpu import memory_of, plan_gpu_training
-from tasks.plan.plan import TrainingPlan
+from tasks.plan.gpu import (
+    TYPICAL_MFU,
+    USABLE,
+    Advice,
+    GpuPlan,
+    RecipeMemory,
+    memory_of,
+    plan_gpu_training,
+)
+from tasks.plan.plan import TrainingPlan, in_words
 from tasks.plan.tpu import SlicePlan, plan_slice_training
+
+
+def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
+    """What a plan for a GPU has besides the facts of every plan; unknown values are null."""
+    step, peaks = plan.step, plan.peaks
+    return {
+        "gpu": plan.gpu.name,
+        "gpus": plan.chips,
+        "memory_gib": plan.gpu.memory / GIB,
+        "usable_gib": plan.usable / GIB,
+        "peak_gib": peaks.largest / GIB,
+        "training_gib": sum(peaks.training.values()) / GIB,
+        "training_parts_gib": {name: size / GIB for name, size in peaks.training.items()},
+        "samples_gib": peaks.samples / GIB,
+        "sampling_gib": peaks.sampling / GIB,
+        "checkpointing_gib": peaks.checkpoint / GIB,
+        "host_gib": peaks.host / GIB,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "parameters": step.parameters,
+        "flops_per_image": step.flops_per_image,
+        "recomputed_flops_per_image": step.recomputed_flops_per_image,
+        "largest_micro_batch_size": plan.largest_micro_batch,
+        "advice": [_advice_facts(plan, advice) for advice in plan.advice],
+        "plan_seconds": plan.seconds,
+    }
+
+
+def _advice_facts(plan: GpuPlan, advice: Advice) -> dict[str, Any]:
+    images = None
+    if plan.step_seconds is not None:
+        now = plan.recipe.train.global_batch_size / plan.step_seconds
+        images = now / advice.flops_ratio
+    return {
+        "settings": advice.settings,
+        "peak_gib": advice.peak / GIB,
+        "flops_ratio": advice.flops_ratio,
+        "images_per_second": images,
+        "notes": list(advice.notes),
+    }
+
+
+def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
+    """Rows of the table, name and text."""
+    step, peaks, settings = plan.step, plan.peaks, plan.recipe.train
+    yield "recipe", recipe_row(plan.recipe, step.parameters)
+    count = "" if plan.chips == 1 else f"{plan.chips} times "
+    yield "gpu", f"{count}{gpu_row(plan.gpu, plan.usable)}"
+    micro = settings.micro_batch(settings.processes)
+    yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
+    yield "training", gib(sum(peaks.training.values())) + " at the peak: " + _parts(peaks.training)
+    if peaks.samples:
+        yield "samples", f"{gib(peaks.samples)} while training draws samples"
+    yield "sampling", f"{gib(peaks.sampling)} in the evaluation"
+    if peaks.host:
+        yield "host", f"{gib(peaks.host)} of the host's memory for offloaded weights"
+    yield "saving", saving_row(peaks.checkpoint, plan.checkpoint_bytes)
+    yield "memory", memory_row(peaks.largest, plan.usable)
+    recomputed = step.recomputed_flops_per_image / 1e12
+    more = f", and {recomputed:.4g} of recomputation" if recomputed else ""
+    yield "work", f"{step.flops_per_image / 1e12:.4g} TFLOP per image{more}"
+    if plan.largest_micro_batch is not None:
+        yield "largest", f"train.micro_batch_size {plan.largest_micro_batch} fits"
+    for advice in plan.advice:
+        yield "advice", _advice(advice)
+
+
+def recipe_row(recipe: Recipe, parameters: int) -> str:
+    other = "" if recipe.runtime == "torch" else ", planned for runtime torch"
+    return f"{recipe.name}, {parameters / 1e6:,.1f} M trained parameters{other}"
+
+
+def gpu_row(gpu: Gpu, usable: int) -> str:
+    return f"{gpu.name}: {gpu.memory / GIB:g} GiB, {usable / GIB:.1f} GiB of it for tensors"
+
+
+def saving_row(peak: int, checkpoint_bytes: int) -> str:
+    return f"{gib(peak)} while a checkpoint of {in_words(checkpoint_bytes)} is written"
+
+
+def memory_row(peak: int, usable: int) -> str:
+    """The verdict: what is spare, or too much."""
+    spare = (usable - peak) / GIB
+    verdict = f"fits, {spare:.1f} GiB spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
+    return f"{gib(peak)} of {gib(usable)}: {verdict}"
+
+
+def _advice(advice: Advice) -> str:
+    change = advice.flops_ratio - 1
+    words = "equal FLOPs" if abs(change) < 0.005 else f"{change:+.0%} FLOPs"
+    notes = "".join(f"; {note}" for note in advice.notes)
+    return f"{advice.options}: {gib(advice.peak)}, {words}{notes}"
+
+
+def _parts(parts: dict[str, int]) -> str:
+    named = ((name.replace("_", " "), size) for name, size in parts.items() if size)
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in named)
+
+
+def duration(hours: float) -> str:
+    """Of a short training, minutes: it is not done in 0.0 hours."""
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+#: Facts of a GPU plan that need the model's configs.
+UNKNOWN = (
+    *("training_parts_gib", "flops_per_image", "recomputed_flops_per_image"),
+    *("largest_micro_batch_size", "advice", "plan_seconds", "bytes_per_picture"),
+    *("bytes_per_caption", "storage_bytes", "step_seconds", "images_per_second"),
+)
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A recipe's stored plan on a GPU."""
+
+    recipe: Recipe
+    gpu: Gpu
+    found: RecipeMemory
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the GPU's memory for tensors."""
+        return int(USABLE * self.gpu.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.found.fits(self.gpu.memory)
+
+    @property
+    def hours(self) -> float | None:
+        return None if self.gpu.spec is None else self.found.hours(self.gpu.spec)
+
+    @property
+    def cost(self) -> float | None:
+        price = self.recipe.plan.chip_hour_price
+        return None if price is None else self.hours and self.hours * price
+
+    @property
+    def assumption(self) -> str:
+        """The assumption behind `hours`."""
+        return f"at {TYPICAL_MFU:.0%} of the GPU's peak, batches always ready"
+
+    def refusal(self) -> str:
+        """The error of a recipe that does not fit."""
+        return (
+            f"{self.recipe.name} needs {self.found.largest / GIB:.1f} GiB, {self.gpu.name} has "
+            f"{self.usable / GIB:.1f} GiB for tensors; with the hub's configs, `kiln plan` names "
+            "the settings that fit"
+        )
+
+
+def stored_facts(plan: StoredPlan) -> dict[str, Any]:
+    """As a plan's facts; what needs the model's configs is null."""
+    found = plan.found
+    return {
+        **dict.fromkeys(UNKNOWN),
+        "recipe": plan.recipe.name,
+        "gpu": plan.gpu.name,
+        "gpus": 1,
+        "memory_gib": plan.gpu.memory / GIB,
+        "usable_gib": plan.usable / GIB,
+        "peak_gib": found.largest / GIB,
+        "training_gib": found.training / GIB,
+        "samples_gib": found.samples / GIB,
+        "sampling_gib": found.sampling / GIB,
+        "checkpointing_gib": found.checkpoint / GIB,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "parameters": found.parameters,
+        "fits": plan.fits,
+        "global_batch_size": plan.recipe.train.global_batch_size,
+        "assumption": plan.assumption,
+        "hours": plan.hours,
+        "cost": plan.cost,
+    }
+
+
+def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
+    """Rows of the table, name and text."""
+    found = plan.found
+    yield "recipe", recipe_row(plan.recipe, found.parameters)
+    yield "gpu", gpu_row(plan.gpu, plan.usable)
+    yield "training", f"{gib(found.training)} at the peak"
+    if found.samples:
+        yield "samples", f"{gib(found.samples)} while training draws samples"
+    yield "sampling", f"{gib(found.sampling)} in the evaluation"
+    yield "saving", saving_row(found.checkpoint, found.checkpoint_bytes)
+    yield "memory", memory_row(found.largest, plan.usable)
+    yield "work", f"{found.flops_per_image / 1e12:.4g} TFLOP per image, with recomputation"
+    hours = "unknown" if plan.hours is None else f"{duration(plan.hours)} ({plan.assumption})"
+    yield "time", hours if plan.cost is None else f"{hours}, cost {plan.cost:,.0f}"
 
 
 class DoesNotFit(ValueError):
@@ -61,8 +267,8 @@ def show_plan(
             return
         show(
             on_gpu,
-            show_gpu_plan.gpu_plan_facts(on_gpu),
-            show_gpu_plan.lines(on_gpu),
+            gpu_plan_facts(on_gpu),
+            lines(on_gpu),
             as_json=as_json,
         )
         if not on_gpu.fits:
@@ -209,7 +415,7 @@ def _time(plan: TrainingPlan) -> str:
         return "unknown for a size of memory: name a GPU, such as --gpu L4"
     images = plan.recipe.train.global_batch_size
     speed = f"{images / seconds:,.1f} images/s ({plan.assumption})"
-    whole = f"{plan.steps:,} steps in {show_gpu_plan.duration(hours)}"
+    whole = f"{plan.steps:,} steps in {duration(hours)}"
     text = f"{seconds:.3g} s per step, {speed}; {whole}"
     return text if plan.cost is None else f"{text}, cost {plan.cost:,.0f}"
 

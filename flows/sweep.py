@@ -13,14 +13,21 @@ from artifacts.latent_shards import open_latents
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
+from flows.checks import prepare
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.logs import each_line_once
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
-from flows.preflight import prepare
-from flows.prepare_process import prepare_process
+from flows.prefect_run import (
+    NO_OVERRIDES,
+    Overrides,
+    RecipeName,
+    each_line_once,
+    patiently,
+    prepare_process,
+    revealed,
+    run_name,
+    without_edges,
+)
 from flows.run import Run
 from flows.send_stage import run_task
-from flows.task_settings import patiently, without_edges
 from tasks.compare_sweep_trials import (
     STAGE,
     check_comparable,

@@ -15,9 +15,15 @@ from prefect.states import Completed
 from artifacts.store import Store
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
-from flows.parameters import NO_OVERRIDES, Overrides, RecipeName, revealed, run_name
-from flows.preflight import writable_store
-from flows.prepare_process import prepare_process
+from flows.checks import writable_store
+from flows.prefect_run import (
+    NO_OVERRIDES,
+    Overrides,
+    RecipeName,
+    prepare_process,
+    revealed,
+    run_name,
+)
 from tasks.retrain.changes import EVENT, is_retraining, last_stamp, remember, source_resource, stamp
 from tasks.stage import TransientError, storing
 

@@ -19,7 +19,7 @@ from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import Settings
 
 from configs.load_recipe import load_recipe
-from flows.model_events import PUBLISHED, REJECTED
+from flows.prefect_run import PUBLISHED, REJECTED
 from tasks.retrain.changes import EVENT, source_resource
 
 

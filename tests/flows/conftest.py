@@ -84,7 +84,7 @@ def first(published: Path, tmp_path: Path) -> dict[str, Any]:
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that `patiently` asks to wait; it does not. Threads of Prefect sleep, too."""
     found: list[float] = []
-    monkeypatch.setattr("flows.task_settings.time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr("flows.prefect_run.time", SimpleNamespace(sleep=found.append))
     return found
 
 

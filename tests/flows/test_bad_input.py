@@ -21,7 +21,7 @@ from prefect_server import Server
 from artifacts.store import KeyParts, Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import STAGES
-from flows import preflight, runner
+from flows import checks, runner
 from flows.cli import main
 from flows.generate import output_folder
 from runtimes.contract import WrongInput
@@ -215,29 +215,29 @@ def test_a_download_alone_needs_no_training_runtime(
     def missing(runtime: str) -> None:
         raise WrongInput(f"runtime {runtime} is not installed")
 
-    monkeypatch.setattr(preflight.registry, "check_installed", missing)
+    monkeypatch.setattr(checks.registry, "check_installed", missing)
     recipe = load_recipe("digits", small)
-    preflight.check_before_server(recipe, "download")
+    checks.check_before_server(recipe, "download")
     with pytest.raises(WrongInput, match="is not installed"):
-        preflight.check_before_server(recipe, "encode")
+        checks.check_before_server(recipe, "encode")
 
 
 def test_a_setting_without_effect_is_not_refused_before_the_server(small: dict[str, Any]) -> None:
     tf32 = {**small, "train.allow_tf32": True, "train.device": "cpu"}
     with pytest.raises(WrongInput, match=r"allow_tf32 needs a CUDA device, not cpu"):
-        preflight.check_before_server(load_recipe("digits", tf32))
-    preflight.check_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
+        checks.check_before_server(load_recipe("digits", tf32))
+    checks.check_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/list.parquet", "https://a.org/list.parquet"])
 def test_a_remote_source_is_not_read_before_the_server(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(preflight.download, "check", pytest.fail)
+    monkeypatch.setattr(checks.download, "check", pytest.fail)
     source = {"source.kind": "urls", "source.path": path}
     own = {name: value for name, value in small.items() if not name.startswith("source.")}
     recipe = load_recipe("digits", {**own, **source})
-    preflight.check_before_server(recipe)
+    checks.check_before_server(recipe)
 
 
 def test_of_a_sweep_the_trials_are_checked_before_the_server(

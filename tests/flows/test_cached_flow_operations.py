@@ -15,7 +15,7 @@ from bench.fill_store import fill
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
-from flows.preflight import prepare
+from flows.checks import prepare
 from tasks.panels import Panel, to_markdown
 
 pytestmark = pytest.mark.soak
@@ -71,7 +71,7 @@ def test_a_cached_flows_operations_do_not_grow_with_the_store(
     def show(key: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
         assert to_markdown(heading, panels())
 
-    for module in ("flows.task_states", "flows.finetune"):
+    for module in ("flows.prefect_run", "flows.finetune"):
         monkeypatch.setattr(f"{module}.show_in_prefect", show)
     for stage in STAGES:  # without Prefect's engine, which reads and writes elsewhere
         task = getattr(finetune, stage)

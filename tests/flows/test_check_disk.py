@@ -11,8 +11,8 @@ import pytest
 from artifacts.store import Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES, Recipe
-from flows import check_disk as module
-from flows.check_disk import DiskTooSmall, check_disk
+from flows import run as module
+from flows.run import DiskTooSmall, check_disk
 from runtimes.families import detect_family
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.pipeline_folder.folder import describe_encoders

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.doctor import check_python_driver_and_disk
-from flows.doctor.findings import Finding, collect, limited
+from flows import doctor
+from flows.doctor import Finding, collect, limited
 from runtimes.hosts import host
 from runtimes.hosts.host import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
@@ -46,18 +46,16 @@ def add_driver(programs: Path) -> None:
 @pytest.fixture
 def torch_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Set the CUDA version of the installed PyTorch."""
-    return lambda cuda: monkeypatch.setattr(
-        check_python_driver_and_disk, "torch_cuda_version", lambda: cuda
-    )
+    return lambda cuda: monkeypatch.setattr(doctor, "torch_cuda_version", lambda: cuda)
 
 
 def nvidia(*devices: str, wanted: bool = False) -> list[Finding]:
-    return list(check_python_driver_and_disk.nvidia(devices, "2.13.0", wanted=wanted))
+    return list(doctor.nvidia_driver(devices, "2.13.0", wanted=wanted))
 
 
 def test_a_machine_without_nvidia_has_nothing_to_mend(bare: Path) -> None:
     assert nvidia() == []
-    (found,) = check_python_driver_and_disk.compiler()
+    (found,) = doctor.compiler()
     assert found.level == "note" and "xcode-select" in found.words
 
 
@@ -117,9 +115,9 @@ def test_a_gpu_lists_the_recipes_that_fit_it(
 
 
 def test_python_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(check_python_driver_and_disk.python_version()) == []
+    assert list(doctor.python_version()) == []
     monkeypatch.setattr(platform, "python_version", lambda: "3.13.1")
-    (found,) = check_python_driver_and_disk.python_version()
+    (found,) = doctor.python_version()
     assert found.level == "problem" and "PYTHON=python3.12" in found.words
 
 
@@ -136,8 +134,8 @@ def test_python_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_versions_that_break_prefect_are_problems(name: str, version: str, is_trap: bool) -> None:
-    installed = dict.fromkeys(check_python_driver_and_disk.PINNED, "1") | {name: version}
-    found = list(check_python_driver_and_disk.packages(installed))
+    installed = dict.fromkeys(doctor.PINNED, "1") | {name: version}
+    found = list(doctor.packages(installed))
     assert [finding.level for finding in found] == ["problem"] * is_trap
     assert all(sys.executable in finding.words for finding in found)
 
@@ -152,28 +150,28 @@ def test_a_compiler_is_found_by_variable_or_path(
     add_program(bare, "gcc")
     monkeypatch.delenv("CC")
     assert find_c_compiler() == str(bare / "gcc")
-    assert list(check_python_driver_and_disk.compiler()) == []
+    assert list(doctor.compiler()) == []
 
 
 def test_a_disk_for_small_recipes_only_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_python_driver_and_disk, "LEAST_FREE", 10**18)
-    (found,) = check_python_driver_and_disk.disk()
+    monkeypatch.setattr(doctor, "LEAST_FREE", 10**18)
+    (found,) = doctor.disk()
     assert found.level == "note" and "kiln gc" in found.words
-    assert list(check_python_driver_and_disk.disk("memory://a/bucket")) == []
+    assert list(doctor.disk("memory://a/bucket")) == []
 
 
 def test_a_token_is_neither_shown_nor_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert list(check_python_driver_and_disk.hub_token()) == []
+    assert list(doctor.hub_token()) == []
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
-    assert [finding.level for finding in check_python_driver_and_disk.hub_token()] == ["note"]
+    assert [finding.level for finding in doctor.hub_token()] == ["note"]
 
 
 def test_a_cache_that_is_a_file_is_a_problem(tmp_path: Path, own_cache: Path) -> None:
-    assert list(check_python_driver_and_disk.caches()) == []
+    assert list(doctor.caches()) == []
     (tmp_path / "cache").write_text("in the way")
-    assert [finding.level for finding in check_python_driver_and_disk.caches()] == ["problem"]
+    assert [finding.level for finding in doctor.caches()] == ["problem"]
 
 
 def test_a_check_that_does_not_answer_ends() -> None:
@@ -186,7 +184,7 @@ def test_a_check_that_does_not_answer_ends() -> None:
     (found,) = collect([limited(mute_bucket, seconds=0.05)])
     never.set()
     assert found == Finding("problem", "mute bucket did not answer within 0.05 s")
-    assert list(collect([limited(check_python_driver_and_disk.python_version)])) == []
+    assert list(collect([limited(doctor.python_version)])) == []
 
 
 def test_a_check_that_fails_hides_no_other() -> None:
@@ -197,7 +195,7 @@ def test_a_check_that_fails_hides_no_other() -> None:
         collect(
             [
                 disk_of_mars,
-                check_python_driver_and_disk.python_version,
+                doctor.python_version,
                 lambda: [Finding("ok", "x")],
             ]
         )

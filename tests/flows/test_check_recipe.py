@@ -12,8 +12,8 @@ from loopback_server import refusing
 
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from flows.doctor import check_recipe
-from flows.doctor.findings import Finding, collect
+from flows import doctor
+from flows.doctor import Finding, collect
 from runtimes.contract import Probe
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
@@ -28,7 +28,7 @@ MODEL = {"model_index.json": b"{}", WEIGHTS: b"not fetched"}
 def check(recipe: Recipe, **probes: Probe) -> dict[str, list[str]]:
     """Findings by level."""
     found: dict[str, list[str]] = {"ok": [], "note": [], "problem": []}
-    for finding in collect(check_recipe.recipe_checks(recipe, CPU | probes, [recipe.name])):
+    for finding in collect(doctor.recipe_checks(recipe, CPU | probes, [recipe.name])):
         found[finding.level].append(finding.words)
     return found
 
@@ -175,12 +175,12 @@ def test_a_token_that_the_hub_refuses_is_a_problem_where_one_is_needed(
 def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
     gib: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_recipe, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
-    found: list[Finding] = list(check_recipe._memory(load_recipe("sdxl"), ["sdxl"]))
+    monkeypatch.setattr(doctor, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
+    found: list[Finding] = list(doctor._memory(load_recipe("sdxl"), ["sdxl"]))
     assert [finding.level for finding in found] == [level]
     changed = load_recipe("sdxl", {"train.micro_batch_size": 1})
     given = ["my.yaml", "-o", "train.micro_batch_size=1"]
-    (said,) = check_recipe._memory(changed, given)
+    (said,) = doctor._memory(changed, given)
     command = f"kiln plan my.yaml -o train.micro_batch_size=1 --gpu {gib}GB"
     assert said.words.endswith(command) and said.level == "note"
 
@@ -191,8 +191,8 @@ def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
 def test_memory_is_not_asked_for_where_a_run_does_not_ask(
     elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_recipe, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
-    assert list(check_recipe._memory(load_recipe("sdxl", elsewhere), ["sdxl"])) == []
+    monkeypatch.setattr(doctor, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    assert list(doctor._memory(load_recipe("sdxl", elsewhere), ["sdxl"])) == []
 
 
 def test_devices_of_other_machines_are_not_asked_for() -> None:

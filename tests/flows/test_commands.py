@@ -17,9 +17,9 @@ from terminal import Terminal
 from artifacts.models import ModelAway
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe, recipe_names
+from flows import doctor
 from flows.cli import app, main
-from flows.doctor import examine as doctor
-from flows.show_gpu_plan import duration
+from flows.show_plan import duration
 from runtimes.contract import Probe
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.plan.gpu import memory_of

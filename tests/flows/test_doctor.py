@@ -15,9 +15,9 @@ import pytest
 from loopback_server import LoopbackServer, refusing
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.doctor import check_python_driver_and_disk
-from flows.doctor import examine as doctor
-from flows.doctor.examine import examine
+from flows import doctor
+from flows import doctor as flows_doctor
+from flows.doctor import examine
 from flows.runner import ServerAway, check_server
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
@@ -195,7 +195,7 @@ def test_the_exit_code_reports_a_missing_part(
 ) -> None:
     assert here("doctor").splitlines()[-1] == "ready"
     trap = {"pytest": ("", "is a trap here")}
-    for module in (doctor, check_python_driver_and_disk):
+    for module in (doctor, flows_doctor):
         monkeypatch.setattr(module, "TRAPS", trap)
     said = here("doctor", code=1).splitlines()
     assert said[-2].startswith(f"problem: pytest {version('pytest')} is a trap here: ")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from artifacts.gc import runs
 from artifacts.store import KeyParts, Store
-from flows.task_states import _earlier_stages
+from flows.prefect_run import _earlier_stages
 from tasks.publish.registry import Registry
 from tasks.stage import RECIPE
 

@@ -11,7 +11,7 @@ from prefect.logging.loggers import flow_run_logger, task_run_logger
 
 from artifacts.models import ModelNotFound
 from configs.load_recipe import RecipeError
-from flows.logs import log_to_prefect
+from flows.prefect_run import log_to_prefect
 from tasks.stage import StageFailed, failing
 
 RUN: Any = SimpleNamespace(

@@ -14,11 +14,11 @@ from configs.secrets import hide_secrets
 from configs.settings.recipe import STAGES
 from flows.finetune import finetune
 from flows.generate import generate
-from flows.parameters import revealed
+from flows.prefect_run import revealed
 from flows.retrain import retrain
-from flows.run_sent_stage import run_stage
 from flows.sweep import sweep
 from flows.watch_source import watch_source
+from flows.work_pools import run_stage
 
 
 def test_the_form_has_every_parameter_and_the_stages() -> None:

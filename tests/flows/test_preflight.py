@@ -15,8 +15,7 @@ from reused_runs import published_by, run_of_digits
 from artifacts.latent_shards import Latents, ShardRef
 from artifacts.models import ModelNotFound
 from configs.load_recipe import RecipeError, load_recipe, load_trials
-from flows.check_models import _check_position_embeddings
-from flows.preflight import check_gate_rules, prepare
+from flows.checks import _check_position_embeddings, check_gate_rules, prepare
 from flows.sweep import prepared
 from runtimes.contract import WrongInput
 from runtimes.hosts.host import NvidiaGpu, host_memory
@@ -401,7 +400,7 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
 ) -> None:
     """The largest GPU of the machine counts."""
     found = [NvidiaGpu("a GPU", size * 2**20) for size in (50, 100)]
-    monkeypatch.setattr("flows.preflight.usable_gpus", lambda: found)
+    monkeypatch.setattr("flows.checks.usable_gpus", lambda: found)
     with pytest.raises(WrongInput, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
         prepare(load_recipe("digits", small))
     assert planned
@@ -413,8 +412,8 @@ def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts: list[int | None] = []
-    monkeypatch.setattr("flows.preflight.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
-    monkeypatch.setattr("flows.preflight.check_fits", lambda *given: hosts.append(given[-1]))
+    monkeypatch.setattr("flows.checks.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    monkeypatch.setattr("flows.checks.check_fits", lambda *given: hosts.append(given[-1]))
     recipe = load_recipe("digits", small)
     prepare(recipe)
     prepare(recipe, until="train")
@@ -424,6 +423,6 @@ def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
 def test_a_model_that_is_small_beside_the_gpu_is_not_planned(
     small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.preflight.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
+    monkeypatch.setattr("flows.checks.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
     prepare(load_recipe("digits", small))
     assert planned == []

@@ -150,7 +150,7 @@ def test_a_retry_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_worker: bool
 ) -> None:
     """On a worker, Prefect has a line of its own."""
-    from flows.task_settings import should_retry
+    from flows.prefect_run import should_retry
 
     def away() -> None:
         raise TransientError("away")
@@ -223,7 +223,7 @@ def test_every_stage_backs_off_and_has_a_time_limit(name: str) -> None:
     from prefect.cache_policies import NO_CACHE
 
     from flows import finetune
-    from flows.task_settings import should_retry
+    from flows.prefect_run import should_retry
 
     task: Any = getattr(finetune, name)
     delays = task.retry_delay_seconds

@@ -19,8 +19,9 @@ import yaml
 from kiln_command import ROOT, environment, is_running, processes_below, python
 from loopback_server import LoopbackServer
 
-from flows import own_prefect_server, runner
-from flows.prefect_settings import wrong_prefect_setting
+from flows import runner
+from flows import runner as flows_runner
+from flows.command_errors import wrong_prefect_setting
 
 pytestmark = pytest.mark.slow
 PATIENCE = 180  # seconds, for a machine that does much else
@@ -54,9 +55,9 @@ def test_the_own_servers_process_is_that_of_prefects_class(monkeypatch: pytest.M
         return SimpleNamespace(pid=0)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(own_prefect_server, "_end_after_us", lambda pid: None)
+    monkeypatch.setattr(flows_runner, "_end_after_us", lambda pid: None)
     monkeypatch.setattr(server.SubprocessASGIServer, "_instances", {})
-    own_prefect_server._serve(8123)
+    flows_runner._serve(8123)
     server.SubprocessASGIServer(8123)._run_uvicorn_command()
     ours, theirs = started
     assert ours == theirs
@@ -104,7 +105,7 @@ time.sleep(600)
 STARTING = """
 import sys
 from flows import own_prefect_server, runner
-from flows.prefect_settings import wrong_prefect_setting
+from flows.command_errors import wrong_prefect_setting
 
 def serve(port):
     print("prefect.server.api.server" in sys.modules)

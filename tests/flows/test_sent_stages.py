@@ -23,12 +23,12 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.data import UrlSource
 from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe
-from flows import cli, finetune, run_sent_stage, send_stage
-from flows.preflight import _stages_here
+from flows import cli, finetune, send_stage, work_pools
+from flows.checks import _stages_here
+from flows.prefect_run import patiently
 from flows.retrain import continue_from_champion
 from flows.run import Run, Sent
 from flows.runner import _sends_a_stage
-from flows.task_settings import patiently
 from tasks.beam.workers import received_recipe
 from tasks.download import SourceError, shard_plan
 from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
@@ -164,15 +164,15 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
         asked.append([one.load(run.value.store).key for one in given])
         return Completed(data=given[0])
 
-    monkeypatch.setattr(run_sent_stage, "training_task", lambda *_: train)
+    monkeypatch.setattr(work_pools, "training_task", lambda *_: train)
     parameters["settings"]["source"] = {"kind": "folder", "path": str(tmp_path / "gone")}
-    run_sent_stage.run_stage.fn(**parameters)
+    work_pools.run_stage.fn(**parameters)
     assert asked == [[latents.key]]
     (record,) = runs(run.store)
     assert ("encode", latents.key) in record.keys
     run.store.fs.rm(latents.path, recursive=True)
     with pytest.raises(StageFailed, match=r"encode .*: it was deleted"):
-        run_sent_stage.run_stage.fn(**parameters)
+        work_pools.run_stage.fn(**parameters)
 
 
 def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
@@ -381,7 +381,7 @@ def test_a_stage_begins_once_the_server_is_back(
 def test_devices_of_sent_stages_are_not_checked_here(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.preflight.check_deployments", lambda *_: None)
+    monkeypatch.setattr("flows.checks.check_deployments", lambda *_: None)
     stages = ("download", "encode", "train", "evaluate", "publish")
     assert _stages_here(run.recipe, stages) == ["encode", "evaluate", "publish"]
 

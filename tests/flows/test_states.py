@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Run:
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of artifacts in Prefect."""
     found: list[str] = []
-    monkeypatch.setattr("flows.task_states.show_in_prefect", lambda key, *_: found.append(key))
+    monkeypatch.setattr("flows.prefect_run.show_in_prefect", lambda key, *_: found.append(key))
     return found
 
 

@@ -17,7 +17,7 @@ from artifacts.store import Store
 from configs.load_recipe import RecipeError, load_recipe
 from configs.settings.recipe import Recipe
 from flows import send_stage
-from flows.deploy_on_work_pools import LOST
+from flows.work_pools import LOST
 from tasks.beam.workers import settings_to_send
 from tasks.progress import Progress, listeners
 from tasks.stage import StageFailed, TransientError

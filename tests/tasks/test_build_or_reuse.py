@@ -20,7 +20,7 @@ from waiting import wait_until
 from artifacts.lock import read_owner
 from artifacts.records import put_atomic
 from artifacts.store import Draft, KeyParts, Store
-from flows.task_settings import may_pass
+from flows.prefect_run import may_pass
 from runtimes.contract import WrongInput
 from tasks.stage import (
     MachineShort,

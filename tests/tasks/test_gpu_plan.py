@@ -10,8 +10,7 @@ import pytest
 from shortest_recipe import shortest_recipe
 
 from configs.settings.recipe import Recipe
-from flows.show_gpu_plan import lines
-from flows.show_plan import DoesNotFit, TwoPlaces, show_plan
+from flows.show_plan import DoesNotFit, TwoPlaces, lines, show_plan
 from runtimes.contract import WrongInput
 from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu

@@ -15,7 +15,7 @@ from loopback_server import refusing
 from source_rows import make_recipe, many_rows, parquet, png, write_list
 from web_sites import reply, serving
 
-from flows.task_settings import may_pass
+from flows.prefect_run import may_pass
 from tasks import download
 from tasks.download.list_files import reading
 from tasks.download.rows import SourceAway, SourceError

@@ -1,24 +1,104 @@
-"""`kiln place`: deploy the flow `kiln-stage` on a recipe's work pools, and set limits there."""
+"""Work pools: deploy the flow `kiln-stage` on them, and run a stage that was sent.
+
+The flow `kiln-stage`: one stage of another run, on the work pool that its recipe names.
+
+`kiln place`: deploy the flow `kiln-stage` on a recipe's work pools, and set limits there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
+from prefect import flow, runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.events import EventTrigger, Posture
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Completed
 from prefect.utilities.callables import parameter_schema
 
 from configs.load_recipe import CHECKOUT, RecipeError
-from configs.settings.recipe import Recipe
-from flows.run_sent_stage import run_stage
+from configs.secrets import redacted_errors
+from configs.settings.recipe import PlacedStage, Recipe
+from flows.checks import prepare
+from flows.finetune import download, encode, evaluate, report_of
+from flows.prefect_run import (
+    ACCELERATOR,
+    REUSED,
+    patiently,
+    prepare_process,
+    revealed,
+    without_edges,
+)
+from flows.retrain import training_task
+from flows.run import Run, Sent
 from flows.runner import check_server, lasting_server
 from flows.send_stage import FLOW
-from flows.task_settings import ACCELERATOR
+from tasks.beam.workers import received_recipe
+from tasks.retrain.champion import find_champion
+from tasks.stage import StageFailed, StageResult
+
+
+@flow(name=FLOW)
+def run_stage(
+    stage: PlacedStage,
+    settings: dict[str, Any],
+    key: str,
+    before: dict[str, str],
+    retry_run: str | None = None,
+    champion: str | None = None,
+) -> dict[str, Any] | State[dict[str, Any]]:
+    """Build a stage that another run sent, from the artifacts that it names.
+
+    Args:
+        stage: The stage to build.
+        settings: The resolved recipe of the sender.
+        key: Key of the artifact that the sender expects; another one is not built.
+        before: Stage to key of the artifacts that it is built from.
+        retry_run: The run that fetches rows with transient failures again; None: no run does.
+        champion: Version of the champion that a retraining starts from.
+
+    Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
+    was there.
+    """
+    prepare_process()
+    with redacted_errors():
+        recipe, sent = received_recipe(revealed(settings)), Sent(stage, key, before)
+
+        def check() -> tuple[Run, list[StageResult]]:
+            run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
+            run = replace(_with_champion(run, champion), sent=sent, retry_run=retry_run)
+            return run, [] if stage == "download" else run.results_before()
+
+        run, given = patiently(check)
+    state = _task(recipe, stage, champion)(without_edges(run), *given)
+    report = report_of([*given, state.result()])
+    if state.name == REUSED:
+        return Completed(name=REUSED, message=state.message, data=report)
+    return report
+
+
+def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
+    """The Prefect task that builds the stage."""
+    if stage == "train":
+        return training_task(recipe, champion)
+    return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
+
+
+def _with_champion(run: Run, version: str | None) -> Run:
+    """The run of a retraining. Raises StageFailed if the champion is another one by now."""
+    if version is None:
+        return run
+    champion = find_champion(run.recipe, run.store)
+    if champion is None or champion.version != version:
+        raise StageFailed(f"retrain: the champion is no longer {version}: run again")
+    return replace(run, champion=champion)
+
 
 LOST = "kiln: lost stages"
 #: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
@@ -69,7 +149,7 @@ def _deploy(client: SyncPrefectClient, pool: str, folder: str) -> None:
         client.create_flow(run_stage),
         name=pool,
         work_pool_name=pool,
-        entrypoint="flows/run_sent_stage.py:run_stage",
+        entrypoint="flows/work_pools.py:run_stage",
         pull_steps=[{"prefect.deployments.steps.set_working_directory": {"directory": folder}}],
         parameter_openapi_schema=schema.model_dump_for_openapi(),
         description="Stages that other runs send (place). See docs/orchestration.md.",

@@ -1,0 +1,105 @@
+"""Errors of the command `kiln` in one line, or as JSON.
+
+A command line that Typer refuses, in one line like every other error.
+
+Errors of Prefect's own settings: of its variables, of the files that it reads, of HOME.
+
+Print an error as JSON, for scripts that call `kiln` with `--json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from typer.exceptions import TyperException
+
+from configs.explain_errors import did_you_mean, hint_of
+from configs.secrets import one_line, without_secrets
+
+_EXTRA = re.compile(r"Got unexpected extra argument\(s\) \(([a-z0-9_.]+=.*)\)")
+_NOT_ONE_OF = re.compile(r"(?:Value error, )?'(.*)' is not one of ('.*')\.?")
+
+
+def usage_error(error: TyperException) -> str:
+    """The command, its option or argument, what is wrong, and what was probably meant."""
+    context: Any = getattr(error, "ctx", None)
+    parameter: Any = getattr(error, "param", None)
+    name = "" if context is None or context.parent is None else f"{context.info_name} "
+    command, options = name and f"{name.strip()}: ", f"see kiln {name}-h"
+    wrong = getattr(error, "option_name", None)
+    if wrong is not None and context is not None:
+        near = did_you_mean(sorted(getattr(error, "possibilities", None) or ()))
+        return f"{command}{wrong}: no such option ({near or options})"
+    if not error.message:
+        return f"{command}{parameter.opts[0].upper()} is missing ({options})"
+    if (extra := _EXTRA.fullmatch(error.message)) is not None:
+        given = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
+        return f"{command}write a setting with -o: -o {given}"
+    named = "" if parameter is None else f"{parameter.opts[0]}: "
+    if (choice := _NOT_ONE_OF.fullmatch(error.message)) is not None:
+        known = re.findall("'(.*?)'", choice[2])
+        return f"{command}{named}{choice[1]!r} is unknown ({hint_of(choice[1], known)})"
+    return f"{command}{named}{error.message.rstrip('.?')} ({options})"
+
+
+#: The modules of Prefect that read its files.
+READERS = ("/prefect/settings/sources.py", "/prefect/settings/profiles.py")
+SETTINGS_FILES = "prefect.toml, pyproject.toml, Prefect's profile or .env"
+
+
+def wrong_prefect_setting(error: Exception) -> str | None:
+    """What is wrong with Prefect's settings, in one line; None if the error is another one."""
+    if str(error) == "Could not determine home directory.":  # pathlib's own words
+        return "HOME is not set, and this user has no home folder: set HOME to a folder"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, ValidationError) and any("/prefect/settings/" in file for file in files):
+        return "; ".join(f"{_variables(one['loc'])}: {one['msg']}" for one in error.errors())
+    if not any(file.endswith(READERS) for file in files):
+        return None
+    path, why = next(_unreadable_files(), (SETTINGS_FILES, one_line(error)))
+    return f"{path}: Prefect cannot read it ({why}): correct or remove it"
+
+
+def _variables(location: Sequence[int | str]) -> str:
+    """The variables of the environment that may set a setting, else its name."""
+    name = "_".join(str(part) for part in location)
+    known = [one for one in os.environ if one.startswith("PREFECT_") and one.endswith(name.upper())]
+    return " or ".join(sorted(known)) or f"{name} of {SETTINGS_FILES}"
+
+
+def _unreadable_files() -> Iterator[tuple[Path | str, str]]:
+    """The files of Prefect's settings that cannot be read, and why."""
+    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    profiles = os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml"
+    here = Path.cwd()
+    for path in (here / "prefect.toml", here / "pyproject.toml", Path(profiles), here / ".env"):
+        try:
+            text = path.read_text("utf-8")
+            if path.suffix == ".toml":
+                tomllib.loads(text)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            yield path, getattr(error, "strerror", None) or one_line(error)
+
+
+@contextmanager
+def error_as_json(as_json: bool) -> Iterator[None]:
+    """Print an error as the JSON object of the last line, if `as_json`, and raise it."""
+    try:
+        yield
+    except Exception as error:
+        if as_json:
+            message = wrong_prefect_setting(error) or str(error)
+            found = {"status": "failed", "error": without_secrets(message)}
+            print(json.dumps(found), flush=True)
+        raise

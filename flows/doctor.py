@@ -1,0 +1,601 @@
+"""`kiln doctor`: check this machine, and on request a recipe; say how to mend each problem.
+
+Findings of `kiln doctor`: what was checked, and the command that mends a problem.
+
+Checks of a machine for `kiln doctor`: Python, packages, NVIDIA, compiler, disk and hub token.
+
+Each check yields findings; none imports PyTorch or needs a network.
+
+Checks of a recipe for `kiln doctor RECIPE`.
+
+They cover runtime, gate, prompts, signing key, memory, models, source, store and hub token. No
+picture and no weights are fetched.
+
+Check this machine, and on request a recipe: what is missing, and the command that mends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from functools import wraps
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from artifacts.models import ModelAway, ModelNotFound, check_file_available, check_model_available
+from artifacts.store import Store, StoreError
+from configs.secrets import one_line, without_secrets
+from configs.settings.recipe import (
+    Recipe,
+    RuntimeName,
+    warnings_without_effect,
+    with_defaults_without_effect,
+)
+from flows.checks import check_gate_and_prompts, devices_here, must_fit_one_gpu, stages_without_pool
+from flows.run import free_bytes
+from flows.runner import HomeNotWritable, ServerAway, check_home, check_server, configured_server
+from runtimes.contract import Probe, WrongInput
+from runtimes.hosts import detect_gaudi
+from runtimes.hosts.detect_ascend import (
+    cann_version,
+    count_npus,
+    missing_components,
+    torch_npu_version,
+)
+from runtimes.hosts.host import (
+    NvidiaGpu,
+    driver_version,
+    find_c_compiler,
+    find_gpus,
+    torch_cuda_version,
+    usable_gpus,
+)
+from runtimes.process.launcher import count_cores
+from runtimes.registry import probe_runtime
+from runtimes.torch_models.gpu_specs import GIB, known_gpu
+from tasks import download
+from tasks.evaluate.inception import fidelity_folder
+from tasks.plan.gpu import RecipeMemory, memory_of, shipped_plans
+from tasks.publish.promotion_gate import warnings_of_few_prompts
+from tasks.stage import TransientError, package_versions, storage_error
+
+#: Time limit in seconds of a check that needs a network; the clients of buckets have none.
+NETWORK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: `problem` prevents work, `note` limits it."""
+
+    level: Literal["ok", "note", "problem"]
+    what: str
+    mend: str | None = None  # a command, or what else to do
+
+    @property
+    def words(self) -> str:
+        """The finding and its remedy."""
+        return self.what if self.mend is None else f"{self.what}: {self.mend}"
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def problem(what: str, mend: str | None = None) -> Finding:
+    return Finding("problem", what, mend)
+
+
+def note(what: str, mend: str | None = None) -> Finding:
+    return Finding("note", what, mend)
+
+
+def fine(what: str) -> Finding:
+    return Finding("ok", what)
+
+
+def named(name: str, check: Callable[..., Iterable[Finding]], *given: Any) -> Check:
+    """A check with its arguments, and with a name for the message of its failure."""
+
+    def run() -> Iterable[Finding]:
+        return check(*given)
+
+    run.__name__ = name
+    return run
+
+
+def collect(checks: Iterable[Check]) -> Iterator[Finding]:
+    """The findings of all checks. One that fails is a problem and does not hide the others."""
+    for check in checks:
+        try:
+            yield from list(check())
+        except Exception as error:  # a machine may be broken in any way
+            name = check.__name__.strip("_").replace("_", " ")
+            words = without_secrets(one_line(error))
+            yield problem(f"{name} failed: {type(error).__name__}: {words}")
+
+
+def limited(
+    check: Check,
+    late: Callable[[str], Finding] = problem,
+    seconds: float = NETWORK_SECONDS,
+) -> Check:
+    """A check that ends in time; one that does not is the finding of `late`.
+
+    Its thread goes on until the program ends: few network clients can be interrupted.
+    """
+
+    @wraps(check)
+    def run() -> Iterable[Finding]:
+        found: Future[list[Finding]] = Future()
+
+        def work() -> None:
+            try:
+                found.set_result(list(check()))
+            except BaseException as error:  # raised below, in the thread of the caller
+                found.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return found.result(seconds)
+        except TimeoutError:
+            if found.done():  # the check's own
+                raise
+            name = check.__name__.strip("_").replace("_", " ")
+            return [late(f"{name} did not answer within {seconds:g} s")]
+
+    return run
+
+
+PYTHONS = ("3.11", "3.12")
+PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")
+#: Package -> versions that break Kilnworks (requirements/README.md), and how.
+TRAPS = {
+    "dataclasses": ("", "shadows the standard library inside Prefect's server"),
+    "fastapi": (">=0.151.0a0", "makes Prefect's server answer `prefect deploy` with 422"),
+    "sqlalchemy": (">=2.1.0a0", "makes Prefect's scheduler fail silently: cron never fires"),
+    "prefect": (">=3.9.0a0", "is untested here, and needs a newer certifi"),
+}
+#: Bytes of free disk that only small recipes are below.
+LEAST_FREE = 5 * 10**9
+CPU_BUILD = (
+    "make setup-cuda (with TORCH_INDEX=ADDRESS if the index of pip has the CPU build only; "
+    "docs/setup.md)"
+)
+
+
+def python_version() -> Iterator[Finding]:
+    """Whether this Python is one of those that the lists are pinned for."""
+    version = platform.python_version()
+    if not version.startswith(tuple(f"{known}." for known in PYTHONS)):
+        yield problem(
+            f"Python {version}: {' or '.join(PYTHONS)} is needed",
+            f"make setup PYTHON=python{PYTHONS[-1]} VENV=.venv312",
+        )
+
+
+def packages(installed: dict[str, str]) -> Iterator[Finding]:
+    """Missing packages, and versions that break Prefect's server without a word."""
+    for name in PINNED:
+        if not installed.get(name):
+            yield problem(f"{name} is not installed", "run `make setup`")
+    for name, (versions, why) in TRAPS.items():
+        if name in installed and _is_within(installed[name], versions):
+            yield problem(f"{name} {installed[name]} {why}", _reinstall(name))
+
+
+def _is_within(version: str, versions: str) -> bool:
+    try:
+        return SpecifierSet(versions, prereleases=True).contains(version)
+    except InvalidVersion:
+        return False
+
+
+def _reinstall(name: str) -> str:
+    pip = f"{sys.executable} -m pip"
+    if name == "dataclasses":
+        return f"{pip} uninstall --yes dataclasses"
+    return f"{pip} install --no-deps --requirement requirements/base.txt"
+
+
+def nvidia_driver(
+    cuda_devices: Sequence[str], torch: str | None, *, wanted: bool = False
+) -> Iterator[Finding]:
+    """Whether PyTorch uses NVIDIA's GPUs, and the shipped recipes that fit each of them.
+
+    Args:
+        cuda_devices: CUDA devices that PyTorch lists.
+        torch: installed version of PyTorch; None without it.
+        wanted: whether a recipe asks for CUDA; otherwise a CPU build is no problem.
+    """
+    gpus, driver = find_gpus(), driver_version()
+    if not gpus and driver is None:
+        return
+    if not gpus:
+        yield note(f"NVIDIA driver {driver} lists no GPU", "check `nvidia-smi`; it must be on PATH")
+    cuda = torch_cuda_version()
+    if torch is not None and cuda is None:
+        tell = problem if wanted else note
+        yield tell(f"PyTorch {torch} is a CPU build beside an NVIDIA driver", CPU_BUILD)
+    elif torch is not None and not cuda_devices:
+        yield problem(
+            f"PyTorch {torch} (CUDA {cuda}) sees no GPU with NVIDIA driver {driver or 'unknown'}",
+            "install a driver for this CUDA, or an older CUDA build: "
+            "make setup-cuda TORCH_INDEX=ADDRESS (docs/setup.md); check CUDA_VISIBLE_DEVICES",
+        )
+    yield from _fitting(gpus)
+
+
+def _fitting(gpus: Sequence[NvidiaGpu]) -> Iterator[Finding]:
+    """One line for equal GPUs: the recipes that fit, with the hours of training."""
+    for gpu, same in groupby(enumerate(gpus), lambda numbered: numbered[1]):
+        numbers = [number for number, _ in same]
+        name = f"gpu {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+        plans = shipped_plans()
+        there = [_timed(plan, gpu) for plan in plans if plan.fits(gpu.memory)]
+        large = [plan.recipe for plan in plans if not plan.fits(gpu.memory)]
+        words = f"fits {', '.join(there) or 'no shipped recipe'}"
+        if large:
+            words += f"; too small for {', '.join(large)} (kiln plan {large[0]} --gpu "
+            words += f"{gpu.memory / GIB:.0f}GB says what would fit)"
+        yield fine(f"{name} {gpu.name}, {gpu.memory / GIB:.1f} GiB: {words}")
+
+
+def _timed(plan: RecipeMemory, gpu: NvidiaGpu) -> str:
+    spec = known_gpu(gpu.name)
+    hours = None if spec is None else plan.hours(spec)
+    return plan.recipe if hours is None or hours < 0.1 else f"{plan.recipe} ({hours:,.1f} h)"
+
+
+def compiler() -> Iterator[Finding]:
+    """Whether torch.compile can work; nothing else here needs a compiler."""
+    if find_c_compiler() is None:
+        yield note(
+            "no C compiler: train.compile=auto trains uncompiled, and other values are refused",
+            "apt install g++ (Debian, Ubuntu), or xcode-select --install (macOS)",
+        )
+
+
+def disk(place: str = ".") -> Iterator[Finding]:
+    """Whether the disk of a store, or of the working directory, has room for common recipes.
+
+    A run itself refuses a disk that is too small for it.
+    """
+    free = free_bytes(Store(place))
+    if free is not None and free < LEAST_FREE:
+        where = "here" if place == "." else f"for store {without_secrets(place)}"
+        yield note(
+            f"only {free / 1e9:.1f} GB of disk are free {where}",
+            "free some (`kiln gc` lists what no run needs), or set `store`",
+        )
+
+
+def hub_token() -> Iterator[Finding]:
+    """Whether a token for the hub is there; it is not shown, and the hub is not asked."""
+    from huggingface_hub import get_token, is_offline_mode
+
+    if is_offline_mode():
+        yield note("HF_HUB_OFFLINE is set: models of the hub come from its cache only")
+    elif get_token() is None:
+        yield note("no hub token: gated models are refused", "hf auth login, or set HF_TOKEN")
+
+
+def caches() -> Iterator[Finding]:
+    """Whether the cache of models can be written."""
+    from artifacts.models import cache_folder
+
+    folder = cache_folder()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(there, os.W_OK) or not Path(there).is_dir():
+        yield problem(f"the cache {folder} cannot be written", "set KILN_CACHE to another folder")
+
+
+def recipe_checks(
+    recipe: Recipe, probes: Mapping[str, Probe], arguments: Sequence[str]
+) -> list[Check]:
+    """The checks of a recipe, in order. Those that need a network have a time limit.
+
+    Args:
+        probes: runtime -> its probe.
+        arguments: those that gave the recipe, for the commands of remedies.
+    """
+    unused = named("settings", _without_effect, recipe)
+    recipe = with_defaults_without_effect(recipe)
+    late = problem if recipe.publish.hub is not None else note
+    source = named("source", _source, recipe)
+    return [
+        unused,
+        named("runtime", _runtime, recipe, probes[recipe.runtime]),
+        limited(named("gate and prompts", _gate_and_prompts, recipe)),
+        limited(named("memory", _memory, recipe, arguments)),  # also reads the prompts
+        *(limited(check) for check in (*_models(recipe), source, *_stores(recipe))),
+        limited(named("hub login", _hub_login, recipe), late),
+    ]
+
+
+def _without_effect(recipe: Recipe) -> Iterator[Finding]:
+    yield from map(note, warnings_without_effect(recipe))
+
+
+def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
+    name, devices = recipe.runtime, devices_here(recipe, stages_without_pool(recipe))
+    if not devices:
+        return
+    if not probe.available:
+        yield problem(f"runtime {name}: {probe.reason}")  # the reason has the remedy
+        return
+    yield fine(f"runtime {name}: {', '.join(probe.devices)}")
+    for setting, device in devices.items():
+        if device not in {"auto", *probe.names}:
+            there = ", ".join(sorted(probe.names))
+            yield problem(f"{setting} {device} is not here", f"set one of auto, {there}")
+    if name == "torch" and "cuda" not in probe.names and devices.get("train.device") == "auto":
+        yield note(
+            "runtime torch will train on the CPU, which suits only tiny models such as digits"
+        )
+
+
+def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
+    try:
+        check_gate_and_prompts(recipe)
+    except (ValueError, TransientError) as error:
+        yield problem(str(error))
+    else:
+        yield fine("gate and prompts")
+        yield from map(note, warnings_of_few_prompts(recipe))
+
+
+def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
+    try:
+        plan, gpus = memory_of(recipe), usable_gpus()
+    except (WrongInput, TransientError):  # a prompt file, which _gate_and_prompts reports
+        return
+    here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
+    if not here or not gpus:
+        return
+    largest = max(gpus, key=lambda gpu: gpu.memory)
+    given = without_secrets(shlex.join(arguments))
+    command = f"kiln plan {given} --gpu {largest.memory / GIB:.0f}GB"
+    if plan is None:
+        yield note("the recipe's memory is not planned yet", command)
+    elif plan.fits(largest.memory):
+        yield fine(f"memory: {plan.largest / GIB:.1f} GiB fit {largest.name}")
+    else:
+        there = f"{largest.name} has {largest.memory / GIB:.1f} GiB"
+        yield problem(f"memory: {plan.largest / GIB:.1f} GiB are needed, {there}", command)
+
+
+def _models(recipe: Recipe) -> Iterator[Check]:
+    settings = recipe.evaluate
+    revision = recipe.model.revision
+    places = {"model.path": recipe.model.path, "model.vae": recipe.model.vae}
+    places |= {"evaluate.clip": settings.clip, "evaluate.image_encoder": settings.image_encoder}
+    places |= {f"evaluate.judges {name}": path for name, path in settings.preference_models.items()}
+    for setting, path in places.items():
+        if path is not None:
+            given = revision if setting == "model.path" else None
+            yield named(setting, _model, setting, path, given)
+    if settings.inception is not None:
+        yield named("evaluate.inception", _inception, recipe, settings.inception)
+
+
+def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
+    try:
+        where = check_model_available(path, revision=revision)
+        yield fine(f"{setting}: {without_secrets(path)} ({where})")
+    except (ModelNotFound, ModelAway) as error:
+        yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")
+
+
+def _inception(recipe: Recipe, path: str) -> Iterator[Finding]:
+    try:
+        yield fine(f"evaluate.inception: {without_secrets(path)} ({check_file_available(path)})")
+        if "evaluate" in stages_without_pool(recipe):
+            fidelity_folder()
+    except (ModelNotFound, ModelAway, WrongInput) as error:
+        yield problem(str(error), "see docs/evaluation.md#features-of-inception")
+
+
+def _source(recipe: Recipe) -> Iterator[Finding]:
+    where = getattr(recipe.source, "path", None) or recipe.source.kind
+    try:
+        download.check(recipe)
+        yield fine(f"source: {without_secrets(str(where))} opens")
+    except (download.SourceError, TransientError) as error:
+        yield problem(str(error))
+
+
+def _stores(recipe: Recipe) -> Iterator[Check]:
+    yield named("store", _store, "store", recipe.store)
+    if recipe.publish.registry is not None:
+        yield named("registry", _store, "publish.registry", recipe.publish.registry)
+
+
+def _store(setting: str, url: str) -> Iterator[Finding]:
+    """Create, replace and delete an object, as a run does."""
+    mend = f"grant the permission, or set `{setting}` to another folder or URL"
+    try:
+        store = Store(url)
+    except StoreError as error:
+        yield problem(f"{setting}: {error}", mend)
+        return
+    is_new = store.is_local and not os.path.isdir(store.root)
+    try:
+        store.check_writable()
+        yield fine(f"{setting}: {store.url} can be written")
+    except Exception as error:  # each filesystem's client has errors of its own
+        yield problem(f"{setting}: {storage_error(store, error)}", mend)
+    finally:
+        if is_new and os.path.isdir(store.root) and not os.listdir(store.root):
+            os.rmdir(store.root)
+
+
+def _hub_login(recipe: Recipe) -> Iterator[Finding]:
+    """Whether the hub knows the token, if there is one or publishing needs one."""
+    from huggingface_hub import HfApi, get_token, is_offline_mode
+
+    token, mend = get_token(), "hf auth login, or set HF_TOKEN"
+    needed = recipe.publish.hub is not None
+    if token is None:
+        if needed:
+            yield problem("publish.hub needs a hub token", mend)
+        return
+    if is_offline_mode():
+        return
+    try:
+        name = HfApi().whoami(token=token)["name"]
+        yield fine(f"hub token: of {name}")
+    except Exception as error:  # of several HTTP libraries
+        words = f"hub token: the hub does not accept it ({type(error).__name__})"
+        yield problem(words, mend) if needed else note(words, mend)
+
+
+def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -> bool:
+    """Print the findings; returns whether `kiln run` works here.
+
+    Args:
+        recipe: also check its model, source, store and runtime.
+        arguments: those that gave the recipe, for the commands of remedies.
+    """
+    probes = {name: probe_runtime(name) for name in get_args(RuntimeName)}
+    installed = package_versions(sys.executable, (*PINNED, *TRAPS))
+    server, findings = _server()
+    found = _facts(probes, installed, server)
+    checks = _machine_checks(probes, installed, recipe)
+    checks += [] if recipe is None else recipe_checks(recipe, probes, arguments)
+    findings += collect(checks)
+    problems = [finding.words for finding in findings if finding.level == "problem"]
+    if as_json:
+        print(json.dumps({**found, "findings": [*map(asdict, findings)], "problems": problems}))
+    else:
+        _print(found, findings)
+    return not problems
+
+
+def _facts(probes: dict[str, Probe], installed: dict[str, str], server: str) -> dict[str, Any]:
+    """What is here, by name."""
+    fields = ("available", "devices", "reason")
+    return {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpus": count_cores(),
+        "disk_free_gb": _free_gb(),
+        "prefect_api": server,
+        "versions": {name: installed.get(name) for name in PINNED},
+        "runtimes": {n: {f: getattr(probe, f) for f in fields} for n, probe in probes.items()},
+        "ascend": {
+            "npus": count_npus(),
+            "cann": cann_version(),
+            "torch_npu": torch_npu_version(),
+            "lacking": missing_components(),
+        },
+        "gaudi": {
+            "hpus": detect_gaudi.count_hpus(),
+            "driver": detect_gaudi.driver_version(),
+            "habana_frameworks": detect_gaudi.bridge_version(),
+            "lacking": detect_gaudi.missing_components(),
+        },
+    }
+
+
+def _machine_checks(
+    probes: dict[str, Probe], installed: dict[str, str], recipe: Recipe | None
+) -> list[Check]:
+    cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
+
+    def nvidia() -> Iterator[Finding]:
+        wanted = recipe is not None and _asks_cuda(recipe)
+        return nvidia_driver(cuda, installed.get("torch"), wanted=wanted)
+
+    return [
+        python_version,
+        named("packages", packages, installed),
+        named("runtimes", _runtimes, probes),
+        nvidia,
+        compiler,
+        named("disk", disk, "." if recipe is None else recipe.store),
+        caches,
+        hub_token,
+    ]
+
+
+def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
+    if not any(probe.available for probe in probes.values()):
+        yield problem("no runtime can train here", "run `make setup`")
+
+
+def _asks_cuda(recipe: Recipe) -> bool:
+    devices = devices_here(recipe, stages_without_pool(recipe)).values()
+    return recipe.runtime == "torch" and any(name.startswith("cuda") for name in devices)
+
+
+def _server() -> tuple[str, list[Finding]]:
+    """The Prefect server of a run as text, and the problems with it."""
+    state = "unknown"
+
+    def prefect_server() -> Iterator[Finding]:
+        nonlocal state
+        url = configured_server()
+        if url is None:
+            state = "embedded, during a run"
+            try:
+                check_home()
+            except HomeNotWritable as error:
+                yield problem(str(error))
+            return
+        state = f"{without_secrets(url)} (does not answer)"
+        try:
+            check_server(url)
+            state = f"{without_secrets(url)} (answers)"
+        except ServerAway as error:
+            yield problem(str(error))
+
+    findings = list(collect([prefect_server]))
+    return state, findings
+
+
+def _free_gb() -> float | None:
+    """Free disk of the working directory in GB; None if it is gone."""
+    try:
+        return round(shutil.disk_usage(".").free / 1e9, 1)
+    except OSError:
+        return None
+
+
+def _host(found: dict[str, Any], kind: str, chips: str, *software: str) -> str:
+    """A host's chips, their software and the missing parts, as text."""
+    found = found[kind]
+    if not found[chips] and not any(found[name] for name in software):
+        return f"none; deploy/{kind} has the set-up of a machine with one"
+    there = [f"{found[chips]} {chips[:-1].upper()}s"]
+    there += [f"{name} {found[name]}" for name in software if found[name]]
+    return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
+
+
+def _print(found: dict[str, Any], findings: list[Finding]) -> None:
+    print(
+        f"python {found['python']} ({found['platform']}), {found['cpus']} CPUs, "
+        f"{found['disk_free_gb']} GB free"
+    )
+    print(f"prefect server: {found['prefect_api']}")
+    for name, number in found["versions"].items():
+        print(f"  {name:14} {number or 'missing'}")
+    for name, runtime in found["runtimes"].items():
+        state = ", ".join(runtime["devices"]) if runtime["available"] else runtime["reason"]
+        print(f"runtime {name:10} {state}")
+    print(f"ascend: {_host(found, 'ascend', 'npus', 'cann', 'torch_npu')}")
+    print(f"gaudi: {_host(found, 'gaudi', 'hpus', 'driver', 'habana_frameworks')}")
+    for finding in sorted(findings, key=lambda one: ("ok", "note", "problem").index(one.level)):
+        print(f"{finding.level}: {finding.words}")
+    ready = not any(finding.level == "problem" for finding in findings)
+    print("ready" if ready else "not ready")

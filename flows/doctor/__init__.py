@@ -1,1 +1,0 @@
-"""Checks of a machine and a recipe, with the command that mends each problem."""

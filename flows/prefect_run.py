@@ -1,0 +1,479 @@
+"""A flow's process and tasks in Prefect: logs, states, settings, parameters, events and
+cancellation.
+
+End a flow's process once its run is cancelled in Prefect and no worker ends it.
+
+A Prefect worker ends the runs of deployments. `kiln run` has no worker, and a worker may be killed
+or miss the cancellation.
+
+Send Kilnworks' log lines to the Prefect run of their thread, all lines without secrets.
+
+Prepare the process of a flow: its logs, its end by an interruption, the loss of its console.
+
+Prefect events of a model: published, or rejected by the gate. Automations react to them.
+
+Parameters of the flows: shown as a form in the UI, checked in the run.
+
+An error in pydantic's own check would reach people as a traceback with Prefect's words, and Prefect
+would log all parameters beside it.
+
+Prefect task settings of the stages: retries, time limits, concurrency.
+
+A stage's task: its begin, recorded for `kiln gc`, and its final state, shown in Prefect's UI.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextvars
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from prefect import runtime
+from prefect.cache_policies import NO_CACHE
+from prefect.client.base import ServerType
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound, TerminationSignal
+from prefect.logging.handlers import APILogHandler
+from prefect.states import Cancelled, Completed
+from prefect.tasks import exponential_backoff
+from prefect.utilities.annotations import quote
+from pydantic import Field, SecretStr
+from rich.console import Console
+
+from artifacts.gc import record_run
+from artifacts.models import ModelAway
+from artifacts.remote_stores import CacheFull, is_outage
+from artifacts.store import Artifact, KeyParts, Store
+from configs.load_recipe import RecipeError, recipe_names
+from configs.secrets import hide_secrets, one_line, redact_logs, without_secrets
+from configs.settings.recipe import STAGES
+from tasks.panels import Links, Panel
+from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
+from tasks.publish.stage import STAGE, Rejected, show_verdicts
+from tasks.run_job import stopping
+from tasks.stage import REPORT, StageResult, TransientError, is_ours, storing
+
+log = logging.getLogger("kiln")
+
+#: Seconds between two looks at the run's state.
+POLL_SECONDS = 10.0
+#: Seconds that a worker has: it sends SIGTERM, and SIGKILL after 30 s.
+WORKER_SECONDS = 120.0
+
+
+def end_run_if_cancelled() -> None:
+    """Watch the state of this thread's flow run in the background, until the run ends.
+
+    Once it is cancelled, the process receives SIGTERM, as from a worker. A server that ends
+    with the run is not asked: nobody sees its UI.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return
+    if threading.current_thread() is not threading.main_thread():  # signals reach that thread alone
+        return
+    if context.client.server_type is ServerType.EPHEMERAL:
+        return
+    inherited = contextvars.copy_context()  # has the server's address, and the run for log lines
+    threading.Thread(
+        target=inherited.run, args=(_watch, context.flow_run), name="cancellation", daemon=True
+    ).start()
+
+
+def _watch(run: FlowRun) -> None:
+    # Not the client of the run's own thread, whose connections that thread closes.
+    with get_client(httpx_settings={}, sync_client=True) as client:
+        seen: float | None = None  # seconds of this clock: the server's may differ by minutes
+        while not _has_ended(run):
+            time.sleep(POLL_SECONDS)
+            try:
+                state = client.read_flow_run(run.id).state
+                if state is None or not (state.is_cancelling() or state.is_cancelled()):
+                    seen = None
+                    continue
+                seen = time.monotonic() if seen is None else seen
+                if _is_due(run, seen) and _ended(client, run, state):
+                    return
+            except ObjectNotFound:  # the run was deleted
+                return
+            except Exception as error:
+                log.debug("the state of the run is unknown: %s", error)
+
+
+def _is_due(run: FlowRun, seen: float) -> bool:
+    """Whether no worker has ended a run since its cancellation was seen."""
+    return run.deployment_id is None or time.monotonic() - seen > WORKER_SECONDS
+
+
+def _ended(client: SyncPrefectClient, run: FlowRun, state: State) -> bool:
+    """End the process of a cancelled run, unless a worker or a user does so."""
+    if _is_ending(run):
+        return False
+    if not state.is_final():
+        state = Cancelled(message="cancelled; the process ends by itself")
+        client.set_flow_run_state(run.id, state, force=True)
+        if _is_ending(run):  # since the request, which may have taken minutes
+            return False
+    log.warning("the run is cancelled in Prefect: it ends")
+    run.state = state  # Prefect's engine replaces a state that is not final by Crashed
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+def _is_ending(run: FlowRun) -> bool:
+    return stopping.is_set() or _has_ended(run)
+
+
+def _has_ended(run: FlowRun) -> bool:
+    return run.state is not None and run.state.is_final()
+
+
+def log_to_prefect() -> None:
+    """Add Prefect's handler to the `kiln` logger, once, and redact the lines of all loggers.
+
+    Prefect logs wrong input as one line: its message says what to do.
+
+    PREFECT_LOGGING_EXTRA_LOGGERS would add it without a level, and warn about other threads.
+    """
+    redact_logs()
+    logger = logging.getLogger("kiln")
+    if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
+        handler = APILogHandler()
+        handler.addFilter(_in_a_run)
+        logger.addHandler(handler)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    for name in ("prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_without_traceback)
+
+
+@contextmanager
+def each_line_once() -> Iterator[None]:
+    """Log equal lines once, such as the warnings of a sweep's trials."""
+    logger, seen = logging.getLogger("kiln"), set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        count = len(seen)
+        seen.add(record.getMessage())
+        return len(seen) > count
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Take the traceback of wrong input out of a record, and keep that of a bug."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Exception) and is_ours(error) and _is_wrong_input(error):
+        record.exc_info = None
+    return True
+
+
+def _is_wrong_input(error: Exception) -> bool:
+    return any(isinstance(one, ValueError) for one in (error, error.__cause__))
+
+
+def _in_a_run(record: logging.LogRecord) -> bool:
+    """Whether the thread belongs to a run; a heartbeat's does not."""
+    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+
+
+#: Seconds until an ignored interruption is raised again: the callback that ignored it has ended.
+AGAIN_SECONDS = 0.1
+
+
+def prepare_process() -> None:
+    """Send log lines to Prefect; raise interruptions again that Python ignored; outlive a console.
+
+    The handlers of SIGTERM (Prefect's) and SIGINT raise an exception wherever the main thread is.
+    Python ignores all exceptions of finalizers and weak references' callbacks: the run would go on.
+
+    The console of a run is a pipe to its worker. Once a worker is killed, rich would end the thread
+    that logs, or the run.
+
+    A run that is cancelled in Prefect ends, even if no worker ends it.
+    """
+    log_to_prefect()
+    end_run_if_cancelled()
+    Console.on_broken_pipe = _go_on_silently  # type: ignore[assignment,method-assign]
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _raise_again
+
+
+def _raise_again(ignored: Any) -> None:
+    numbers = {TerminationSignal: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+    if (number := numbers.get(ignored.exc_type)) is None:
+        sys.__unraisablehook__(ignored)
+        return
+
+    def send() -> None:
+        time.sleep(AGAIN_SECONDS)
+        os.kill(os.getpid(), number)
+
+    # The interrupted code may hold the locks of `threading`.
+    _thread.start_new_thread(send, ())
+
+
+def _go_on_silently(console: Console) -> None:
+    """Discard what is printed from now on, by others too; Prefect's server still gets the log."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), console.file.fileno())
+
+
+PUBLISHED = "kiln.model.published"
+REJECTED = "kiln.model.rejected"
+
+
+def model_resource(model: str) -> str:
+    """Id of a model's resource, `kiln.model.<publish.name>`."""
+    return f"kiln.model.{model}"
+
+
+def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:
+    """Emit `kiln.model.published`: a new version has become the champion.
+
+    The payload has the version, the model's URL, its report's URL and its metrics.
+    """
+    url = without_secrets(url)
+    version = url.rpartition("/")[2]
+    payload = {"version": version, "model": url, "report": f"{url}/{REPORT}", "metrics": metrics}
+    _emit(PUBLISHED, model, payload)
+
+
+def emit_rejected(model: str, message: str, verdicts: list[dict[str, Any]]) -> None:
+    """Emit `kiln.model.rejected`; the payload has the failed rules in words, and all verdicts."""
+    _emit(REJECTED, model, {"message": without_secrets(message), "gate": verdicts})
+
+
+def _emit(event: str, model: str, payload: dict[str, Any]) -> None:
+    """Emit an event of a run. A lost one is a warning: the model is published or measured."""
+    if FlowRunContext.get() is None:
+        return
+    resource = {"prefect.resource.id": model_resource(model), "prefect.resource.name": model}
+    try:
+        if emit_event(event, resource=resource, payload=payload) is None:
+            log.warning("the server did not accept the event %s of %s", event, model)
+    except Exception as error:
+        log.warning("the event %s of %s is lost: %r", event, model, error)
+
+
+NO_OVERRIDES: dict[str, Any] = {}
+RecipeName = Annotated[str, Field(examples=recipe_names())]
+Overrides = Annotated[dict[str, Any], Field(examples=[{"train.steps": 100}])]
+
+
+def run_name(words: str) -> Callable[[], str]:
+    """The name of a flow's run, such as "finetune {recipe}", without secrets of its parameters."""
+    return lambda: without_secrets(words.format(**runtime.flow_run.parameters))
+
+
+def revealed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with their secrets. Raises RecipeError for one that Prefect has stored."""
+    if hide_secrets(settings) != settings:
+        raise RecipeError(
+            "a secret in a parameter is refused, since Prefect stores it: write it into a recipe "
+            "file, or start the run by `kiln run`; and replace the secret"
+        )
+    found: dict[str, Any] = _reveal(settings)
+    return found
+
+
+def _reveal(settings: Any) -> Any:
+    if isinstance(settings, dict):
+        return {key: _reveal(value) for key, value in settings.items()}
+    if isinstance(settings, list):
+        return [_reveal(value) for value in settings]
+    return settings.get_secret_value() if isinstance(settings, SecretStr) else settings
+
+
+DAY = 86400.0  # seconds
+#: Seconds before each further attempt of what is read outside the tasks.
+PAUSES = (10.0, 60.0, 300.0)
+T = TypeVar("T")
+#: Tag of the tasks that use an accelerator; `kiln place --accelerators` limits it.
+ACCELERATOR = "accelerator"
+
+
+class TaskLimits(NamedTuple):
+    """Retries, time and concurrency of a stage's task."""
+
+    retries: int
+    wait: float  # seconds before the first retry; each further wait is twice as long
+    days: float  # time limit of one attempt
+    tag: str  # limits concurrency on the server
+
+
+LIMITS = {
+    "compare": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
+    "download": TaskLimits(retries=5, wait=15, days=14, tag="network"),
+    "encode": TaskLimits(retries=3, wait=30, days=14, tag=ACCELERATOR),
+    "train": TaskLimits(retries=5, wait=60, days=30, tag=ACCELERATOR),
+    "evaluate": TaskLimits(retries=3, wait=30, days=7, tag=ACCELERATOR),
+    "publish": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
+    "conclude": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
+    "generate": TaskLimits(retries=3, wait=10, days=1, tag=ACCELERATOR),
+}
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed."""
+    cause = error.__cause__ if isinstance(error, RecipeError) else None  # see writable_store
+    return isinstance(error, TransientError | ModelAway | CacheFull) or is_outage(cause or error)
+
+
+def should_retry(task: Any, run: Any, state: State[Any]) -> bool:
+    """Whether Prefect tries a failed task again: a log line says why, and when.
+
+    Prefect asks only while a try is left. A terminal does not show its own line, a worker does.
+    """
+    try:
+        state.result()
+    except BaseException as error:
+        if not may_pass(error):
+            return False
+        if logging.getLogger("prefect.task_runs").isEnabledFor(logging.INFO):
+            return True
+        waits = task.retry_delay_seconds
+        seconds = waits[min(run.run_count, len(waits)) - 1]
+        message = "%s; the next try of %s is in about %g s"
+        log.warning(message, one_line(error), run.name, seconds)
+        return True
+    return False
+
+
+def stage_task(name: str) -> dict[str, Any]:
+    """Arguments of `@task` for a task of LIMITS.
+
+    The store alone decides on reuse, and jitter separates the retries of parallel runs.
+    """
+    limits = LIMITS[name]
+    return {
+        "task_run_name": name,
+        "retries": limits.retries,
+        "retry_delay_seconds": exponential_backoff(limits.wait),
+        "timeout_seconds": limits.days * DAY,
+        "tags": {limits.tag},
+        "cache_policy": NO_CACHE,
+        "retry_condition_fn": should_retry,
+        "retry_jitter_factor": 0.5,
+    }
+
+
+def patiently(
+    work: Callable[[], T],
+    passes: Callable[[BaseException], bool] = may_pass,
+    words: Callable[[Exception], str] = one_line,
+) -> T:
+    """What a flow itself does, once the remote store answers: a flow has no retries.
+
+    The stages before it may have taken days.
+
+    Args:
+        passes: whether another attempt may succeed after an error.
+        words: an error in the log.
+    """
+    for seconds in PAUSES:
+        try:
+            return work()
+        except Exception as error:
+            if not passes(error):
+                raise
+            log.warning("%s; next attempt in %g seconds", words(error), seconds)
+            time.sleep(seconds)
+    return work()
+
+
+def without_edges(run: Any) -> Any:
+    """A run as the argument of a task; the task receives the run itself.
+
+    Prefect finds a task's result by the identity of its parts, such as a stage's name, and would
+    draw an edge from each stage that the run names.
+    """
+    return quote(run)
+
+
+#: Name of the completed state of a stage whose artifact was in the store.
+REUSED = "Reused"
+
+
+def begin(
+    store: Store, run_id: str, parts: KeyParts, model: str, facts: dict[str, Any]
+) -> Progress:
+    """Record, before a stage is built, that a run needs it: `kiln gc` keeps what runs need.
+
+    Args:
+        facts: other facts of the run, for its record.
+
+    Returns the progress of building the stage.
+    """
+    with storing(store):
+        record_run(store, run_id, {**facts, "stages": {parts.stage: [parts.key]}})
+    return Progress(parts.stage, model)
+
+
+def ended(
+    store: Store, model: str, result: StageResult, show: Callable[[Artifact], list[Panel]]
+) -> Any:
+    """Show a stage's artifact in the UI, and return the final state of its task.
+
+    Prefect passes the result to a task that receives the state, and draws an edge.
+
+    Args:
+        model: name of the model in training, which separates recipes in the UI.
+        show: returns the panels of the stage's artifact.
+    """
+    heading = f"{result.stage}: {result.outcome}"
+
+    def panels() -> list[Panel]:  # loads the artifact where an error is only logged
+        return [*show(result.load(store)), *_earlier_stages(model, result.stage)]
+
+    show_in_prefect(artifact_key(model, result.stage), heading, panels)
+    log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
+    return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
+
+
+def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:
+    """Show the gate's verdicts and emit the event; the final state is completed, not failed.
+
+    Args:
+        verdict: the artifact with every number.
+    """
+    log.warning("%s", rejection)
+
+    def panels() -> list[Panel]:
+        shown = show_verdicts(rejection.verdicts, verdict.uri)
+        return [*shown, *_earlier_stages(model, STAGE)]
+
+    show_in_prefect(artifact_key(model, STAGE), f"{STAGE}: rejected by the gate", panels)
+    verdicts = rejection.as_json()
+    emit_rejected(model, str(rejection), verdicts)
+    facts = {"gate": verdicts, "verdict": {"key": verdict.key, "uri": verdict.uri}}
+    facts |= compared_metrics(rejection.measured)
+    result = replace(verdict, stage=STAGE, outcome="rejected", facts=facts)
+    return Completed(name="Rejected", message=str(rejection), data=result)
+
+
+def compared_metrics(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run reports of metrics.json: the metrics of all models, and their differences."""
+    return {name: measured[name] for name in ("metrics", "differences") if name in measured}
+
+
+def _earlier_stages(model: str, stage: str) -> list[Links]:
+    """Links to the artifacts of the stages before; the first stage and others have none."""
+    earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else ()
+    return [stage_links(model, earlier)] if earlier else []
