@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,14 +100,19 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def _named(nodes: Iterable[ast.AST], name: str) -> list[ast.AST]:
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node for node in nodes if isinstance(node, kinds) and node.name == name]
+
+
 def _span(source: str, name: str) -> tuple[int, int]:
     """First and last line of a function or class, by its name or as Class.method."""
     node: ast.AST = ast.parse(source)
     for part in name.split("."):
-        kinds = (ast.FunctionDef, ast.ClassDef)
-        found = [n for n in ast.walk(node) if isinstance(n, kinds) and n.name == part]
-        if len(found) != 1:
-            raise NotThere(f"{name} is there {len(found)} times")
-        node = found[0]
+        own = _named(ast.iter_child_nodes(node), part)
+        named = own or _named(ast.walk(node), part)
+        if len(named) != 1:
+            raise NotThere(f"{name} is there {len(named)} times")
+        node = named[0]
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     return node.lineno, node.end_lineno or node.lineno
