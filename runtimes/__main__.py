@@ -178,7 +178,7 @@ def _fail(events: Events, message: str, code: int, **facts: Any) -> int:
     """Report an error once and return `code`: rank 0 prints the root cause for all ranks.
 
     Args:
-        facts: fields of the event, see process/events.py.
+        facts: fields of the event, see process/job.py.
     """
     unset = {"wrong_input": False, "errno": None, "file": None, "away": False, "traceback": ""}
     fields = unset | facts

@@ -1,10 +1,8 @@
 """What the optimizer steps of all runtimes share: scalars, EMA and copies of the State.
 
-Swap a network's weights with their EMA, for held-out losses and samples.
-
-Scalars of the optimizer step: Adam's bias corrections, EMA decay, text encoders' rates.
-
-Copy a rank's part of the State to the host, and read a saved State in bounded memory.
+A swap gives a network the EMA of its weights, for held-out losses and samples. Scalars of a step
+are Adam's bias corrections, the EMA's decay and the text encoders' rates. A rank copies its part of
+the State to the host, and reads a saved State in bounded memory.
 """
 
 from __future__ import annotations

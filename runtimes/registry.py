@@ -1,12 +1,8 @@
 """The table of runtimes, and functions that open or query one. A new runtime is a row here.
 
-Check what a runtime supports on this machine: packages, devices, settings, families, schedulers.
-
-A runtime with an environment of its own is probed in that environment, by a subprocess.
-
-The devices on which a machine encodes: one encoder process for each.
-
-Compute dtypes that the shared PyTorch models support in training.
+The checks find what a runtime supports on this machine: packages, devices, settings, families,
+schedulers. A runtime with an environment of its own is probed in that environment, by a subprocess.
+A machine encodes on the `encoder_devices`: one encoder process for each.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
 class RuntimeSpec:
     """A runtime's package, environment and limits."""
 
-    #: Contains `runtime.TheRuntime`, `generate.ThePipeline`, `encoder.open_encoder`, `device.probe`
+    #: Contains `runtime.TheRuntime`, `sampler.ThePipeline`, `sampler.open_encoder`, `device.probe`
     #: and `device.check`.
     #: `device` must import quickly.
     package: str

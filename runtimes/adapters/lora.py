@@ -1,20 +1,12 @@
 """LoRA adapters apart from any framework: layers, initial values, merging and file formats.
 
-The initial values of LoRA adapters, equal on every runtime.
-
-The layers that have a LoRA adapter, by `train.lora.target_modules`.
-
-A LoRA adapter in NumPy, and its merge into the layer's weight.
-
 The adapter of a layer with weight W (arXiv 2106.09685) has `down` [r, in] or [r, in, k, k] and `up`
 [out, r] or [out, r, 1, 1]; the effective weight is W + alpha / r * up @ down. DoRA (arXiv
-2402.09353) rescales each output row of that sum to a trained norm, `magnitude` [out].
+2402.09353) rescales each output row of that sum to a trained norm, `magnitude` [out]. Initial
+values are equal on every runtime. `train.lora.target_modules` selects the layers.
 
-Names of weights: a library's, those of hub files, and those in State.
-
-The file of LoRA adapters in diffusers' format.
-
-The adapter format of kohya's sd-scripts, which most inference programs load.
+State, hub files and libraries name a weight differently. Files have diffusers' format, or that of
+kohya's sd-scripts, which most inference programs load:
 
 `<layer>.lora_down.weight`, `.lora_up.weight`, `.alpha` (a scalar) and, with DoRA, `.dora_scale`,
 where <layer> is the prefix and the layer's name with underscores for dots. Prefixes: `lora_unet`

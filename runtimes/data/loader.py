@@ -1,10 +1,8 @@
 """The loader: a step's batch as a pure function of (seed, step, rank, world size), prefetched.
 
-Pad batches to a fixed number of rows, so that one compiled program serves every batch.
-
-Prefetch: a thread prepares batches while the device computes.
-
-The held-out split: batches with fixed noise, and the losses of each sample.
+Batches are padded to a fixed number of rows, so that one compiled program serves every batch. A
+thread prepares them while the device computes. Batches of the held-out split have fixed noise, and
+each of their samples has its own loss.
 """
 
 from __future__ import annotations

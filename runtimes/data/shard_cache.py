@@ -1,8 +1,7 @@
 """Memory-mapped latent shards; remote shards go through a local cache of bounded size.
 
-Fetch files that will be needed, in background threads that block no exit of the process.
-
-Rows of latent shards that stay in memory, so that reading them again opens no shard.
+Background threads fetch files that will be needed, and block no exit of the process. Rows that stay
+in memory are read again without opening their shard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Model families: one file per family; registry.py is the table of them.
-
-The table of model families. A family is one file, and a row here or a plug-in's entry point.
+"""The table of model families. A family is one file, and a row here or a plug-in's entry point.
 
 A plug-in is an installed package with an entry point in the group `kilnworks.families`, which must
 load to an instance of `family.Family`.

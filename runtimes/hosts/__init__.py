@@ -1,1 +1,1 @@
-"""Installed drivers and software of hosts with Ascend NPUs or Gaudi accelerators."""
+"""What a host has: memory, a C compiler, and drivers of NVIDIA GPUs, Ascend NPUs or Gaudi."""

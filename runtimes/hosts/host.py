@@ -1,10 +1,6 @@
-"""This machine: NVIDIA GPUs, memory and C compiler.
+"""This machine: the C compiler that torch.compile calls, NVIDIA GPUs, and memory.
 
-Find the C compiler that torch.compile calls.
-
-Detect NVIDIA's driver and GPUs by its files and tool; neither PyTorch nor CUDA is loaded.
-
-Memory of this host, without any accelerator.
+NVIDIA's driver and GPUs are detected by its files and tool; neither PyTorch nor CUDA is loaded.
 """
 
 from __future__ import annotations

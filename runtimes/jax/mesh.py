@@ -53,7 +53,7 @@ class Mesh:
         return SplashAttention(self.mesh) if self.platform == "tpu" else None
 
     def array_sharding(self, shape: Sequence[int]) -> NamedSharding:
-        """Sharding of an array of a shape along `fsdp`, see spmd/mesh_shape_and_sharding.py."""
+        """Sharding of an array of a shape along `fsdp`, see spmd/slices.py."""
         return NamedSharding(self.mesh, PartitionSpec(*shard_axes(shape, self.fsdp)))
 
     def row_sharding(self, axis: int) -> NamedSharding:

@@ -4,9 +4,8 @@ The scheduler's coefficients are inputs of the program (sample/tabulated_schedul
 are padded to one size, so one program serves every batch. On a CPU each step is a separate program,
 because XLA runs convolutions within a loop slowly there.
 
-Sample images and compute held-out losses by JAX, for a sequence of models.
-
-Encode images and captions by JAX, in padded batches sharded over all devices.
+`ThePipeline` samples images and computes held-out losses for a sequence of models. `JaxEncoder`
+encodes images and captions, in padded batches sharded over all devices.
 """
 
 from __future__ import annotations
@@ -312,7 +311,7 @@ class ThePipeline(BasePipeline):
 
 
 class JaxEncoder(encoders.Encoder):
-    """The encoder of torch_models/encode_images_and_captions.py, compiled by JAX.
+    """The encoder of torch_models/encoders.py, compiled by JAX.
 
     Every batch is padded to one size and runs one program, so the bits of an image do not depend on
     the size of its batch.

@@ -1,16 +1,11 @@
 """One training step as a compiled function from state and batch to the next state.
 
-It computes the forward and backward pass of each micro-batch, and the update
-(clip_update_and_ema.py).
+It computes the forward and backward pass of each micro-batch, then the update: gradient clipping,
+AdamW and EMA. Micro-batches have one size and are stacked, as inputs of the step. The rule of the
+update is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step (learning
+rate, bias corrections, share of the EMA) are inputs, so all steps run one program.
 
-Gradient clipping, AdamW and EMA, as part of the compiled step.
-
-The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step
-(learning rate, bias corrections, share of the EMA) are inputs, so all steps run one program.
-
-Stack a batch into micro-batches of one size, as inputs of the compiled step.
-
-A network's arrays on the devices: trained parameters, optimizer state and frozen arrays.
+A network's arrays on the devices are trained parameters, optimizer state and frozen arrays.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Convert PyTorch modules to functions of JAX arrays by torchax. Only this file imports torchax.
 
 JAX traces a call of the module, and torchax maps each PyTorch operation to JAX. Weights are array
-arguments, so JAX differentiates, compiles and shards the function.
-
-Scaled dot-product attention (arXiv 1706.03762), its softmax in float32.
+arguments, so JAX differentiates, compiles and shards the function. Scaled dot-product attention
+(arXiv 1706.03762) is written in JAX here, with its softmax in float32.
 """
 
 from __future__ import annotations
@@ -399,7 +398,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Array:
-    """scaled_dot_product_attention of [B, H, T, D] by runtimes/jax/torchax_bridge.py."""
+    """scaled_dot_product_attention of [B, H, T, D] by `attend`."""
     if enable_gqa:
         raise NotImplementedError("runtime jax does not support grouped-query attention")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale

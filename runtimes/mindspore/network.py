@@ -1,10 +1,7 @@
 """The trained network: a UNet and, where the step encodes captions, its CLIP text encoders.
 
-Low-rank adapters on mindone's models, through mindone's PEFT.
-
-Text encoding in a step, as in torch_models/encode_token_ids.py.
-
-Split a batch into micro-batches of MindSpore tensors.
+Low-rank adapters are added to mindone's models through mindone's PEFT. Text is encoded in a step as
+in torch_models/encoders.py. Micro-batches of a batch are MindSpore tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The MindSpore runtime: trains mindone's models on Ascend.
 
-One training step: loss and gradients of each micro-batch, then the update.
-
-Forward and backward pass run in PyNative mode, or as one compiled graph.
+A step computes loss and gradients of each micro-batch, then the update. The forward and backward
+pass run in PyNative mode, or as one compiled graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Sampling with one of mindone's pipelines.
+"""Sampling with one of mindone's pipelines, and encoding with its VAE and text encoders.
 
-Encode images and captions with a pipeline's VAE and text encoders, without its denoiser.
-
-Sample images with mindone's pipelines and compute held-out losses, for a sequence of models.
+The encoder loads no denoiser. `ThePipeline` samples images and computes held-out losses for a
+sequence of models.
 """
 
 from __future__ import annotations
@@ -296,7 +295,7 @@ def load_network(
     """Load the denoiser of a drawing and the text encoders that it runs, for inference in `dtype`.
 
     Adapters are merged in float32 before the weights are cast. `text_dtype` is as in
-    sample/load_network.py.
+    sample/generate_job.py.
 
     Raises:
         WrongInput: weights or adapters are missing, damaged or of another architecture.

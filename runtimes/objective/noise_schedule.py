@@ -1,14 +1,12 @@
 """Noise schedules: the forward process of diffusion and of rectified flow, and their targets.
 
 Both schedules are tables over T noise levels, in order of increasing noise. A `level` is a row
-index in [0, T); its `timestep` is the denoiser's input for that level.
+index in [0, T); its `timestep` is the denoiser's input for that level. Dynamic shifting moves a
+flow's noise levels by the size of the picture.
 
-Dynamic shifting of a flow's noise levels by the size of the picture.
-
-The scheduler config of a trained model: the base's, or one with the changes of the settings.
-
-Another prediction type or zero terminal SNR changes the model's noise schedule. Training, sampling
-and the published scheduler_config.json must all use the changed config.
+A trained model has the base's scheduler config, or one with the changes of the settings. Another
+prediction type or zero terminal SNR changes the model's noise schedule. Training, sampling and the
+published scheduler_config.json must all use the changed config.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Random draws of training: counter-based, so each step is drawn without those before it.
 
-Counter-based random numbers: any step can be drawn without drawing the ones before it.
-
 NumPy's Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The
 key is (seed, stream). Words 1 to 3 of the counter hold our counters; NumPy advances word 0.
 
-Timestep sampling: the probability of each noise level during training.
-
-Random draws per sample: noise, offset noise, input perturbation, caption dropout and choices.
-
-Each draw is keyed on (seed, stream, sample counter), see random_draws.py.
+The settings give the probability of each noise level. The other draws are noise, offset noise,
+input perturbation, caption dropout and choices: each is keyed on (seed, stream, sample counter).
 """
 
 from __future__ import annotations

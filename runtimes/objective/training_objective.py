@@ -1,12 +1,11 @@
 """The training objective: latents, noise, timesteps, targets and loss weights of a batch.
 
-Loss weights: the factor of a sample's squared error, by its noise level.
+A loss weight is the factor of a sample's squared error, by its noise level. The papers define
+weights for the error of the latents, |z' - z|^2. The error of eps is SNR times that, the error of v
+is SNR + 1 times that. The weight is divided by this factor, so that the loss is the same for every
+prediction type.
 
-The papers define weights for the error of the latents, |z' - z|^2. The error of eps is SNR times
-that, the error of v is SNR + 1 times that. The weight is divided by this factor, so that the loss
-is the same for every prediction type.
-
-Scale and shift between the VAE's latents and the denoiser's.
+`LatentScale` converts between the VAE's latents and the denoiser's, by scale and shift.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """A diffusers pipeline folder as its config files describe it; no weights are loaded.
 
-Read the config files of a pipeline folder; their errors name the file.
-
-Description and digest of a pipeline's encoders, from its config files; loads no weights.
-
-The config of the trained denoiser: the base's or a replacement, plus extra inputs.
-
-The compute dtype of a VAE.
+Errors name the config file. The encoders' configs give their description and digest. The config of
+the trained denoiser is the base's or a replacement, plus extra inputs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Weight files of a pipeline folder, and faults that loading them would find hours later.
 
-Weight files of a pipeline component, and a check of their shapes against its config.
-
-For runtimes without PyTorch: this module imports no framework.
-
-Faults of a pipeline's parts that loading them would find hours later, by headers and texts.
-
-Loads no weights and no tokenizer. What is unknown here is left to the loader.
+Shapes of weights are checked against the component's config. Faults are found by headers and texts:
+no weights and no tokenizer are loaded, and what is unknown here is left to the loader. Runtimes
+without PyTorch use this file too, so it imports no framework.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The process of a job: job file, events, signals, ranks, launcher and compile cache."""
+"""The process of a job: job file, events, signals, ranks, launcher, collectives, compile cache."""

@@ -1,6 +1,6 @@
-"""Jobs of a runtime's process, and the JSON file that passes one to it.
+"""Jobs of a runtime's process, the JSON file that passes one to it, and the events it reports.
 
-Events: JSON lines from a runtime's process to its parent, the stage.
+An event is a JSON line from a runtime's process to its parent, the stage.
 
 | event      | fields                                                                           |
 |------------|----------------------------------------------------------------------------------|
@@ -68,7 +68,7 @@ class TrainJob(HasNetwork):
     latents: str  # URL of the folder of the latents artifact with the training samples
     train: dict[str, Any]  # configs.settings.train.Train, dumped
     work: str  # URL of the folder for checkpoints and samples
-    out: str  # URL of the folder for the trained weights (see train/write_result.py)
+    out: str  # URL of the folder for the trained weights (see train/training_run.py)
     sample_prompts: tuple[str, ...] = ()
     sampler: dict[str, Any] = field(default_factory=dict)  # as GenerateJob.sampler
     vae: str | None = None  # VAE that replaces the pipeline's own in sample images

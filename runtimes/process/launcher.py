@@ -1,18 +1,13 @@
 """Rank 0 starts the other ranks of its machine, reads their events, and ends them.
 
-A child has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. A byte
-on it passes on a signal that requests a stop. Under torchrun (RANK is set) the launcher starts no
-process.
+A process reads its rank from the launcher's environment variables. Supported launchers: ours and
+torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), mpirun
+(OMPI_COMM_WORLD_*), and MindSpore's msrun (RANK_ID, MS_WORKER_NUM, DEVICE_ID, with
+MS_ROLE=MS_WORKER). Under torchrun (RANK is set) ours starts no process.
 
-This process's rank, read from the launcher's environment variables.
-
-Supported launchers: ours and torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), mpirun (OMPI_COMM_WORLD_*), and MindSpore's msrun (RANK_ID, MS_WORKER_NUM, DEVICE_ID,
-with MS_ROLE=MS_WORKER).
-
-Stop requests: SIGTERM, SIGINT (Ctrl-C), or the death of the parent process.
-
-The end of a runtime's process.
+A stop request is SIGTERM, SIGINT (Ctrl-C), or the death of the parent process. A child of rank 0
+has a pipe for its events, and a pipe as standard input that closes when rank 0 dies. A byte on it
+passes on a signal that requests a stop.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from typing import IO, Any, NoReturn
 from runtimes.contract import WrongInput
 from runtimes.process.job import EVENT_FD
 
-#: Environment variable of the processes that launcher.py starts; torchrun does not set it.
+#: Environment variable of the processes that `Launcher` starts; torchrun does not set it.
 FOLLOWER = "KILN_FOLLOWER"
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",

@@ -1,10 +1,7 @@
 """A planner's process: it reads a request and prints the plan as JSON.
 
-Answer tasks/plan/plan.py, which runs a planner's module on a request file.
-
-The memory of a training or sampling step, as gpu_plan.py computes it.
-
-The memory and FLOPs of a training step, as tpu_step_memory.py computes them.
+tasks/plan/plan.py runs a planner's module on a request file. torch/gpu_plan.py computes a
+StepMemory, of training or sampling; jax/tpu_step_memory.py computes a StepCost, of training.
 """
 
 from __future__ import annotations

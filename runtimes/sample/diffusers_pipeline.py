@@ -1,8 +1,7 @@
 """Sampling by a diffusers pipeline, put together from a folder and trained parts.
 
-Sampling with a diffusers pipeline, or with one of mindone's, which has the same interface.
-
-The part of a generate job's pipeline that does not depend on the framework.
+mindone's pipelines have the same interface. `BasePipeline` is the part of a generate job's pipeline
+that does not depend on the framework.
 """
 
 from __future__ import annotations

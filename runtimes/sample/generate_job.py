@@ -1,6 +1,6 @@
 """The generate job of every runtime: images and held-out losses of a list of models.
 
-The trained components of a GenerateJob: denoiser, text encoders and scheduler.
+Trained components of a model are its denoiser, text encoders and scheduler.
 """
 
 from __future__ import annotations

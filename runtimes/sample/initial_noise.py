@@ -1,7 +1,4 @@
-"""Initial noise and sizes of the pictures of a GenerateJob.
-
-Images of a sampler as the bytes of their pixels.
-"""
+"""Initial noise and sizes of the pictures of a GenerateJob, and pictures as bytes."""
 
 from __future__ import annotations
 

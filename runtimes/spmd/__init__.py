@@ -1,1 +1,1 @@
-"""Single program, multiple data: sharding rules, TPU specifications, host coordination."""
+"""Single program, multiple data: sharding rules, TPU slices, and attention on TPUs."""

@@ -1,10 +1,8 @@
 """Device meshes and TPU slices: sharding rules, names, topologies and peaks.
 
-Sharding rules of batches and arrays on a device mesh, for runtimes that compile a step.
-
-Peak rate, memory and slice topologies of each TPU generation.
-
-TPU slices by name: generation, chips, hosts and topology.
+Runtimes that compile a step shard batches and arrays by these rules. A TPU generation has a peak
+rate, a memory size and slice topologies. A slice's name gives generation, chips, hosts and
+topology.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Hooks for what a kind of device does differently in the shared training and sampling code.
 
-The base class serves CPU, CUDA and Ascend. Another kind derives a class from it, which
-`open_device` (device.py) constructs.
-
-Ascend NPUs by torch_npu, which is imported only if device npu is selected.
+`DeviceHooks` serves CPU, CUDA and Ascend. Another kind derives a class from it, which `open_device`
+(device.py) constructs. torch_npu is imported only if device npu is selected.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Gaudi: device `hpu` of runtime torch, with its fused AdamW.
 
-Intel Gaudi by habana_frameworks, which is imported only if device hpu is selected.
+habana_frameworks, Intel's bridge, is imported only if device hpu is selected. The bridge has two
+modes. Eager mode executes each operator immediately, and torch.compile compiles subgraphs. Lazy
+mode records operators until `mark_step` and compiles the recorded graph once for its operators,
+shapes and Python numbers. Numbers that change with each step (learning rate, weight decay, EMA
+decay) are therefore sent as tensors.
 
-The bridge has two modes. Eager mode executes each operator immediately, and torch.compile compiles
-subgraphs. Lazy mode records operators until `mark_step` and compiles the recorded graph once for
-its operators, shapes and Python numbers. Numbers that change with each step (learning rate, weight
-decay, EMA decay) are therefore sent as tensors.
-
-AdamW for weights on a Gaudi: Habana's fused optimizer by PyTorch's rule, or PyTorch's own.
+AdamW is Habana's fused optimizer by PyTorch's rule, or PyTorch's own.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Plan a step for a GPU on a machine without one: memory and FLOPs by fake tensors.
 
-Record which tensors live when, to compute the peak memory of a step for any batch size.
-
-Let CPU tensors save for backward what CUDA tensors would.
+`python -P -m runtimes.torch.gpu_plan REQUEST.json` prints one JSON object, a StepMemory. The step
+is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data. `LiveMemory`
+records which tensors live when, to compute the peak memory of a step for any batch size.
 
 PyTorch without CUDA cannot run autograd on fake CUDA tensors. A plan therefore uses fake CPU
-tensors. Autocast for the CPU has other lists of operators, and another attention kernel.
-
-Compute the memory and FLOPs of training and sampling without a GPU, on fake tensors.
-
-`python -P -m runtimes.torch.gpu_plan REQUEST.json` prints one JSON object, a StepMemory. The
-step is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data.
+tensors, and lets them save for backward what CUDA tensors would: autocast for the CPU has other
+lists of operators, and another attention kernel.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Kernels of runtime torch: attention and memory layout.
 
-Attention kernels of PyTorch on CUDA, by their names in `train.attention`.
-
-Keep a UNet's activations channels-last (NHWC), the fastest layout for its convolutions.
-
-diffusers' attention blocks convert activations to NCHW. That costs one copy in the block and one
-before the next convolution, in the forward and in the backward pass.
+`train.attention` names attention kernels of PyTorch on CUDA. A UNet's activations stay
+channels-last (NHWC), the fastest layout for its convolutions. diffusers' attention blocks convert
+activations to NCHW. That costs one copy in the block and one before the next convolution, in the
+forward and in the backward pass.
 """
 
 from __future__ import annotations

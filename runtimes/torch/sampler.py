@@ -1,10 +1,7 @@
-"""Sampling with a diffusers pipeline, around given components.
+"""Sampling with a diffusers pipeline, around given components, and encoding with its encoders.
 
-Run a model whose weights stay in the host's memory; a layer is on the device while it runs.
-
-Sample images with a diffusers pipeline, for a sequence of models.
-
-Encode images and captions on the devices of runtime torch.
+Weights of an offloaded model stay in the host's memory; a layer is on the device while it runs.
+`ThePipeline` samples images for a sequence of models.
 """
 
 from __future__ import annotations

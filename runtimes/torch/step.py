@@ -1,14 +1,12 @@
 """One training step: forward and backward pass of each micro-batch, then the update.
 
-Forward and backward passes as CUDA graphs, which the host launches by one call.
+CUDA graphs of a forward and backward pass are launched by one call of the host. A step of SDXL with
+4 samples has thousands of kernels, and an H100 computes them faster than Python launches them. A
+graph replays them on the same memory: inputs are copied into its own tensors, and its gradients are
+always the same tensors.
 
-A step of SDXL with 4 samples has thousands of kernels, and an H100 computes them faster than Python
-launches them. A graph replays them on the same memory: inputs are copied into its own tensors, and
-its gradients are always the same tensors.
-
-Copy a device's tensors to NumPy arrays on the host.
-
-The optimizer step: gradient clipping, the optimizer and the EMA of the weights.
+The update is gradient clipping, the optimizer and the EMA of the weights. `HostCopies` makes NumPy
+arrays of a device's tensors.
 """
 
 from __future__ import annotations
@@ -225,7 +223,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class Update:
     """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
 
-    optimizer_step/step_scalars.py gives the decay of the average.
+    optimizer_step.py gives the decay of the average.
 
     Args:
         parameters: float32 masters of this process, by State's keys.

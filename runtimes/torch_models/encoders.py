@@ -1,10 +1,8 @@
 """VAE and text encoders of a pipeline: captions and pictures to latents and embeddings.
 
-Text encoding in a step: token ids to the embeddings of each family's pipeline.
-
-Frozen text encoders: a T5, or a language model (LLM) that reads a chat template.
-
-Encode images and captions with a pipeline's VAE and text encoders, without its denoiser.
+A step encodes token ids to the embeddings of each family's pipeline. Frozen text encoders are a T5,
+or a language model (LLM) that reads a chat template. An `Encoder` has the VAE and the text encoders
+of a pipeline, without its denoiser.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Load or make the denoiser and text encoders of a pipeline folder, with checked weights.
 
-Restore the formulas of diffusers' layers where torch_npu is installed.
-
-Frozen linear layers in 8 bits: half the memory of bfloat16 under LoRA adapters.
+Layers of diffusers keep their formulas where torch_npu is installed. Frozen linear layers in 8 bits
+take half the memory of bfloat16 under LoRA adapters.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The trained network: a denoiser and, where the step encodes captions, its text encoders.
 
-Low-rank adapters on diffusers and transformers models, through PEFT.
-
-Recompute activations in the backward pass, by PyTorch's own checkpoints around each block.
-
-Reproducible dropout: a resumed run draws the same masks.
+PEFT adds low-rank adapters to models of diffusers and transformers. The backward pass recomputes
+activations by PyTorch's own checkpoints around each block. Dropout is reproducible: a resumed run
+draws the same masks.
 """
 
 from __future__ import annotations
@@ -379,7 +377,7 @@ class Network(torch.nn.Module):
         """
         if "input_ids" in conditioning:
             conditioning = encode_in_step(self._encoding(noisy_latents.dtype), conditioning)
-        if "inpainting" in conditioning:  # see families/inpainting_and_scores.py
+        if "inpainting" in conditioning:  # see families/extra_inputs.py
             noisy_latents = torch.cat([noisy_latents, conditioning["inpainting"]], dim=1)
         return self.family.predict(self.denoiser, noisy_latents, timesteps, conditioning)
 

@@ -1,11 +1,5 @@
 """Checkpoints that every runtime reads: safetensors with diffusers' names, committed by a manifest.
 
-The files of a checkpoint's arrays: the ranks that write them; write, verify and open them.
-
-Errors of checkpoints, and the difference between damage and a store that does not respond.
-
-Checkpoints that every runtime reads: safetensors with diffusers' names, committed by a manifest.
-
 <work>/checkpoints/step-00000100/weights.safetensors     fp32 weights
 .../exp_avg.safetensors, exp_avg_sq.safetensors           AdamW's moments, or another state
 .../ema.safetensors                                       with train.ema_decay
@@ -15,7 +9,8 @@ Checkpoints that every runtime reads: safetensors with diffusers' names, committ
 .../manifest.json                                         written last: the commit
 
 Each rank writes some of the files, with a few threads, and computes their sha256 meanwhile. A
-resume reads the headers, and then the rows of each array that a rank needs.
+resume reads the headers, and then the rows of each array that a rank needs. Errors tell damage from
+a store that does not respond.
 """
 
 from __future__ import annotations

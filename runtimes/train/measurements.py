@@ -1,15 +1,12 @@
 """Measurements of a run between its steps: held-out loss, sample pictures and their scores.
 
-The held-out loss: the loss on held-out samples, with the same noise at every measurement.
+The held-out loss is that of held-out samples, with the same noise at every measurement. Sample
+images are one PNG per step in `<work>/samples`, all prompts in a row. The stage scores each PNG and
+writes the scores beside it, as JSON: a run may choose by them.
 
-Sample images during training: one PNG per step in `<work>/samples`, all prompts in a row.
-
-The stage scores each PNG and writes the scores beside it, as JSON: a run may choose by them.
-
-The best checkpoint of a run, and early stop, by the rule `train.best_checkpoint`.
-
-Both follow from the history alone. A checkpoint contains the history, so a resumed run stops at the
-same step and chooses the same checkpoint.
+The best checkpoint and the early stop follow from the history alone, by the rule
+`train.best_checkpoint`. A checkpoint contains the history, so a resumed run stops at the same step
+and chooses the same checkpoint.
 """
 
 from __future__ import annotations

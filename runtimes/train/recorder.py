@@ -1,10 +1,7 @@
 """The record of a run: one history line per step, and progress events at intervals.
 
-Divergence: a loss that is NaN or infinite, or that stays far above its recent mean.
-
-Model FLOP utilisation (MFU): the FLOP rate of training over a device's peak rate.
-
-Source: PaLM, arXiv 2204.02311.
+A run has diverged if its loss is NaN or infinite, or stays far above its recent mean. Model FLOP
+utilisation (MFU, PaLM, arXiv 2204.02311) is the FLOP rate of training over a device's peak rate.
 """
 
 from __future__ import annotations

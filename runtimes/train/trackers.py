@@ -1,12 +1,7 @@
 """Experiment trackers for curves and images: TensorBoard always, Weights & Biases on request.
 
-The Weights & Biases tracker of a run.
-
 <work>/wandb.json     the W&B run id, reused at each resume
 <work>/wandb/...      W&B's files (a remote work folder receives them when the run ends)
-
-Experiment trackers for curves and images: TensorBoard always, Weights & Biases on request.
-
 <work>/tensorboard/events.out.tfevents.00001     one per start of the run, numbered
 """
 
@@ -58,7 +53,7 @@ def check_wandb(settings: Wandb | None) -> None:
 
 
 class WandbTracker:
-    """Implements experiment_trackers.Tracker.
+    """Implements Tracker.
 
     After a resume, W&B itself drops the points of repeated steps.
 

@@ -1,14 +1,11 @@
 """The work of a run between its steps: checkpoints, measurements, rollback.
 
-The learning rate schedule, computed on the host: the rate is data, not part of a program.
+The host computes the learning rate: the rate is data, not part of a program. A run resumes from its
+newest checkpoint, which has weights, optimizer state and history, but no state of the loader or of
+a random number generator. data/bucketed_sample_order.py computes a step's samples from the step's
+number, and objective/random_draws.py draws by counter.
 
-Resume a run from its newest checkpoint: weights, optimizer, position in the data, history.
-
-A checkpoint needs no state of the loader or of a random number generator.
-bucketed_sample_order.py computes a step's samples from the step's number, and
-objective/counter_based_random.py draws by counter.
-
-The files that a training run publishes: trained components or adapters, and the history.
+A run publishes trained components or adapters, and the history:
 
 <out>/unet/config.json, diffusion_pytorch_model.safetensors    method full: trained components
 <out>/text_encoder/config.json, model.safetensors
@@ -16,9 +13,8 @@ The files that a training run publishes: trained components or adapters, and the
 <out>/scheduler/scheduler_config.json                          if it differs from the base's
 <out>/history.jsonl                                            one line per step
 
-A profiler trace of selected steps, stored in `<work>/profile`.
-
-Background writer of checkpoints: training continues while a checkpoint is committed.
+A profiler traces selected steps, to `<work>/profile`. Training continues while a background thread
+commits a checkpoint.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The mesh has axes `data` and `fsdp`. Batches are sharded over both; weights, moments and EMA are
 sharded over `fsdp` (GSPMD, arXiv 2105.04663).
 
-Operators of PyTorch whose PyTorch/XLA versions are replaced, in this process.
+Some operators of PyTorch have PyTorch/XLA versions that are replaced here, in this process:
 
 * `layer_norm` and `group_norm`: XLA's BatchNormTraining, by which PyTorch/XLA computes them, has no
   partitioning rule for rows. Each norm gathered the activations of all devices.

@@ -1,13 +1,10 @@
 """The PyTorch/XLA runtime: one compiled step per batch shape, over all devices.
 
-Gradient clipping, AdamW and EMA, as part of the compiled step.
-
-The rule is that of torch.optim.AdamW (arXiv 1711.05101). Numbers that change with each step
-(learning rate, bias corrections, share of the EMA) are inputs, so all steps run one program.
-
-One training step: forward and backward pass of each micro-batch and the update, as one graph.
-
-Gradient checkpointing of PyTorch/XLA, with sharded weights gathered where they are used.
+A step is one graph: forward and backward pass of each micro-batch, and the update (gradient
+clipping, AdamW and EMA). The rule of the update is that of torch.optim.AdamW (arXiv 1711.05101).
+Numbers that change with each step (learning rate, bias corrections, share of the EMA) are inputs,
+so all steps run one program. Gradient checkpointing is PyTorch/XLA's, and gathers sharded weights
+where they are used.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 The scheduler's coefficients are inputs of the program (sample/tabulated_schedulers.py), and batches
 are padded to one size. No value is read back before the images are complete.
 
-Encode images and captions on XLA devices, in padded batches sharded over all devices.
-
-Sample images and compute held-out losses on XLA devices, for a sequence of models.
+`ThePipeline` samples images and computes held-out losses for a sequence of models. The encoder's
+batches of images and captions are padded, and sharded over all devices.
 """
 
 from __future__ import annotations
