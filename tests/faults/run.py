@@ -4,7 +4,7 @@
     python tests/faults/run.py --only gate lock   those whose sentence or file has one of the words
     python tests/faults/run.py --shard 3/8        every eighth, from the fourth on
     python tests/faults/run.py --changed          those that the last change concerns, and an
-                                                  eighth of the others: another one a commit
+                                                  eighth of the others, by the commit's digest
 
 The tests first run without a fault, and must pass. Then each fault has a process of its own, forked
 from one that has imported what takes long: PyTorch, diffusers, transformers, Beam, Prefect.

@@ -112,12 +112,15 @@ def chosen(root: Path) -> list[int]:
 def test_a_change_plants_the_faults_of_its_files_tests_and_rows_and_an_eighth(
     repository: Path,
 ) -> None:
-    assert chosen(repository) == [3, 7, 11, 5, 15]  # four commits: the fifth and the 13th of 17
+    concerned, others = chosen(repository)[:3], chosen(repository)[3:]
+    assert concerned == [3, 7, 11]
+    assert len(others) in (2, 3) and not {3, 7, 11} & {*others}  # an eighth of 17
 
 
-def test_eight_commits_plant_every_fault(repository: Path) -> None:
+def test_some_commits_plant_every_fault(repository: Path) -> None:
+    """The commit's digest selects the eighth: a push may have any number of commits."""
     planted = set(chosen(repository))
-    for number in range(7):
+    for number in range(40):
         committed(repository, 8, {"other.py": str(number)})
         planted |= set(chosen(repository))
     assert planted == set(range(20))
