@@ -1,17 +1,13 @@
 """Files and folders on any filesystem: whole writes, exact listings, and a clock.
 
-Changes of a local disk that are whole at any moment, and outlive a power failure.
+A change of a local disk is whole at any moment, and outlives a power failure.
 
-What a folder holds, on any filesystem: an error is never taken for an absence.
+A listing never takes an error for an absence, whereas fsspec's `exists`, `glob`, `find` and `walk`
+leave out what they cannot read. A whole folder is deleted or fetched by its exact path. fsspec's
+`rm` and `get` take `[`, `*` and `?` in a bucket's path for a pattern: they would delete or copy
+what another folder has.
 
-fsspec's `exists`, `glob`, `find` and `walk` leave out what they cannot read.
-
-Delete or fetch a whole folder by its exact path.
-
-fsspec's `rm` and `get` take `[`, `*` and `?` in a bucket's path for a pattern: they would delete or
-copy what another folder has.
-
-A clock that tests can replace, for measuring and waiting.
+Tests can replace the clock, which measures and waits.
 """
 
 from __future__ import annotations

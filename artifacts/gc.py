@@ -1,16 +1,10 @@
 """Garbage collection: mark what runs and published models need, delete the rest after a day.
 
-What the store is needed for: what each run used, and which registries hold its models.
-
 <store>/runs/<run>.json                what a run used
 <store>/registries/<digest>.json       URL of a registry that holds models of this store
 <store>/gc.lock                        held while `kiln gc` deletes
 
-What of a store is needed: by recent runs, living builders and published models.
-
-Garbage collection: delete what nothing needs and what has not changed for a day.
-
-gc.py marks what is needed.
+The store is needed by recent runs, living builders and published models.
 
 A collection deletes under the lock that every run waits for once it has recorded what it needs. So
 either the run's record is seen here, or the run sees the store as it is after the deletion. An I/O
@@ -267,7 +261,7 @@ def _parents(manifest: dict[str, Any]) -> list[Key]:
 
 
 CHECKPOINTS = "checkpoints"
-#: A file that filesystems.py and filesystems.py name, and delete unless they are killed.
+#: A file that artifacts/filesystems.py names, and deletes unless its process is killed.
 LEFTOVER = re.compile(r".*\.[0-9a-f]{32}\.tmp|\.probe-[0-9a-f]{32}", re.DOTALL)
 #: Things that are deleted before waiting runs continue.
 BATCH = 20

@@ -1,6 +1,6 @@
 """Latent shards: VAE moments and encoded captions in one safetensors file, read by mmap.
 
-Tensors of a shard (latent_shards.py writes them). The split is `train`, `holdout` or
+Equal content is written as equal bytes. The split in a tensor's name is `train`, `holdout` or
 `flipped`: sample i of `flipped/8x8` is the mirror image of sample i of `train/8x8`.
 
     text/prompt_embeds         [K, T, D] bf16   row 0: the empty caption; then the distinct captions
@@ -19,8 +19,6 @@ Tensors of a shard (latent_shards.py writes them). The split is `train`, `holdou
     .../masked_means           [N, K, C, h, w] bf16  the VAE's mean of each masked picture
     .../caption_offsets        [N + 1]   i32    sample i has caption_rows[offsets[i]:offsets[i + 1]]
     .../caption_rows           [M]       i32
-
-Write latent shards, deterministically; latent_shards.py describes and reads their tensors.
 """
 
 from __future__ import annotations

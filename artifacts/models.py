@@ -1,10 +1,7 @@
 """Models: from a folder, a store or the hub to a local folder with a digest.
 
-Resolve a model's location to a local folder, and digest its content.
-
-Check that a model can be fetched, without fetching its weights.
-
-Models in the store: copied there for other machines, and fetched there once per machine.
+A check tells whether a model can be fetched, without fetching its weights. For other machines,
+models are copied to the store, from which each machine fetches them once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Records: sets of files that are wholly there or not there, with their digests and stamps.
 
-What changes with a file's bytes and is known without reading them.
-
-A remote store's own checksum, or a local file's time stamp; files in memory have neither.
-
-Digests of JSON, bytes and streams, and JSON in a canonical form.
-
-A set of files that is either wholly there or not there: a record naming them, written last.
+A record names the files of a set, and is written last. A stamp changes with a file's bytes and is
+known without reading them: a remote store's own checksum, or a local file's time stamp. Files in
+memory have neither. Digests of JSON are those of its canonical form.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Remote stores: their clients, errors, local caches and concurrent requests.
 
-Clients of remote stores: their requests, packages and errors.
-
-Errors of the local cache: its disk is full, or its folder cannot be written.
-
-Many requests to a remote store at once, since each answer takes tens of milliseconds.
+A local cache has errors of its own: its disk is full, or its folder cannot be written. Many
+requests are sent at once, since each answer takes tens of milliseconds.
 """
 
 from __future__ import annotations

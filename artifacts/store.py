@@ -7,9 +7,8 @@
 <store>/<stage>/locks/<k>/<key>.json      owner of a shard that is being built; k: key[:3]
 
 A shard's file has its own sha256 in its name: a shard that is built again, with other bytes,
-changes nothing that an artifact names.
-
-The key of an artifact: a digest of all that determines its contents.
+changes nothing that an artifact names. An artifact's key is a digest of all that determines its
+contents.
 """
 
 from __future__ import annotations

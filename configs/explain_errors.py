@@ -1,13 +1,8 @@
 """Explain wrong settings in the recipe's terms, with the nearest right name.
 
-The hint of an error about an unknown name.
-
-Setting names of diffusers' scripts, kohya's sd-scripts and SimpleTuner, mapped to ours.
-
-The error for such a name in a recipe contains our name. `python -m configs.explain_errors` prints
-docs/coming-from.md.
-
-Explain a validation error of pydantic in the recipe's terms: file, dotted setting, remedy.
+A validation error of pydantic becomes file, dotted setting and remedy. For a setting's name of
+diffusers' scripts, kohya's sd-scripts or SimpleTuner, the error contains our name.
+`python -m configs.explain_errors` prints these names as docs/coming-from.md.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Load recipes: a file, what it extends, dotted overrides, and the trials of a sweep.
 
-YAML of recipes: each name once, text that UTF-8 can store, and no aliases.
-
-Load a recipe: find its file, resolve `extends`, apply dotted overrides and validate.
-
-Load the trials of a sweep: the recipe with each combination of the swept values.
-
-The checkout that this code is run from.
-
-The JSON schema of recipes, for editors and docs/settings.md.
+YAML of recipes has each name once, text that UTF-8 can store, and no aliases. A recipe is found,
+its `extends` resolved, and its overrides applied; then it is validated. A trial of a sweep is the
+recipe with one combination of the swept values. The JSON schema of recipes is for editors and
+docs/settings.md.
 """
 
 from __future__ import annotations

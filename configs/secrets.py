@@ -1,10 +1,8 @@
 """Secrets of URLs and settings: refuse, remove and hide them.
 
-Credentials in URLs: remove them from text, and refuse them, and odd names, in settings.
-
-Keep the secrets of URLs out of errors and logs, whichever library wrote them.
-
-Hide the secrets of settings from Prefect, which stores the parameters of runs.
+Credentials in URLs are removed from text, errors and logs, whichever library wrote them. Settings
+with credentials in URLs, or with odd names, are refused. Other secrets of settings are hidden from
+Prefect, which stores the parameters of runs.
 """
 
 from __future__ import annotations

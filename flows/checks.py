@@ -1,8 +1,6 @@
 """Checks of a recipe and its models before the first stage, and before training.
 
-Checks of a recipe's models before the first stage: the base, its VAE, and those that measure.
-
-Checks of a recipe before the first stage, and before training.
+The models are the base, its VAE, and those that measure.
 """
 
 from __future__ import annotations
@@ -397,7 +395,7 @@ def _check_runtime(recipe: Recipe, stages: Sequence[StageName]) -> None:
         return  # always available; a probe would import the runtime, which takes seconds
     registry.check_devices(recipe.runtime, asked)
     if "train" in stages:
-        if recipe.tpu is not None:  # launch.check compares it with the chips of the slice
+        if recipe.tpu is not None:  # tasks.tpu.check compares it with the chips of the slice
             settings = settings.model_copy(update={"fsdp": 1})
         registry.check_settings(recipe.runtime, settings)
 

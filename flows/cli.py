@@ -1,8 +1,6 @@
 """`kiln`: run recipes, and look after what they made.
 
-Exit codes of `kiln`.
-
-Commands of `kiln` on a store's artifacts and on published models.
+The commands on a store's artifacts and on published models precede those that run a recipe.
 """
 
 from __future__ import annotations

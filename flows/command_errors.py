@@ -1,10 +1,8 @@
 """Errors of the command `kiln` in one line, or as JSON.
 
-A command line that Typer refuses, in one line like every other error.
-
-Errors of Prefect's own settings: of its variables, of the files that it reads, of HOME.
-
-Print an error as JSON, for scripts that call `kiln` with `--json`.
+A command line that Typer refuses is told in one line like every other error. Prefect's own settings
+have errors of their variables, of the files that it reads, and of HOME. With `--json`, scripts get
+an error as JSON.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """`kiln doctor`: check this machine, and on request a recipe; say how to mend each problem.
 
-Findings of `kiln doctor`: what was checked, and the command that mends a problem.
+Each check yields findings: what was checked, and the command that mends a problem. The machine's
+checks are Python, packages, NVIDIA, compiler, disk and hub token; none imports PyTorch or needs a
+network.
 
-Checks of a machine for `kiln doctor`: Python, packages, NVIDIA, compiler, disk and hub token.
-
-Each check yields findings; none imports PyTorch or needs a network.
-
-Checks of a recipe for `kiln doctor RECIPE`.
-
-They cover runtime, gate, prompts, signing key, memory, models, source, store and hub token. No
-picture and no weights are fetched.
-
-Check this machine, and on request a recipe: what is missing, and the command that mends it.
+A recipe's checks cover runtime, gate, prompts, signing key, memory, models, source, store and hub
+token. No picture and no weights are fetched.
 """
 
 from __future__ import annotations

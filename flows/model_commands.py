@@ -1,6 +1,6 @@
-"""Commands on published models: sign, verify, push, history.
+"""Commands on published models: sign, verify, push, history, show.
 
-Print a published version's metrics beside its base's and the champion's, from the registry.
+`show_model` prints a version's metrics beside its base's and the champion's, from the registry.
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
-"""A flow's process and tasks in Prefect: logs, states, settings, parameters, events and
-cancellation.
+"""A flow's process and tasks in Prefect: logs, states, settings, parameters, events, cancellation.
 
-End a flow's process once its run is cancelled in Prefect and no worker ends it.
+A Prefect worker ends the cancelled runs of deployments. `kiln run` has no worker, and a worker may
+be killed or miss the cancellation: then the flow's process ends itself. Each log line of Kilnworks
+goes to the Prefect run of its thread, and all lines are without secrets. The process is prepared
+for its logs, an interruption, and the loss of its console.
 
-A Prefect worker ends the runs of deployments. `kiln run` has no worker, and a worker may be killed
-or miss the cancellation.
+Automations react to the events of a model: published, or rejected by the gate. Parameters are shown
+as a form in the UI, and checked in the run. An error in pydantic's own check would reach people as
+a traceback with Prefect's words, and Prefect would log all parameters beside it.
 
-Send Kilnworks' log lines to the Prefect run of their thread, all lines without secrets.
-
-Prepare the process of a flow: its logs, its end by an interruption, the loss of its console.
-
-Prefect events of a model: published, or rejected by the gate. Automations react to them.
-
-Parameters of the flows: shown as a form in the UI, checked in the run.
-
-An error in pydantic's own check would reach people as a traceback with Prefect's words, and Prefect
-would log all parameters beside it.
-
-Prefect task settings of the stages: retries, time limits, concurrency.
-
-A stage's task: its begin, recorded for `kiln gc`, and its final state, shown in Prefect's UI.
+A stage's task has retries, a time limit and a limit of concurrency. Its begin is recorded for
+`kiln gc`, and its final state is shown in Prefect's UI.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run of a checked recipe: what its stages are built from, and where.
 
-Estimate a run's disk and time before it starts, and refuse one that a local disk cannot hold.
+Disk and time are estimated before a run starts; one that a local disk cannot hold is refused.
 """
 
 from __future__ import annotations

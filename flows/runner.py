@@ -1,8 +1,7 @@
 """Run a flow from the command line, with an embedded Prefect server and a progress display.
 
-Prefect's own server, for one run: started before it, and ended with it.
-
-The last lines of a run: its metrics, where its result is, and the commands to go on with.
+Prefect's own server serves one run: it is started before the run, and ended with it. The last lines
+of a run are its metrics, where its result is, and the commands to go on with.
 """
 
 from __future__ import annotations

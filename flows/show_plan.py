@@ -1,8 +1,6 @@
 """Print the memory, time, storage and cost of a recipe's training on a TPU slice or a GPU.
 
-Facts and lines of a plan for a GPU.
-
-Facts and lines of a plan that comes with a shipped recipe, for a machine without its model.
+A machine without a shipped recipe's model prints the plan for a GPU that comes with the recipe.
 """
 
 from __future__ import annotations

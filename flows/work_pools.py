@@ -1,8 +1,7 @@
 """Work pools: deploy the flow `kiln-stage` on them, and run a stage that was sent.
 
-The flow `kiln-stage`: one stage of another run, on the work pool that its recipe names.
-
-`kiln place`: deploy the flow `kiln-stage` on a recipe's work pools, and set limits there.
+The flow is one stage of another run, on the work pool that its recipe names. `kiln place` deploys
+it on a recipe's work pools, and sets limits there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Panels: a stage's output for people, as markdown in the Prefect UI and as HTML.
 
-Pictures of panels as data URIs of limited size.
-
-Lay out pictures of one size in a grid.
+Pictures are data URIs of limited size. A grid has pictures of one size.
 """
 
 from __future__ import annotations

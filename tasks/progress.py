@@ -1,6 +1,6 @@
 """Report a stage's progress to the terminal and, in a run, to a Prefect progress artifact.
 
-Show panels in the Prefect UI, as one markdown artifact.
+Panels are shown in the Prefect UI as one markdown artifact.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Stages: build an artifact or reuse it, say why, and read what it holds.
 
-The reason why a stage is built again: what differs from the most similar recent artifact.
+Every stage goes through `build_or_reuse`. The reason of a build is what differs from the most
+similar recent artifact. The bytes of shards depend on the versions of this process's code and
+packages.
 
-Build or reuse an artifact: every stage goes through `build_or_reuse`.
-
-Versions of this process's code and packages, on which the bytes of shards depend.
-
-Names of the files of an evaluation, and those that a published model has in addition.
-
-Trained weights as local folders: pipeline parts or LoRA adapters.
+METRICS to GRID name files of an evaluation, RECIPE to REPORT those that a published model has in
+addition. Trained weights are read as local folders: pipeline parts or LoRA adapters.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Train on a Cloud TPU slice, controlled by gcloud.
 
-Compose the gcloud commands for a slice; other modules run them.
-
-Run gcloud and tell its failures apart.
-
-The code that the workers of a slice run: a packed part of this checkout.
-
-Run a train job on a TPU slice: create, set up, train, recreate after preemption, delete.
+A train job's slice is created, set up, recreated after a preemption, and deleted at the end. Its
+workers run a packed part of this checkout. Failures of gcloud are told apart.
 """
 
 from __future__ import annotations
@@ -249,7 +244,7 @@ def run_on_slice(
     grace_seconds: float = 60.0,
     poll_seconds: float = POLL_SECONDS,
 ) -> Event:
-    """Run a train job on a slice, as `child_process.run_job` does on this machine.
+    """Run a train job on a slice, as `tasks.run_job.run_job` does on this machine.
 
     After a preemption, training resumes from its last checkpoint on a new slice. A slice of this
     run that an earlier attempt could not delete is used, and deleted at the end.
@@ -261,7 +256,7 @@ def run_on_slice(
 
     Raises:
         SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
-        WrongInput, OSError, JobFailed, TransientError, LockLost: as `child_process.run_job`.
+        WrongInput, OSError, JobFailed, TransientError, LockLost: as `tasks.run_job.run_job`.
     """
     owner = hashlib.sha256(job.work.encode()).hexdigest()[:20]
     vae = None if job.vae is None else _in_store(store, job.vae)

@@ -1,12 +1,9 @@
 """The train stage: latent shards in, fine-tuned weights out, by a runtime in its own process.
 
-Continue a finished training run with more steps: copy its newest and its best checkpoint.
-
-Settings of guidance that a model ignores: whether it does, and their refusal.
-
-Check a recipe's training targets against its base's files, before any stage runs.
-
-Events of a training process: progress, log lines, and the facts of its run.
+A finished run is continued with more steps: its newest and its best checkpoint are copied. Before
+any stage runs, a recipe's training targets are checked against its base's files, and settings of
+guidance that the model ignores are refused. The events of the training process are its progress,
+its log lines, and the facts of its run.
 """
 
 from __future__ import annotations

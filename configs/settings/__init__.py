@@ -1,1 +1,1 @@
-"""The settings of a recipe, one file per section: names, defaults, descriptions and checks."""
+"""The settings of a recipe by section: names, defaults, descriptions and checks."""

@@ -1,10 +1,7 @@
 """Settings of the data: the sections `source`, `download` and `encode`.
 
-Kinds of image sources: the section `source`.
-
-Settings of the section `download`: fetching, limits and resizing of pictures.
-
-Settings of the section `encode`: crops, buckets, masks and the held-out split.
+A source is of one of several kinds. `download` has fetching, limits and resizing of pictures.
+`encode` has crops, buckets, masks and the held-out split.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings of the section `evaluate`: prompt sets, metrics and the sampler.
 
-Settings that `evaluate` and `generate` share: prompts and sampler.
+`evaluate` and `generate` share the settings of prompts and sampler.
 """
 
 from __future__ import annotations

@@ -1,18 +1,7 @@
-"""A recipe: its sections, each in a file of its own, and the rules between sections.
+"""A recipe: its sections, and the rules between them.
 
-Settings of the section `model`: the base model.
-
-Recipe section `place`: the work pool of each stage.
-
-Settings of the section `plan`: assumptions of `kiln plan` and of the estimates before a run.
-
-Settings of the section `retrain`: what `kiln retrain` does with new rows of the source.
-
-Settings of the section `sweep`: the values to try, and the metric of the best trial.
-
-Settings of the section `tpu`: the Cloud TPU slice of the train stage.
-
-Settings that another one disables: they are told, and are no part of any key.
+The sections `model`, `place`, `plan`, `retrain`, `sweep` and `tpu` are defined here, the larger
+ones in files of their own. Settings that another one disables are told, and are no part of any key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings of the section `train`: weights, objective, optimizer, hardware and monitoring.
 
-The settings of section `train` that the cache key of the weights contains.
+The cache key of the weights contains those that `key_settings` selects.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Parts of the section `train`: adapters, timesteps, best checkpoint, monitoring, and single
-runtimes.
+"""Parts of the section `train`: adapters, timesteps, best checkpoint, monitoring, single runtimes.
 
-LoRA settings of a training run.
-
-Timestep sampling of a training run.
-
-Settings of the section `train.best_checkpoint`: the weights to publish, and early stop.
-
-Held-out loss, divergence, profiler and Weights & Biases of a training run.
-
-Settings of a training run for one runtime or device: MindSpore, Gaudi, float16.
+The section `best_checkpoint` selects the weights to publish, and stops training early. Monitoring
+is held-out loss, divergence, profiler and Weights & Biases. Settings for one runtime or device are
+those of MindSpore, Gaudi and float16.
 """
 
 from __future__ import annotations

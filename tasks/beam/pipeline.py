@@ -1,14 +1,9 @@
-"""Run one DoFn over many shards as a Beam pipeline, on the recipe's runner.
+"""Run one DoFn over many shards as a Beam pipeline, on the recipe's runner, and report progress.
 
-Import Beam without its warning about an optional Google client.
-
-Beam pipelines from the `beam` options of a recipe, which Beam documents as its flags.
-
-Runs a pipeline's DoFn for a store: under the flow's lock, with errors as in other stages.
-
-Refuses workers whose code or packages differ from the flow's: their shards could differ, too.
-
-Run one DoFn over many shards on the recipe's Beam runner, and report progress.
+The `beam` options of a recipe are those that Beam documents as its flags. A DoFn runs for a store
+under the flow's lock, with errors as in other stages. Workers are refused if their code or packages
+differ from the flow's: their shards could differ, too. Beam is imported without its warning about
+an optional Google client.
 """
 
 from __future__ import annotations
@@ -236,7 +231,7 @@ class WorkersLost(TransientError):
 
 @dataclass(frozen=True)
 class ShardProgress:
-    """A pipeline's progress, as its workers report it (workers.py)."""
+    """A pipeline's progress, as its workers report it."""
 
     store: Store
     reports: str  # folder of the workers' reports

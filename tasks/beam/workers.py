@@ -1,16 +1,13 @@
 """Where the workers of a pipeline are, what they reach, and what they have done.
 
-Where the workers of a stage's Beam runner are, and whether they reach what they need there.
-
 Workers of a stage read its source and its store. They never read the flow's model folder: remote
-workers fetch the encoders from the store. This module does not import Beam.
+workers fetch the encoders from the store. The work pools of a recipe's `place` must reach what
+their stages need, too; they get the recipe resolved.
 
-Whether the work pools of a recipe's `place` reach what they need, and the recipe they get.
+Each process of a pipeline writes one small file on what it has done, which the flow reads to show
+progress. A listing of the shards themselves would grow with the store.
 
-What the workers of a pipeline have done so far: each process writes one small file.
-
-The flow reads these files to show progress. A listing of the shards themselves would grow with the
-store.
+This module does not import Beam.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Decode fetched pictures: check, rotate and resize them in bounded memory.
 
-Bound the memory of decoding: the pixels that all threads of a process decode at once.
+A budget bounds the pixels that all threads of a process decode at once. Bytes are checked before
+they are decoded: format, pixels, JPEG scans, PNG metadata. A picture is rotated upright by its EXIF
+orientation, and a large JPEG is decoded at a reduced scale.
 
-Checks of downloaded bytes before they are decoded: format, pixels, JPEG scans, PNG metadata.
-
-Rotate a picture upright by its EXIF orientation, and decode a large JPEG at a reduced scale.
-
-Import single modules of img2dataset.
-
-The package itself imports its writers and with them PyTorch: 1.4 seconds and 220 MiB per process.
-
-Check, rotate and resize a fetched picture by img2dataset's resizer.
+img2dataset's resizer resizes the picture. Its modules are imported singly: the package itself
+imports its writers and with them PyTorch, 1.4 seconds and 220 MiB per process.
 """
 
 from __future__ import annotations

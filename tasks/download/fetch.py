@@ -1,6 +1,6 @@
 """Fetch the bytes of a row's picture: as robots.txt permits, at each host's pace, with retries.
 
-The event loop of this process's downloads, and what all shards of the process share.
+All downloads of a process run in one event loop, and all its shards share what `Shared` names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Folders of pictures and of parquet files as sources.
 
-Serve a folder over HTTP on loopback while a stage runs.
-
-Parquet files with embedded pictures as a source.
-
-A folder of pictures as a source.
+A folder is served over HTTP on loopback while a stage runs. Parquet files have the pictures
+embedded.
 """
 
 from __future__ import annotations

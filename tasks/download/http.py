@@ -1,10 +1,8 @@
 """HTTP with untrusted hosts: public addresses only, bounded bodies, and reasons of failures.
 
-Failure reasons of a fetch: a small set of strings without addresses, ports or secrets.
-
-Bound the memory of fetched bodies that wait for decoding, in one process.
-
-Fetch untrusted URLs: public addresses only, with limits on bytes, time and redirects.
+A failure has one of a small set of reasons, without addresses, ports or secrets. A fetch has limits
+on bytes, time and redirects. The fetched bodies of a process that wait for decoding have bounded
+memory.
 """
 
 from __future__ import annotations

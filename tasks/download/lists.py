@@ -1,12 +1,10 @@
 """Lists of rows as sources: parquet, csv, json and text, read by DuckDB.
 
-Read csv, jsonl and txt lists line by line in Python, malformed lines included.
+Rows are Arrow batches with a hash of each row, in the lists' order. DuckDB refuses a file with a
+malformed line, or drops the line. Python then reads csv, jsonl and txt line by line, malformed
+lines included; DuckDB is many times faster.
 
-DuckDB is many times faster, but it refuses a file with a malformed line, or drops the line.
-
-Read lists of rows with DuckDB, as Arrow batches with a hash of each row, in the lists' order.
-
-What every kind of source is: pieces of rows, and pictures at their places.
+Every kind of source has pieces of rows, and pictures at their places: the protocol `Source`.
 """
 
 from __future__ import annotations

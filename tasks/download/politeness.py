@@ -1,15 +1,12 @@
 """Politeness to web hosts: pace, robots.txt, opt-out headers, and pauses for dead hosts.
 
-Limit connections and requests per web host, in all processes of a machine together.
+Connections and requests per web host are limited in all processes of a machine together. A
+connection holds one of the host's slots. A slot is a byte of a lock file that all processes share,
+so the kernel frees it if its process is killed. A rate is a minimum time for each slot.
 
-A connection holds one of the host's slots. A slot is a byte of a lock file that all processes
-share, so the kernel frees it if its process is killed. A rate is a minimum time for each slot.
-
-Read each host's robots.txt once a day, and keep it for all processes of a machine (RFC 9309).
-
-Stop requests to hosts that do not answer, and distinguish dead hosts from an outage.
-
-The header by which a web host opts out of training (X-Robots-Tag).
+Each host's robots.txt is read once a day, and kept for all processes of a machine (RFC 9309). Hosts
+that do not answer get no requests for a while; an outage is distinguished from dead hosts. By the
+header X-Robots-Tag a web host opts out of training.
 """
 
 from __future__ import annotations

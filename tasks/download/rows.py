@@ -1,10 +1,7 @@
 """Rows of a source: their fields, their identity, and the shards that they are cut into.
 
-Errors of the download stage.
-
-One row of a source: its captions, its picture's location, and its identity.
-
-Cut the rows of a source into shards, at boundaries that the rows' contents define.
+The errors of the download stage come first. A row is its captions, its picture's location, and its
+identity. The rows' contents define the boundaries of shards.
 """
 
 from __future__ import annotations

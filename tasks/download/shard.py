@@ -1,8 +1,7 @@
 """Download one shard of rows into a committed tar and parquet, or defer it after an outage.
 
-The resized pictures of a shard, until its tar is written.
-
-Download one row: fetch its picture, check it, and resize it by img2dataset.
+Each row's picture is fetched, checked, and resized by img2dataset. The resized pictures are kept
+until the shard's tar is written.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ class DownloadContext:
     source: Any  # the recipe's source section
     settings: Download
     served_at: ServedAt
-    plan_key: str = field(repr=False)  # of plan_parquet.plan_key
+    plan_key: str = field(repr=False)  # of shard_plan.plan_key
     reports: str = ""  # folder in the store for the workers' reports
     rows: int = 0  # of the whole plan
     retry_run: str | None = None  # the run that fetches rows with transient failures again

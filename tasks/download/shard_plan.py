@@ -1,16 +1,12 @@
 """The shard plan of a source: its rows cut into shards, as parquet with one row group a shard.
 
-Files of a plan: parquet with one row group per shard, and encrypted URLs.
-
-A listed URL may have a signature or a password, and stores hold no secrets: the columns `url` and
-`file` of a shard are encrypted (AES-GCM) with a key that stays in the local cache.
-
-Make the shard plan of a source: cut its rows into shards, and store them shard by shard.
-
 A shard plan is an artifact; its pieces are shards of the store. A piece holds the shards that end
 within one file of the source, or one part of a folder. Rows behind its last shard begin the next
 piece. A piece's key has the file's stamp and the rows that it begins with, so only new files of a
 grown source are read.
+
+A listed URL may have a signature or a password, and stores hold no secrets: the columns `url` and
+`file` of a shard are encrypted (AES-GCM) with a key that stays in the local cache.
 """
 
 from __future__ import annotations

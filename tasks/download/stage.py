@@ -1,6 +1,6 @@
 """The download stage as the flow sees it: check, plan, build, show.
 
-The download as a Beam pipeline: one element per shard, results in the store.
+The download is a Beam pipeline: one element per shard, results in the store.
 """
 
 from __future__ import annotations

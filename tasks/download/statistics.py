@@ -1,8 +1,7 @@
 """Statistics of a download, and the limits that a recipe sets for them.
 
-Facts of a shard that its record has, each of bounded size, such as hosts and failed rows.
-
-Checks of a download's data, each with its limit in the recipe: above it, the stage fails.
+A shard's record has facts of bounded size, such as hosts and failed rows. Each check of a
+download's data has its limit in the recipe: above it, the stage fails.
 """
 
 from __future__ import annotations

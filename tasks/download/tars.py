@@ -1,9 +1,8 @@
 """WebDataset tars of others as a source.
 
-Read the samples of a tar of unknown origin, without trusting it.
-
-Python's tarfile takes a damaged header for the end of the archive, so that the rest is missing
-without an error. It also reads extended headers of any size into memory.
+A tar of unknown origin is read without trusting it. Python's tarfile takes a damaged header for the
+end of the archive, so that the rest is missing without an error. It also reads extended headers of
+any size into memory.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Encoders: a process for each accelerator of a machine, its client, and encoders in the store.
 
-A process that encodes shards on one device: `python -P -m tasks.encode.encoders`.
+`python -P -m tasks.encode.encoders` is a process that encodes shards on one device. Requests and
+answers are JSON on a socket: paths of shards, never pixels or latents. So the process may run in
+another Python environment, and several processes share no interpreter lock.
 
-Requests and answers are JSON on a socket: paths of shards, never pixels or latents. So the process
-may run in another Python environment, and several processes share no interpreter lock.
-
-Client of an encoder process (encoders.py).
-
-The encoders of one machine: an encoder process for each accelerator.
-
-The encoders of a pipeline in the store, from where remote workers fetch them.
+Remote workers of a pipeline fetch its encoders from the store.
 """
 
 from __future__ import annotations
@@ -163,7 +158,7 @@ class EncoderProcess:
         module: entry point of the process.
 
     Attributes:
-        slots: functions that encode a shard each, as encoder_process.encode_tar. One thread may
+        slots: functions that encode a shard each, as `encode_tar`. One thread may
             call one at a time. They raise EncoderFailed if the shard could not be encoded, and
             EncoderLost if the process has ended.
     """
@@ -276,7 +271,7 @@ class EncoderPool:
         self._slots, self._lock = len(slots), threading.Lock()
 
     def encode(self, tar: str, sha256: str, path: str) -> dict[str, Any]:
-        """Encode a shard on a free device, as encoder_process.encode_tar.
+        """Encode a shard on a free device, as `encode_tar`.
 
         Raises:
             EncoderFailed: the shard could not be encoded.

@@ -1,6 +1,6 @@
 """Encode image shards to latent shards on one device, deterministically in their content.
 
-Decode the pictures of an image shard ahead of the device, in batches of one bucket.
+The pictures of an image shard are decoded ahead of the device, in batches of one bucket.
 """
 
 from __future__ import annotations

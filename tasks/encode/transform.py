@@ -1,16 +1,8 @@
 """From a picture's bytes to the VAE's input: crop, bucket, mask, split and content key.
 
-Aspect buckets: the sizes of pictures that one batch may hold, and the nearest one.
-
-Random masks for inpainting training.
-
-The held-out split of pictures.
-
-Convert a decoded picture of any mode to RGB.
-
-Transform a picture's bytes to the VAE's input, and record size and crop.
-
-Content keys of latent shards and of the encode artifact.
+Buckets are the sizes of pictures that one batch may hold. Masks are random, for inpainting
+training. Each picture is cropped to its nearest bucket, and its size and crop are recorded. Content
+keys are those of latent shards and of the encode artifact.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """Metrics of pictures: distances of sets, CLIP scores, and their bootstrap intervals.
 
-CLIPScore and preference scores: the similarity of a picture and its prompt.
-
-Bootstrap intervals: of one model's metric, and of the difference between two models.
+CLIPScore and preference scores are the similarity of a picture and its prompt.
 
 Resample b has the same pictures for every model and metric with n pictures, because its weights
 depend on seed, n and prompts alone. The difference of two resampled metrics is therefore a paired
-bootstrap (Efron & Tibshirani 1993, ch. 8 and 13).
+bootstrap (Efron & Tibshirani 1993, ch. 8 and 13). Pictures of one prompt resemble each other. A
+prompt with several pictures is therefore resampled with all of them (cluster bootstrap: Davison &
+Hinkley 1997, sec. 3.8).
 
-Pictures of one prompt resemble each other. A prompt with several pictures is therefore resampled
-with all of them (cluster bootstrap: Davison & Hinkley 1997, sec. 3.8).
-
-Metrics of a set of pictures against a reference set: CMMD, KID, Fréchet, precision, recall.
-
-Each function has the features [N, D] of the pictures and [M, D] of the references. Its bootstrap
-draws weights of both sets; matrix products compute all resamples of a kernel metric. Pairs of
-pictures are compared by blocks of rows, so that memory grows with the pictures, not their square.
+CMMD, KID, Fréchet, precision and recall compare a set of pictures with a reference set. Each
+function has the features [N, D] of the pictures and [M, D] of the references. Its bootstrap draws
+weights of both sets; matrix products compute all resamples of a kernel metric. Pairs of pictures
+are compared by blocks of rows, so that memory grows with the pictures, not their square.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Pictures of an evaluation: drawn by a runtime's process, cached, and laid out to compare.
 
-Sampled pictures: a runtime's process draws them, the store caches them by content key.
-
-The before/after grid: the base model's pictures above the tuned model's.
-
-Pictures of the same prompts and noise by each model of an evaluation, as a panel.
+The store caches sampled pictures by content key. The before/after grid has the base model's
+pictures above the tuned model's. A panel has pictures of the same prompts and noise by each model
+of an evaluation.
 """
 
 from __future__ import annotations

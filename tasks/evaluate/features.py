@@ -1,12 +1,11 @@
 """Feature vectors of pictures, and those of reference pictures stored by content.
 
-Models that turn pictures into feature vectors: CLIP, any `transformers` vision model, pixels.
+The models are CLIP, any `transformers` vision model, and pixels. Image encoders of distances and
+memorisation see whole pictures, resized to the model's input, as FD-DINOv2's authors do. CLIPScore,
+CMMD and preference models see what CLIP's image processor keeps, a square from the middle, as their
+authors do.
 
-Image encoders of distances and memorisation see whole pictures, resized to the model's input, as
-FD-DINOv2's authors do. CLIPScore, CMMD and preference models see what CLIP's image processor keeps,
-a square from the middle, as their authors do.
-
-Features of held-out and training pictures, stored by content and reused by later evaluations.
+Later evaluations reuse the stored features of held-out and training pictures.
 """
 
 from __future__ import annotations

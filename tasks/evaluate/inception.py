@@ -1,9 +1,7 @@
 """Features of torch-fidelity's InceptionV3; a process of its own computes them.
 
-The process that computes features of torch-fidelity's InceptionV3 (inception.py).
-
-`python -P -m tasks.evaluate.inception SOCKET WEIGHTS DEVICE` has torch-fidelity on its
-path. Its first message is empty, or an error. Then it answers arrays of pictures with features.
+The process is `python -P -m tasks.evaluate.inception SOCKET WEIGHTS DEVICE`, with torch-fidelity on
+its path. Its first message is empty, or an error. Then it answers arrays of pictures with features.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The inputs of an evaluation, and what two evaluations must share for comparable metrics.
 
-The inputs of an evaluation, except the trained weights.
-
-What two evaluations must share for comparable metrics: sampling settings, data and models.
+The inputs exclude the trained weights. Comparable evaluations share sampling settings, data and
+models.
 """
 
 from __future__ import annotations

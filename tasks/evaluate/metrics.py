@@ -1,14 +1,9 @@
 """The metrics of an evaluation: names, table rows, prompts and held-out losses.
 
-Metrics as table rows for the Prefect UI, the report and the model card.
-
-The prompt sets of an evaluation: one prompt per picture.
-
-The held-out loss: at eight equidistant noise levels, each with all held-out samples.
-
-Names of the metrics that an evaluation computes, and the pictures that each one is of.
-
-Scores of the sample pictures that a training run draws.
+Table rows are for the Prefect UI, the report and the model card. A prompt set has one prompt per
+picture. The held-out loss is measured at eight equidistant noise levels, each with all held-out
+samples. A metric's name determines the pictures that it is of. The sample pictures that a training
+run draws have scores of their own.
 """
 
 from __future__ import annotations

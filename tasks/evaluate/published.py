@@ -1,10 +1,8 @@
 """Published models in an evaluation: load them, and read or measure their metrics.
 
-Load a published model for sampling: a full pipeline, or adapters and their base.
-
-A version of a registry has a manifest: its files are compared with it before they are loaded.
-
-Metrics of a published model, comparable with an evaluation's: read, or measured again.
+A published model is a full pipeline, or adapters and their base. A version of a registry has a
+manifest: its files are compared with it before they are loaded. Its metrics must be comparable with
+an evaluation's: they are read, or measured again.
 """
 
 from __future__ import annotations

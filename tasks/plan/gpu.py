@@ -1,18 +1,11 @@
 """Plan training on a GPU without the GPU: peak memory, what would make it fit, time and cost.
 
-Peak memory of a recipe and its variants on a GPU, from steps on fake tensors.
+Separate processes run the step of a recipe and its variants on fake tensors
+(runtimes/torch/gpu_plan.py). The store caches their results by the content of the requests.
 
-Settings that make a recipe fit a GPU.
-
-Plan training on a GPU without the GPU: peak memory, what would make it fit, time and cost.
-
-Separate processes run the step on fake tensors (runtimes/torch/gpu_plan.py). The store
-caches their results by the content of the requests.
-
-Plans of the shipped recipes for runtime torch, computed ahead: `recipe_memory.json`.
-
-`python -m bench.recipe_memory --write` renews the file. A plan takes up to a minute; `kiln doctor`
-reads this file instead.
+`recipe_memory.json` has plans of the shipped recipes for runtime torch, computed ahead. A plan
+takes up to a minute; `kiln doctor` reads this file instead. `python -m bench.recipe_memory --write`
+renews it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """What the plans of all kinds of accelerator share: duration, disk, cost and their cache.
 
-What the plans of all kinds of accelerator share: duration, storage, cost, and their cache.
-
-Estimate the disk that a run needs, by stage, from rows, sizes and the base's weight shapes.
-
+The disk that a run needs is estimated by stage, from rows, sizes and the base's weight shapes.
 docs/scale.md has the arithmetic. Every row counts as a picture with a caption of its own, so that
 lists with failures and equal captions need less.
 """

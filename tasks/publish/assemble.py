@@ -1,8 +1,7 @@
 """Assemble what is published: a diffusers folder, or adapters in two layouts.
 
-Assemble a diffusers pipeline folder from the base's parts and the trained ones.
-
-Publish LoRA adapters in diffusers' format and in the layout of kohya's sd-scripts.
+A pipeline folder has the base's parts and the trained ones. LoRA adapters are in diffusers' format
+and in the layout of kohya's sd-scripts.
 """
 
 from __future__ import annotations

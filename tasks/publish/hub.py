@@ -1,8 +1,6 @@
 """Pass on a published model: push it to the Hugging Face hub, sign and verify it.
 
-Sign a model's folder with a local key, and verify it, by sigstore's model-signing.
-
-Push a published model to the Hugging Face hub.
+sigstore's model-signing signs a model's folder with a local key, and verifies it.
 """
 
 from __future__ import annotations

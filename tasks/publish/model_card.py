@@ -1,6 +1,6 @@
 """The model card: README.md with metadata, usage, metrics, gate, lineage and settings.
 
-The recipe as published: absolute local paths by the names of their folders.
+The published recipe has the names of folders in place of absolute local paths.
 """
 
 from __future__ import annotations

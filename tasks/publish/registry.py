@@ -1,18 +1,14 @@
 """The registry: numbered versions of a model, one of them the champion, and its history.
 
-The champions of a model: a history that changes by compare-and-swap, and an alias after it.
-
-The history is in two files. A change is written to the copy first, then to the history; who finds
-the copy ahead completes the change. So what anybody has read is in both, and one may be damaged.
-
-The registry: numbered versions of a model, of which one is the champion.
-
 <registry>/<name>/v1/                 a published model's folder; complete once it has manifest.json
 <registry>/<name>/history.json        every change of the champion, oldest first; the last one holds
 <registry>/<name>/history.copy.json   the same, written before it
 <registry>/<name>/champion            follows it: a symlink if local, else an object with the name
 
-The history changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost.
+The history changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost; the
+alias `champion` changes after it. A change is written to the copy first, then to the history; who
+finds the copy ahead completes the change. So what anybody has read is in both, and one may be
+damaged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The publish stage: gate, diffusers folder, registry.
 
-The lineage of a published model: its artifacts and their inputs, as nodes of a graph.
+The lineage of a published model is its artifacts and their inputs, as nodes of a graph.
 """
 
 from __future__ import annotations

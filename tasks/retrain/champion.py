@@ -69,7 +69,7 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
     trained = _load(store, "train", parents["model"]["key"], version.name)
     evaluation = _load(store, "evaluate", parents["evaluation"]["key"], version.name)
     latents = parent(trained, "latents")
-    if "latents" in latents.manifest["run"]["parents"]:  # a selection of selection.py
+    if "latents" in latents.manifest["run"]["parents"]:  # a selection of tasks.retrain.selection
         latents = parent(latents, "latents")
     compared = evaluation.manifest["run"]["parents"]
     return Champion(

@@ -1,8 +1,6 @@
 """Changes of a source since the champion, by its rows or by the stamps of its files.
 
-What changed in a source since the champion: new and removed rows, kept and new shards.
-
-Notice changes of a source by the stamps of its files, without reading them.
+Rows are new or removed, shards kept or new. Stamps tell a change without reading the files.
 """
 
 from __future__ import annotations

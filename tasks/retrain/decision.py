@@ -1,6 +1,6 @@
 """The decision of a retraining, an artifact: the same data is not tried twice from one champion.
 
-The summary of a retraining in the Prefect UI.
+The Prefect UI shows its summary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Select the samples of a retraining, and cut their latent shards.
 
-Cut a latent shard: some of its training samples, with their captions, as a shard of its own.
-
-Select the samples of a retraining: the new ones, and a replay of the champion's.
+A cut shard has some training samples of another, with their captions, as a shard of its own. The
+selected samples are the new ones, and a replay of the champion's.
 """
 
 from __future__ import annotations
