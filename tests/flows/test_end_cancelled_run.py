@@ -29,14 +29,14 @@ from functools import partial
 from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
-from flows import end_cancelled_run
+from flows import prefect_run
 from flows.prefect_run import prepare_process
-from tasks import child_process
+from tasks import run_job
 
 JOB = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(3)"
 
-end_cancelled_run.POLL_SECONDS = 0.2
-end_cancelled_run.WORKER_SECONDS = float(sys.argv[2])
+prefect_run.POLL_SECONDS = 0.2
+prefect_run.WORKER_SECONDS = float(sys.argv[2])
 
 def interrupted(job):
     raise KeyboardInterrupt
@@ -48,10 +48,10 @@ def sleeper():
     job.stdout.readline()
     print(runtime.flow_run.id, flush=True)
     if len(sys.argv) > 4:
-        stop = partial(child_process._stop, job, grace_seconds=30)
+        stop = partial(run_job._stop, job, grace_seconds=30)
         with suppress(KeyboardInterrupt):
-            child_process._wait = interrupted
-            child_process.wait_for_result(job, None, [], stop, job.kill)
+            run_job._wait = interrupted
+            run_job.wait_for_result(job, None, [], stop, job.kill)
         print("its job ended with", job.returncode, flush=True)
     time.sleep(float(sys.argv[3]))
 

@@ -104,14 +104,14 @@ time.sleep(600)
 #: The start of a server, until its process would start.
 STARTING = """
 import sys
-from flows import own_prefect_server, runner
+from flows import runner
 from flows.command_errors import wrong_prefect_setting
 
 def serve(port):
     print("prefect.server.api.server" in sys.modules)
     raise SystemExit
 
-own_prefect_server._serve = serve
+runner._serve = serve
 runner._prepare_prefect()
 runner.start_server()
 """

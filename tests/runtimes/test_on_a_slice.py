@@ -172,10 +172,10 @@ from pathlib import Path
 from artifacts.store import Store
 from configs.settings.recipe import Tpu
 from runtimes.process.job import read_job
-from tasks.tpu import launch
+from tasks import tpu as gcloud
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where a shell has us ignore it
 tpu, job, store = sys.argv[1:]
-launch.run_on_slice(
+gcloud.run_on_slice(
     Tpu(**json.loads(tpu)), read_job(Path(job)), lambda event: print(event["event"], flush=True),
     store=Store(store), grace_seconds=60, poll_seconds=0.1,
 )

@@ -224,7 +224,7 @@ def test_fused_kernels_follow_the_shared_update(mode: str, host: DriverProcess) 
 
 UNASKED = """
 import json, os, sys
-from runtimes.torch import device, generate, runtime
+from runtimes.torch import device, runtime, sampler
 from configs.settings.train_parts import Hpu
 device.choose_device("auto"); device.free_memory()
 unasked = "habana_frameworks.torch" in sys.modules

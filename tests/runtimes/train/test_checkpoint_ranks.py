@@ -174,7 +174,7 @@ import os, sys
 import numpy as np
 from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.launcher import Ranks
-from runtimes.train import checkpoint_array_files as module
+from runtimes.train import checkpoints as module
 from runtimes.train.checkpoints import CheckpointNotWritten
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.optimizer_step import owned_copies, shapes_of
