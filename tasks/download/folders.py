@@ -125,8 +125,9 @@ def _bind(bind: Callable[[], Any], port: int) -> Any:
 
 
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
-#: Behind a split's name in that of a file: its number among `of` files, or any number.
-NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]?\d+)*)(?i:\.parquet)"
+#: Behind a split's name in that of a file: its number among `of` files, or any number. Without
+#: separators, `v1` would read `v12.parquet`, and a name of 30 digits take minutes.
+NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]\d+)*)(?i:\.parquet)"
 
 
 class Dataset:
