@@ -47,8 +47,10 @@ def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
 HIDDEN = (
     *("._a.png", "sub/.b.png", ".ipynb_checkpoints/a-checkpoint.png", "sub/.thumbnails/a.png"),
     *("@eaDir/a.png/SYNOFILE_THUMB_M.png", "__MACOSX/in/a.png", "sub/__pycache__/a.png"),
+    *("#recycle/a.png", "@Recycle/a.png", "$RECYCLE.BIN/a.png", "sub/$Recycle.Bin/a.png"),
+    *("@SynoResource/a.png",),
 )
-SHOWN = ("@f.png", "__e.png", "a.png", "sub/_d_.png")
+SHOWN = ("#d.png", "@f.png", "__e.png", "a.png", "sub/_d_.png")
 
 
 @pytest.mark.parametrize("place", ["{}", "memory:/{}"])
