@@ -7,6 +7,9 @@ import re
 import resource
 from pathlib import Path
 
+#: Open files that macOS allows a process whose hard limit is infinite.
+OPEN_MAX = 10_240
+
 
 def peak_rss() -> int:
     """Peak resident memory of this process in bytes; 0 on systems without /proc."""
@@ -42,7 +45,8 @@ def raise_open_file_limit() -> int:
     less than 32 shards in each of 33 aspect buckets.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:  # macOS refuses an infinite soft limit
+    most = OPEN_MAX if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
+    if soft >= most:
         return soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most

@@ -33,8 +33,10 @@ from runtimes.process.memory import check_memory
 from tasks.download.http import FetchFailed
 from tasks.encode.transform import to_rgb
 
-#: Memory that img2dataset needs at most, for alpha in float64.
-BYTES_PER_PIXEL = 79
+#: Memory that img2dataset needs at most, for alpha in float64; and of pictures without alpha.
+BYTES_PER_PIXEL, OPAQUE_BYTES_PER_PIXEL = 79, 24
+#: Formats that OpenCV reads with alpha only where Pillow does, too.
+SURE_OF_ALPHA = ("JPEG", "PNG", "WEBP")
 
 
 class PixelBudget:
@@ -94,6 +96,7 @@ class Header(NamedTuple):
     width: int  # pixels, before the rotation by EXIF
     height: int
     is_reducible: bool  # a JPEG that can be decoded at a reduced scale: grey or YCbCr
+    is_opaque: bool = False  # surely without alpha
     tile: int = 0  # pixels of a TIFF's tile, which is decoded whole
 
     @property
@@ -116,7 +119,8 @@ def check_picture(body: bytes, max_pixels: int) -> Header:
         with Image.open(BytesIO(body), formats=known_formats()) as image:
             is_reducible = image.format == "JPEG" and image.mode in ("L", "RGB")
             tile = _tile_of_tiff(body) if image.format == "TIFF" else 0
-            header = Header(*image.size, is_reducible, tile)
+            is_opaque = image.format in SURE_OF_ALPHA and not image.has_transparency_data
+            header = Header(*image.size, is_reducible, is_opaque, tile)
     except Image.DecompressionBombError:
         raise FetchFailed("too many pixels") from None
     except MemoryError:
@@ -433,7 +437,9 @@ class PictureResizer:
                 return resized
             finally:
                 if resized in UNDECODED:  # others may since have freed what all may have
-                    check_memory(BYTES_PER_PIXEL * (pixels if is_alone else most))
+                    is_small = is_alone and header.is_opaque and scale == 1
+                    each = OPAQUE_BYTES_PER_PIXEL if is_small else BYTES_PER_PIXEL
+                    check_memory(each * (pixels if is_alone else most))
 
     def _decoded(self, body: bytes, header: Header, scale: int) -> Resized | str:
         upright = rotate_and_reduce(body, scale)

@@ -11,6 +11,7 @@ import logging
 import re
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -122,8 +123,9 @@ def _bind(bind: Callable[[], Any], port: int) -> Any:
 
 
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
-#: Behind a split's name in that of a file: its number among `of` files, or any number.
-NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]?\d+)*)(?i:\.parquet)"
+#: Behind a split's name in that of a file: its number among `of` files, or any number. Without
+#: separators, `v1` would read `v12.parquet`, and a name of 30 digits take minutes.
+NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]\d+)*)(?i:\.parquet)"
 
 
 class Dataset:
@@ -240,6 +242,8 @@ def parquet_rows(
 PICTURES = tuple(f".{extension}" for extension in EXTENSIONS)
 PIECE = 1000  # files: the average of a piece
 CAPTION = ".txt"
+#: Extensions of what may be captions of pictures.
+COMPANIONS = (CAPTION, ".caption", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
 #: Names of tables of pictures, as of `datasets`, -> their format; of two beside each other, the
 #: first is read.
 METADATA = {"metadata.jsonl": "jsonl", "metadata.csv": "csv", "metadata.parquet": "parquet"}
@@ -256,21 +260,21 @@ class FolderFiles(NamedTuple):
 
     @property
     def unread(self) -> list[str]:
-        """Names of files that look like captions or metadata and are neither."""
+        """Names of files that may be captions or metadata and are not read."""
         files = [file.name for part in (*self.tables.values(), self.captioned) for file in part]
         pictures = {name for name in files if _has(name, *PICTURES)}
-        stems = set(map(_stem, pictures))
-        texts = (file.name for file in self.captioned if _has(file.name, CAPTION))
-        read = pictures | self.tables.keys() | {text for text in texts if _stem(text) in stems}
-        others = ((name, _stem(name)) for name in files if name not in read)
-        return [n for n, s in others if s in stems or s in pictures or _own_name(s) == "metadata"]
+        companions = pictures.union(map(_stem, pictures))
+        texts = _captions([file.name for file in self.captioned]).values()
+        read = pictures | self.tables.keys() | set(texts)
+        others = [name for name in files if name not in read]
+        return [n for n in others if _has(n, *COMPANIONS) or _stem(n) in companions]
 
 
 class Folder:
     """A folder of pictures: one row per line of a table of METADATA, or else per picture.
 
     A table is of its folder and all below it. Elsewhere the caption of `name.jpg` is the text of
-    `name.txt`.
+    `name.txt`, in any case.
     """
 
     def __init__(self, settings: FolderSource) -> None:
@@ -279,15 +283,15 @@ class Folder:
 
     def check(self) -> None:
         files, folder = self._files(), self.settings.path
-        if files.tables:
-            table = next(iter(files.tables))
+        for table in files.tables:
             columns = FORMATS[METADATA[_own_name(table)]].columns(table)
             require_columns(self.columns, columns, table)
-        elif self.settings.aesthetic_column or self.settings.additional_columns:
+        needs_table = self.settings.aesthetic_column or self.settings.additional_columns
+        if needs_table and not files.tables:
             scores = self.settings.aesthetic_column is not None
             setting = "aesthetic_column" if scores else "additional_columns"
             raise SourceError(f"source.{setting}: {folder} has no {', '.join(METADATA)}")
-        elif not any(_has(file.name, *PICTURES) for file in files.captioned):
+        if not files.tables and not any(_has(f.name, *PICTURES) for f in files.captioned):
             raise SourceError(f"source.path: {folder} has no pictures ({', '.join(PICTURES)})")
         if unread := files.unread:
             names = ", ".join(map(without_secrets, unread[:NAMED]))
@@ -302,17 +306,13 @@ class Folder:
         files = self._files()
         for table, beside in files.tables.items():
             yield Piece(identity(self.settings, beside), partial(self._listed, table))
-        # A picture and its text have one stem; a piece has all files of its stems.
-        stems = [list(part) for _, part in groupby(files.captioned, lambda file: _stem(file.name))]
-        prefixes = [int(digest_bytes(_stem(part[0].name).encode())[:8], 16) for part in stems]
+        # A picture and its text have one stem, in any case; a piece has all files of its stems.
+        stems = [list(p) for _, p in groupby(files.captioned, lambda file: _folded(file.name))]
+        prefixes = [int(digest_bytes(_folded(part[0].name).encode())[:8], 16) for part in stems]
         ends = [*shard_ends(np.array(prefixes, np.uint32), PIECE), len(stems)]
         for start, end in zip([0, *ends], ends, strict=False):
             part = [file for files_of_stem in stems[start:end] for file in files_of_stem]
-            # A web server may have captions that it does not list.
-            texts = {_stem(f.name): f.name for f in part if _has(f.name, CAPTION)}
-            pictures = [file.name for file in part if _has(file.name, *PICTURES)]
-            captions = {name: texts.get(_stem(name), _stem(name) + CAPTION) for name in pictures}
-            if captions:
+            if captions := _captions([file.name for file in part]):
                 yield Piece(identity(self.settings, part), partial(self._captioned, captions))
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
@@ -326,7 +326,7 @@ class Folder:
             fs, root = url_to_fs(self.settings.path)
             if not is_folder(fs, root):
                 raise SourceError(f"source.path: {self.settings.path}: no such folder")
-        files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _stem(file.name))
+        files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name))
         found = FolderFiles(_tables(file.name for file in files), [])
         folders = {_folder(table): table for table in found.tables}
         for file in files:
@@ -380,6 +380,22 @@ def _tables(names: Iterable[str]) -> dict[str, list[ListedFile]]:
     return {name: [] for name in folders.values()}
 
 
+def _captions(names: Sequence[str]) -> dict[str, str]:
+    """Pictures -> the text of their stem, or the only one whose stem differs by case alone."""
+    pictures = [name for name in names if _has(name, *PICTURES)]
+    texts = {_stem(name): name for name in names if _has(name, CAPTION)}
+    alike = defaultdict[str, list[str]](list)
+    for stem in texts.keys() - set(map(_stem, pictures)):
+        alike[_folded(texts[stem])].append(texts[stem])
+    captions = dict[str, str]()
+    for name in pictures:
+        others = alike[_folded(name)]
+        # A web server may have captions that it does not list.
+        other = others[0] if len(others) == 1 else _stem(name) + CAPTION
+        captions[name] = texts.get(_stem(name), other)
+    return captions
+
+
 def _rows(table: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     kind = METADATA[_own_name(table)]
     if kind == "parquet":
@@ -408,6 +424,12 @@ def _has(name: str, *suffixes: str) -> bool:
 def _stem(name: str) -> str:
     folder, slash, file = name.rpartition("/")
     return folder + slash + file.rpartition(".")[0]
+
+
+def _folded(name: str) -> str:
+    """The stem without regard to case; a folder's name is whole."""
+    folder, slash, stem = _stem(name).rpartition("/")
+    return folder + slash + stem.casefold()
 
 
 def _bytes_at(file: str) -> bytes | None:

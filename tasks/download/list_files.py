@@ -50,9 +50,11 @@ CHANGE_MARKERS = (
     "Last-Modified",
 )
 
-#: What hides a file below the folder that a person names: `.x`, `__x__`, and folders that macOS and
-#: Synology write. `.` and `..` are no names.
-HIDDEN = re.compile(r"(^|/)(\.(?!\.?(/|$))|(__[^/]*__|__MACOSX|@eaDir)(/|$))")
+#: Folders that macOS, Synology, QNAP and Windows write.
+OF_SYSTEMS = r"__MACOSX|@eaDir|@SynoResource|#recycle|@Recycle|\$RECYCLE\.BIN"
+#: What hides a file below the folder that a person names: `.x`, `__x__`, and folders of systems.
+#: `.` and `..` are no names.
+HIDDEN = re.compile(rf"(^|/)(\.(?!\.?(/|$))|(__[^/]*__|(?i:{OF_SYSTEMS}))(/|$))")
 
 #: Names that an error shows, their length in characters, and names that it is compared with.
 SHOWN, LONGEST, COMPARED = 20, 100, 1000

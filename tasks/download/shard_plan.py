@@ -186,7 +186,7 @@ def _cipher(key: str) -> AESGCM:
 
 
 STAGE = "plan"
-VERSION = 6
+VERSION = 7
 INDEX = "shards.parquet"
 #: Row groups whose hashes are kept while rows of many groups are read.
 RECENT_GROUPS = 64

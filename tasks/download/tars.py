@@ -93,11 +93,16 @@ def samples(stream: IO[bytes], limit: Callable[[str], int]) -> Iterator[Sample]:
         limit: the most bytes to read of a file, by its extension; 0: it is not read.
 
     Raises:
-        ValueError: the tar is damaged, cut off or compressed, or the files of a sample are apart.
+        ValueError: the tar is damaged, cut off or compressed, the files of a sample are apart, or
+            all are hidden.
     """
     sample = Sample("", {})
     seen: set[int] = set()  # hashes of keys
+    hidden = ""
     for member in members(stream):
+        if is_hidden(member.name):  # WebDataset, too, skips `__x__`
+            hidden = hidden or member.name
+            continue
         key, extension = _split(member.name)
         if not extension:
             continue
@@ -125,6 +130,11 @@ def samples(stream: IO[bytes], limit: Callable[[str], int]) -> Iterator[Sample]:
         sample.files[extension] = File(member.offset, content)
     if sample.files:
         yield sample
+    if hidden and not seen:
+        raise ValueError(
+            f"its samples are all hidden, the first is {hidden[:200]!r}: write the tar from inside "
+            "their folder"
+        )
 
 
 def content_at(stream: IO[bytes], offset: int, limit: int) -> bytes | None:
@@ -250,7 +260,7 @@ def _split(name: str) -> tuple[str, str]:
     """Key and extension as WebDataset has them: the first dot of the last part is between them."""
     folder, slash, file = name.rpartition("/")
     stem, _, extension = file.partition(".")
-    if not stem or is_hidden(name):  # WebDataset, too, skips `__x__`
+    if not stem:
         return "", ""
     return f"{folder}{slash}{stem}", extension.lower()
 

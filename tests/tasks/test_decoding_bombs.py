@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import struct
 import time
@@ -278,3 +279,31 @@ def test_a_picture_that_others_leave_no_memory_for_is_decoded_alone(
         assert (resized.get(60).width, resized.get().height) == (60, 50)
     assert tried == [limit // 2 + 60 * 50, limit]
     assert DECODING.pixels == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "expected"),
+    [
+        ("PNG", "RGB", "not an image"),
+        ("JPEG", "CMYK", "not an image"),
+        ("PNG", "RGBA", "no memory"),
+        ("TIFF", "CMYK", "no memory"),  # OpenCV takes the fourth channel for alpha
+    ],
+)
+def test_a_broken_picture_ends_nothing_where_there_is_memory_for_a_whole_one(
+    kind: str, mode: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(size: int) -> None:
+        if size > 25 * 300 * 200:
+            raise MemoryError
+
+    monkeypatch.setattr("tasks.download.decode.check_memory", check)
+    noise = Image.frombytes(mode, (300, 200), random.Random(0).randbytes(300 * 200 * len(mode)))
+    body = encode_picture(noise, kind)
+    try:
+        outcome: Any = PictureResizer(Download()).resize(body[: len(body) // 2])
+    except FetchFailed as failure:
+        outcome = failure.reason
+    except MemoryError:
+        outcome = "no memory"
+    assert outcome == expected

@@ -1,5 +1,6 @@
 """Datasets with embedded pictures, in folders and on the hub, as sources."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ SPLITS = ("test", "test_unique", "test-hard", "tests", "my.test")
     "form",
     [
         *("{}-00000-of-00001.parquet", "data/{}-00000-of-00002-a1b2c3d4.parquet", "{}.parquet"),
-        *("{}-0.PARQUET", "{}_00001.parquet", "{}7.parquet", "{}/0000.parquet"),
+        *("{}-0.PARQUET", "{}_00001.parquet", "{}.7.parquet", "{}/0000.parquet"),
         "default/{}/0000.parquet",
     ],
 )
@@ -87,6 +88,28 @@ def test_a_number_in_front_of_a_shard_s_is_of_the_split(tmp_path: Path) -> None:
         assert [row.captions for row in rows_of(recipe, tmp_path)] == [(split,)]
     with pytest.raises(SourceError, match=r"no files of split 'tes' \(test-0.*glob of its files"):
         download.plan(make_recipe({"kind": "dataset", "path": str(tmp_path), "split": "tes"}))
+
+
+@pytest.mark.parametrize(
+    ("split", "other"),
+    [("fold_1", "fold_10"), ("train_1", "train_100"), ("v1", "v12"), ("train", "train2017")],
+)
+def test_a_number_behind_a_split_has_a_separator(tmp_path: Path, split: str, other: str) -> None:
+    numbered = [f"{split}.parquet", f"{split}-0.parquet", f"{split}_00_1.parquet"]
+    (tmp_path / "in").mkdir()
+    for name in (*numbered, f"{other}.parquet"):
+        write_list(tmp_path / "in" / name, [{"image": png(0), "text": name}])
+    recipe = make_recipe({"kind": "dataset", "path": f"{tmp_path}/in", "split": split})
+    captions = {row.captions[0] for row in rows_of(recipe, tmp_path)}
+    assert captions == set(numbered)
+
+
+@pytest.mark.parametrize("digits", ["1" * 26, "-1" * 26, "-" + "1" * 26])
+def test_a_file_s_name_of_many_digits_takes_no_time(digits: str) -> None:
+    """Some patterns of digits take twice the time for each digit more."""
+    start = time.process_time()
+    assert not folders._is_of_split(f"train{digits}x.parquet", "train")
+    assert time.process_time() - start < 1  # seconds
 
 
 def test_a_folder_of_one_split_is_that_split(tmp_path: Path) -> None:

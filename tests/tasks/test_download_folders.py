@@ -47,8 +47,10 @@ def test_a_folder_has_captions_in_text_files(tmp_path: Path) -> None:
 HIDDEN = (
     *("._a.png", "sub/.b.png", ".ipynb_checkpoints/a-checkpoint.png", "sub/.thumbnails/a.png"),
     *("@eaDir/a.png/SYNOFILE_THUMB_M.png", "__MACOSX/in/a.png", "sub/__pycache__/a.png"),
+    *("#recycle/a.png", "@Recycle/a.png", "$RECYCLE.BIN/a.png", "sub/$Recycle.Bin/a.png"),
+    *("@SynoResource/a.png",),
 )
-SHOWN = ("@f.png", "__e.png", "a.png", "sub/_d_.png")
+SHOWN = ("#d.png", "@f.png", "__e.png", "a.png", "sub/_d_.png")
 
 
 @pytest.mark.parametrize("place", ["{}", "memory:/{}"])
@@ -97,6 +99,29 @@ def test_captions_beside_pictures_may_be_in_capitals(tmp_path: Path, text: str) 
     assert row.captions == ("a fox",)
 
 
+@pytest.mark.parametrize(
+    ("pictures", "texts", "captions"),
+    [
+        (["FOX.JPG"], ["fox.txt"], {"FOX.JPG": "fox.txt"}),
+        (["fox.png"], ["FOX.TXT"], {"fox.png": "FOX.TXT"}),
+        (["fox.png", "fox.webp"], ["Fox.txt"], {"fox.png": "Fox.txt", "fox.webp": "Fox.txt"}),
+        (["fox.png"], ["FOX.TXT", "fox.txt"], {"fox.png": "fox.txt"}),
+        (["FOX.png", "fox.png"], ["fox.txt"], {"FOX.png": "", "fox.png": "fox.txt"}),
+        (["fox.png"], ["FOX.TXT", "Fox.txt"], {"fox.png": ""}),
+        (["a/fox.png"], ["A/fox.txt"], {"fox.png": ""}),
+    ],
+)
+def test_a_picture_and_its_caption_may_differ_by_case(
+    tmp_path: Path, pictures: list[str], texts: list[str], captions: dict[str, str]
+) -> None:
+    _folder(tmp_path / "in", pictures)
+    for text in texts:
+        (tmp_path / "in" / text).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / text).write_text(Path(text).name)
+    rows = rows_of(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}), tmp_path)
+    assert {Path(row.place).name: row.captions[0] for row in rows} == captions
+
+
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
 @pytest.mark.parametrize("place", ["", "train/", "a/train/"])
 def test_captions_are_read_from_the_tables_of_imagefolder(
@@ -133,14 +158,26 @@ def test_each_part_of_a_folder_may_have_captions_of_its_own(tmp_path: Path) -> N
     assert [row.captions for row in rows] == [("one",), ("three",), ("sea",)]
 
 
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
+def test_every_table_has_the_columns(tmp_path: Path, name: str) -> None:
+    _folder(tmp_path / "in", ["a/1.png", "b/2.png"])
+    write_list(tmp_path / "in/a/metadata.jsonl", [{"file_name": "1.png", "text": "one"}])
+    write_list(tmp_path / "in/b" / name, [{"file_name": "2.png", "caption": "two"}])
+    with pytest.raises(download.SourceError, match=f"/b/{name} has no column 'text'"):
+        download.check(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}))
+
+
 @pytest.mark.parametrize(
     ("files", "unread"),
     [
-        (["fox.caption", "owl.txt", "notes.md"], "fox.caption"),
+        (["fox.caption", "owl.txt", "notes.md"], "fox.caption, owl.txt"),
+        (["captions.csv", "fox.txt", "list/all.parquet"], "captions.csv, list/all.parquet"),
+        (["a.json", "b.JSONL", "c.tsv", "d.xlsx"], "a.json, b.JSONL, c.tsv, d.xlsx"),
         (["fox.json", "metadata.xlsx", "fox.txt"], "fox.json, metadata.xlsx"),
         (["fox.png.txt"], "fox.png.txt"),
         (["metadata.csv", "metadata.jsonl", "fox.txt"], "fox.txt, metadata.csv"),
-        (["fox.txt", "FOX.TXT", ".fox.json"], None),
+        (["fox.txt", "FOX.TXT"], "FOX.TXT"),
+        (["FOX.TXT", ".fox.json"], None),
     ],
 )
 def test_files_of_captions_that_are_not_read_are_named(
@@ -148,6 +185,7 @@ def test_files_of_captions_that_are_not_read_are_named(
 ) -> None:
     _folder(tmp_path / "in", ["fox.png"])
     for name in files:
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("file_name,text\n")
     if "metadata.jsonl" in files:
         write_list(tmp_path / "in/metadata.jsonl", [{"file_name": "fox.png", "text": "a"}])

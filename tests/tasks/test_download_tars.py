@@ -248,6 +248,17 @@ def test_hidden_members_and_hidden_tars_are_no_rows(tmp_path: Path, root: str) -
         assert rows == [("", jpg(n)) for n in range(len(shown))]
 
 
+def test_a_tar_of_hidden_files_alone_is_an_error(tmp_path: Path) -> None:
+    """As `tar cf 1.tar ~/.cache/pictures` writes it: it would have no rows, in silence."""
+    hidden = "home/u/.cache/pictures/1.jpg"
+    packed(tmp_path / "0.tar", [("1.jpg", jpg(0))])
+    packed(tmp_path / "1.tar", [("home/u/LICENSE", b""), (hidden, jpg(1))])
+    said = rf"1\.tar: cannot be read: its samples are all hidden, the first is '{hidden}': write"
+    for path in (tmp_path, tmp_path / "1.tar"):
+        with pytest.raises(download.SourceError, match=said):
+            download.plan(make_recipe(path, caption_column=None))
+
+
 def test_a_tar_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path) -> None:
     recipe = make_recipe(written(tmp_path / "0.tar", range(6)), tmp_path / "store")
     plan = download.plan(recipe)
