@@ -28,8 +28,11 @@ _CLIENTS = (
 _WEB_CLIENTS = ("aiohttp", "httpx", "httpx2", "huggingface_hub", "requests")
 #: The answers 4xx that may pass. All others are final, and 501.
 _PASSING = {408, 425, 429}
-#: Codes of S3's answers 400 and 409 that may pass.
-_PASSING_OF_S3 = {"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"}
+#: Codes of S3's answers 400 and 409 that may pass, also of a body that was damaged on its way.
+_PASSING_OF_S3 = {
+    *("RequestTimeout", "PriorRequestNotComplete", "OperationAborted"),
+    *("ConditionalRequestConflict", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),
+}
 #: Their answers that there is no such file, or no longer.
 _ABSENT = {404, 410}
 #: Errors of botocore and google.auth: there are no credentials. Machines of a cloud ask a service
@@ -44,7 +47,7 @@ _NO_LOG_IN = {
 
 MEMORY = (
     "this machine has too little memory: free some, raise the limit (`ulimit -v`, or the "
-    "container's), or lower download.max_pixels"
+    "container's), or have fewer processes run here at once"
 )
 #: Errors of the system that are the machine's, neither a row's nor a store's -> what is to be done.
 SHORTAGES = {

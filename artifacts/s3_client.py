@@ -15,7 +15,7 @@ from s3fs import S3FileSystem
 from artifacts.remote_stores import AT_ONCE
 
 #: Ends of the names of Amazon's own hosts.
-AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
+AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
 #: botocore's settings of the checksums that it adds since 2025, by headers and trailers that other
 #: stores refuse.
 CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")

@@ -83,8 +83,8 @@ FREQUENT = (
     Frequent(
         "has too little memory",
         "A picture could not be decoded or fetched for want of memory; it is not recorded as bad.",
-        "Free memory, raise the limit (`ulimit -v`, or the container's), or lower "
-        "`download.max_pixels`.",
+        "Free memory, raise the limit (`ulimit -v`, or the container's), or have fewer processes "
+        "run on the machine at once. No finished shard is lost: the run resumes.",
     ),
     Frequent(
         "no Prefect server answers",

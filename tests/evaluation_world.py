@@ -14,6 +14,7 @@ from shortest_recipe import shortest_recipe
 from artifacts.image_shards import Sample, write_tar
 from artifacts.records import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
+from configs.settings.evaluate import PreferenceModel
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.process.job import Events, GenerateJob, Job
@@ -119,7 +120,9 @@ class World:
         return draft.commit(summary, {})
 
     def inputs(self, recipe: Recipe) -> EvalInputs:
-        measuring = MeasuringModels(self.clip, inception=self.inception)
+        judges = [one for one in recipe.evaluate.judges if isinstance(one, PreferenceModel)]
+        models = {judge.name: Path(str(judge.path)) for judge in judges}
+        measuring = MeasuringModels(self.clip, preference_models=models, inception=self.inception)
         return EvalInputs(recipe, self.images, self.latents, self.model, None, measuring)
 
     def metrics_of(self, champion: Path, evaluated: Artifact) -> Estimates:

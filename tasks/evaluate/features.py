@@ -204,7 +204,7 @@ class Clip:
     def __init__(self, folder: Path, device: str = "auto", setting: str = "evaluate.clip") -> None:
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-        self._device = _device(device)
+        self._device, self._setting = _device(device), setting
         try:
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
@@ -221,6 +221,7 @@ class Clip:
             )
         self.logit_scale = float(model.logit_scale.detach())
         self._width = int(model.config.projection_dim)
+        self._length = int(model.config.text_config.max_position_embeddings)
         self._model: Any = model.to(self._device).float().eval().requires_grad_(False)
 
     def images(self, pictures: Iterable[Picture], *, whole: bool = False) -> Float32:
@@ -244,25 +245,28 @@ class Clip:
                 output = self._model.get_image_features(pixel_values=pixels.to(self._device))
             yield output.pooler_output.cpu().numpy()
 
+    def tell_cut_prompts(self, prompts: Sequence[str]) -> None:
+        """Log how many distinct prompts `texts` truncates."""
+        distinct = list(dict.fromkeys(prompts))
+        counts = map(len, self._tokenizer(distinct, verbose=False).input_ids) if distinct else ()
+        cut = {"tokens": self._length, "cut": sum(count > self._length for count in counts)}
+        tell_cuts("evaluate", {self._setting: cut}, len(distinct), "prompts")
+
     def texts(self, prompts: Sequence[str]) -> Float32:
         """Projected text features, f32 [N, D], not normalised.
 
-        Prompts are truncated to the text encoder's maximum length; the log has how many.
+        Prompts are truncated to the text encoder's maximum length; see `tell_cut_prompts`.
         """
         import torch
 
         distinct = list(dict.fromkeys(prompts))
-        length = int(self._model.config.text_config.max_position_embeddings)
-        counts = map(len, self._tokenizer(distinct, verbose=False).input_ids)
-        cut = {"tokens": length, "cut": sum(count > length for count in counts)}
-        tell_cuts("evaluate", {"evaluate.clip": cut}, len(distinct), "prompts")
         rows: list[Float32] = []
         with torch.inference_mode():
             for batch in batches(distinct, BATCH):
                 inputs = self._tokenizer(
                     batch,
                     padding="max_length",
-                    max_length=length,
+                    max_length=self._length,
                     truncation=True,
                     return_tensors="pt",
                 ).to(self._device)

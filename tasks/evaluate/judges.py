@@ -66,12 +66,16 @@ def judge_names(settings: Sequence[JudgeName | PreferenceModel]) -> list[str]:
 
 
 def open_judges(
-    settings: Sequence[JudgeName | PreferenceModel], models: Mapping[str, Path], device: str
+    settings: Sequence[JudgeName | PreferenceModel],
+    models: Mapping[str, Path],
+    device: str,
+    prompts: Sequence[str] = (),
 ) -> dict[str, Judge]:
     """Metric name -> judge.
 
     Args:
         models: name of a preference model -> local folder; others are left out.
+        prompts: all that will be judged; the log has how many a preference model cuts.
 
     Raises:
         WrongInput: a preference model fails to load.
@@ -81,13 +85,14 @@ def open_judges(
         if not isinstance(one, PreferenceModel):
             found |= JUDGES[one].judges
         elif one.name in models:
-            found[one.name] = preference_judge(one.name, models[one.name], device)
+            found[one.name] = preference_judge(one.name, models[one.name], device, prompts)
     return found
 
 
-def preference_judge(name: str, folder: Path, device: str) -> Judge:
+def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str]) -> Judge:
     """A CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
     clip = Clip(folder, device, f"evaluate.judges.{name}")
+    clip.tell_cut_prompts(prompts)
 
     def judge(images: NDArray[np.uint8], prompts: Sequence[str]) -> Scores:
         return preference_scores(clip.images(images), clip.texts(prompts), clip.logit_scale)

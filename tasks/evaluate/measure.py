@@ -91,7 +91,9 @@ class MetricSuite:
     def of(cls, given: EvalInputs, store: Store, progress: Report) -> MetricSuite:
         """The metrics of a recipe. Raises WrongInput if a model fails to load."""
         recipe, settings, sets = given.recipe, given.recipe.evaluate, prompt_sets(given.recipe)
+        prompts, models = all_prompts(sets), given.measuring.preference_models
         clip = Clip(given.measuring.clip, settings.device)
+        clip.tell_cut_prompts(prompts)
         image: ImageEncoder = WholePictures(clip)
         if given.measuring.image_encoder is not None:
             image = open_image_encoder(given.measuring.image_encoder, settings.device)
@@ -102,10 +104,10 @@ class MetricSuite:
         return cls(
             sets=sets,
             compared=compared_sets(recipe),
-            judges=open_judges(settings.judges, given.measuring.preference_models, settings.device),
+            judges=open_judges(settings.judges, models, settings.device, prompts),
             resampling=Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,
-            text_features=clip.texts(all_prompts(sets)),
+            text_features=clip.texts(prompts),
             held_out=_references(given, store, encoders, "holdout", LIMIT, progress),
             training=_references(
                 *(given, store, searching, "train", settings.memorization.pictures, progress)

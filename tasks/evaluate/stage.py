@@ -110,10 +110,10 @@ def build(
     spec, store = sampling_spec(given), draft.store
     if spec.latents is None:
         log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
+    cuts = tell_cut_prompts(STAGE, given.model().folder, spec.prompts)
     with draw.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
         shards = draw.draw(models, spec, store, folder, run, draw.progress_callback(progress))
-    cuts = tell_cut_prompts(STAGE, models[0].folder, spec.prompts)
     drawn = dict(zip(MODELS, shards, strict=True))
     log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
     suite = MetricSuite.of(given, store, progress)

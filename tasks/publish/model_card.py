@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from artifacts.models import LICENSE_FILES
+from artifacts.models import LICENSE_FILES, local_model
 from configs.load_recipe import dump, dump_yaml, parse_yaml
 from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
@@ -74,6 +74,12 @@ def place_in_code(path: str, folder: str = "path/to") -> str:
     return f"{folder}/{base_name(path)}" if is_local(path) else base_name(path)
 
 
+def has_vae_folder(path: str, vae: Path) -> bool:
+    """Whether `vae` is the folder `vae` of the pipeline at a path, and not the model there."""
+    folder = local_model(path)  # None of the hub or a URL, whose copies have other names
+    return vae.name == "vae" and (folder is None or vae.parent == folder)
+
+
 def is_local(path: str) -> bool:
     """Whether only this machine has what is at a path."""
     return bool(ABSOLUTE.match(path)) or ("://" not in path and hub_id(path) is None)
@@ -95,6 +101,7 @@ class Weights:
     scheduler: str | None = None  # class of a scheduler that differs from the base's
     variant: str | None = None  # of the base's weight files, such as fp16
     vae_variant: str | None = None  # of the weight files of the recipe's VAE
+    vae_subfolder: bool = False  # whether the recipe's VAE is a part of a pipeline
     absent: tuple[str, ...] = ()  # text encoders and tokenizers that the pipeline goes without
     kohya: bool = False  # whether the adapters are there in kohya's layout, too
     family: Family | None = None  # its pipeline may have other arguments of guidance
@@ -102,9 +109,16 @@ class Weights:
 
     @classmethod
     def of(
-        cls, tuned: TrainedWeights, base: Path, vae: Path | None, out: Path, *, merged: bool
+        cls,
+        tuned: TrainedWeights,
+        base: Path,
+        vae: Path | None,
+        out: Path,
+        *,
+        merged: bool,
+        vae_place: str | None = None,
     ) -> Weights:
-        """Of the folder `out`, in which the weights are."""
+        """Of the folder `out`, in which the weights are; `vae_place` is `model.vae`."""
         has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
         return cls(
@@ -113,6 +127,7 @@ class Weights:
             scheduler=scheduler,
             variant=pipeline_variant(base),
             vae_variant=None if vae is None else weight_variant(vae),
+            vae_subfolder=bool(vae and vae_place and has_vae_folder(vae_place, vae)),
             absent=absent_text_parts(base),
             kohya=any(out.rglob(f"*{KOHYA_SUFFIX}")),
             family=detect_family(base),

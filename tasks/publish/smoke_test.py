@@ -28,6 +28,7 @@ LARGEST_SIDE = 256  # of the picture, pixels
 STEPS = 2
 INDEX = "model_index.json"
 CARD = "README.md"
+LOADERS = {"from_pretrained", "load_lora_weights"}  # diffusers' methods that take a place
 #: Free memory that a picture in float32 needs, as a multiple of the weights.
 HEADROOM = 1.5
 #: Files with the free memory of the machine and the limit of its container, and their units.
@@ -99,14 +100,15 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
 def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
     from runtimes.pipeline_folder.weights import weight_shapes
-    from tasks.publish.model_card import FOLDER, VAES, place_in_code
+    from tasks.publish.model_card import FOLDER, VAES, has_vae_folder, place_in_code
 
     pipeline = folder if (folder / INDEX).is_file() else base
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
     places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base)}
     if vae is not None and recipe.model.vae is not None:
-        places[place_in_code(recipe.model.vae, VAES)] = str(vae)
+        is_part = has_vae_folder(recipe.model.vae, vae)
+        places[place_in_code(recipe.model.vae, VAES)] = str(vae.parent if is_part else vae)
     return {
         "card": str(folder / CARD),
         "places": places,
@@ -137,9 +139,11 @@ def card_code(job: dict[str, Any]) -> list[ast.stmt]:
     text = Path(job["card"]).read_text(encoding="utf-8")
     code = text.partition("\n```python\n")[2]  # from a line's begin: metadata quote prompts
     tree = ast.parse(code.partition("\n```")[0])
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant):
-            node.value = job["places"].get(node.value, node.value)
+    for call in ast.walk(tree):
+        match call:  # a prompt may be equal to a place
+            case ast.Call(ast.Attribute(attr=name), [ast.Constant(place) as node]):
+                if name in LOADERS:
+                    node.value = job["places"].get(place, place)
     return tree.body
 
 

@@ -357,7 +357,11 @@ def _write_folder(
     recipe, base = given.recipe, given.base
     with local_weights(given.trained) as tuned:
         _write_weights(given, tuned, out)
-        weights = model_card.Weights.of(tuned, base, given.vae, out, merged=recipe.publish.merge)
+        weights = model_card.Weights.of(
+            *(tuned, base, given.vae, out),
+            merged=recipe.publish.merge,
+            vae_place=recipe.model.vae,
+        )
     training = model_card.training_facts(given.trained.manifest["run"], given.trained.summary)
     about = (recipe, base, measured, verdicts, given.lineage, weights, training)
     card = model_card.write_card(*about, forced=forced)

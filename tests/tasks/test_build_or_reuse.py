@@ -283,7 +283,11 @@ def test_a_full_disk_is_that_of_the_copy_and_not_of_its_source(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (MemoryError("Unable to allocate 6 GiB"), "^this machine has too little memory: free some"),
+        (
+            MemoryError("Unable to allocate 6 GiB"),
+            r"^this machine has too little memory: free some, raise the limit \(.*\), or have "
+            "fewer processes run here at once, then run again",
+        ),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), r"`ulimit -v`.*, then run again \(.*\)$"),
         (OSError(errno.EMFILE, "Too many open files"), "more files and connections.*`ulimit -n`"),
         (OSError(errno.ENFILE, "Too many open files"), r"`sysctl fs\.file-max`"),

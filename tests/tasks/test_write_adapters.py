@@ -1,5 +1,6 @@
 """Adapters are published alone, or merged with separate copies; both load."""
 
+import ast
 import json
 import re
 import shutil
@@ -32,6 +33,7 @@ from tasks.evaluate.published import load_published_model
 from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters
+from tasks.publish.model_card import has_vae_folder
 from tasks.publish.stage import Publication, build, registry_of, settings_for_key, show
 from tasks.stage import local_weights, weights_content
 from tasks.train import STAGE as TRAIN
@@ -438,3 +440,34 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_
     recipe = digits(tmp_path, half, **{"model.vae": str(vae)})
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vae))
     smoke_test.draw(smoke_test.describe(Path(version.uri), half, vae, recipe))
+
+
+def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
+    """The prompt is the base's path, which is no place there."""
+    vaes = tmp_path / "other"
+    shutil.copytree(tiny_sdxl / "vae", vaes / "vae")
+    changed = {"model.vae": str(vaes), "evaluate.prompts.new.prompts": ["path/to/tiny"]}
+    base = Path(shutil.copytree(tiny_sdxl, tmp_path / "tiny"))
+    recipe = digits(tmp_path, base, **changed)
+    version = registry_of(recipe).publish(publish(tmp_path, recipe, vaes / "vae"))
+    card = Path(version.uri, "README.md").read_text(encoding="utf-8")
+    assert ".from_pretrained('path/to/vae/other', subfolder=\"vae\", dtype=" in card
+    job = smoke_test.describe(Path(version.uri), base, vaes / "vae", recipe)
+    smoke_test.draw(job)
+    assert "pipe(prompt='path/to/tiny'" in ast.unparse(smoke_test.card_code(job)[-1])
+
+
+@pytest.mark.parametrize(
+    ("place", "folder", "is_part"),
+    [
+        ("owner/pipe", "snapshots/abc/vae", True),
+        ("owner/vae", "snapshots/abc", False),
+        ("{}/pipe", "pipe/vae", True),
+        ("{}/pipe/vae", "pipe/vae", False),
+    ],
+)
+def test_a_vae_in_a_pipeline_is_known_by_the_place_of_the_recipe(
+    tmp_path: Path, place: str, folder: str, is_part: bool
+) -> None:
+    (tmp_path / "pipe/vae").mkdir(parents=True)
+    assert has_vae_folder(place.format(tmp_path), tmp_path / folder) == is_part
