@@ -72,10 +72,10 @@ def test_the_code_of_every_kind_of_card_is_python(
     ast.parse(code)
     assert ("mask_image=mask" in code) == inpainting
     assert ('kwargs | {"class_labels": scores.to(unet.device)}' in code) == score
-    assert "dtype=torch.float16)\n" in code, "as it was evaluated"
+    assert "torch_dtype=torch.float16)\n" in code, "as it was evaluated"
     assert ("revision='r2'" in code) == (not weights.pipeline)
     file = f", weight_name='{LORA_WEIGHTS}')"
-    vae = "vae = AutoencoderKL.from_pretrained('a/vae', variant='fp16', dtype="
+    vae = "vae = AutoencoderKL.from_pretrained('a/vae', variant='fp16', torch_dtype="
     alone = [part in code for part in ("load_lora_weights", file, vae, ", vae=vae, ")]
     assert alone == [not weights.pipeline] * 4
     assert ("pipe.scheduler = DDIMScheduler.from_pretrained" in code) == bool(weights.scheduler)
@@ -84,7 +84,7 @@ def test_the_code_of_every_kind_of_card_is_python(
     assert "\n\n\n" not in code and not code.endswith("\n\n")
     assert ("Adapters of rank 16" in card) == weights.adapters
     # A base that stores half precision does not draw without a dtype.
-    assert ("Without `dtype` diffusers" in card) == weights.pipeline
+    assert ("Without `torch_dtype` diffusers" in card) == weights.pipeline
     folder = "lora/" if weights.pipeline else ""
     assert (f"| ComfyUI | `{folder}{LORA_WEIGHTS}` |" in card) == weights.adapters
 
