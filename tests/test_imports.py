@@ -29,7 +29,7 @@ def test_downloads_import_no_pytorch() -> None:
     """The package img2dataset does; its resizer needs none."""
     code = (
         "import sys\n"
-        "from tasks.download.stage import DownloadShard\n"
+        "from tasks.download.download_on_beam import DownloadShard\n"
         "from tasks.download.decode import img2dataset_resizer\n"
         "img2dataset_resizer()\n"
         "print(sorted({'torch', 'webdataset', 'wandb'} & set(sys.modules)))"

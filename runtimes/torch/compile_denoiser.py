@@ -11,7 +11,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import repeated_blocks
 from runtimes.hosts.host import find_c_compiler
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch_models.network import without_recomputation
+from runtimes.torch_models.gradient_checkpointing import without_recomputation
 
 #: Programs per function. ResnetBlock2D alone has a program for each number of channels and size.
 PROGRAMS = 256

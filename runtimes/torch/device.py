@@ -22,9 +22,9 @@ from runtimes.process.launcher import Ranks
 from runtimes.process.memory import peak_rss
 from runtimes.registry import check_precision
 from runtimes.torch import device_hooks, gaudi
+from runtimes.torch.attention import check_attention
 from runtimes.torch.compile_denoiser import check_compiler
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.kernels import check_attention
 from runtimes.torch.make_optimizer import check_optimizer
 
 ALONE = Ranks()

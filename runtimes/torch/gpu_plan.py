@@ -33,8 +33,8 @@ from runtimes.contract import StepBatch
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import read_config, read_index, vae_path
 from runtimes.process.planner import KINDS, GpuStepRequest, Moment, StepMemory, answer_planner
+from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.kernels import keep_channels_last
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import Step, Update
 from runtimes.torch_models.encoders import vae_dtype

@@ -20,6 +20,8 @@ from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.registry import check_family
+from runtimes.torch.attention import load_attention
+from runtimes.torch.channels_last import keep_channels_last, memory_format
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     check_on_device,
@@ -32,7 +34,6 @@ from runtimes.torch.device import (
     warn_of_slow_float32,
 )
 from runtimes.torch.device_hooks import enable_npu_attention
-from runtimes.torch.kernels import keep_channels_last, load_attention, memory_format
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.step import Step, Update
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops

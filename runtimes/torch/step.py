@@ -35,8 +35,8 @@ from runtimes.contract import (
     WrongInput,
 )
 from runtimes.optimizer_step import ema_decay_at, owned_copies, read_state_arrays, swapped
+from runtimes.torch.attention import attention_kernel
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.kernels import attention_kernel
 from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch_models.micro_batches import Inputs, micro_batches, sender

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtimes.contract import StepBatch
 from runtimes.torch_models.gpu_specs import known_peak
-from runtimes.torch_models.network import without_recomputation
+from runtimes.torch_models.gradient_checkpointing import without_recomputation
 
 log = logging.getLogger("kiln")
 

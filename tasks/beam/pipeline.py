@@ -25,11 +25,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import apache_beam as beam
-
 from artifacts.lock import Claim, LockLost, held_claim
 from artifacts.store import Store
 from configs.secrets import one_line
+from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import (
     WorkerReports,
     Workers,
@@ -40,21 +39,6 @@ from tasks.beam.workers import (
     workers_of,
 )
 from tasks.stage import MachineShort, StorageAway, StorageError, TransientError, storing, versions
-
-
-@contextmanager
-def quiet_import() -> Iterator[None]:
-    """Discard records of the root logger during the block."""
-    root, silence = logging.getLogger(), logging.NullHandler()
-    nothing = logging.Filter("no logger of this name")
-    root.addHandler(silence)  # otherwise logging would install a default handler
-    root.addFilter(nothing)
-    try:
-        yield
-    finally:
-        root.removeFilter(nothing)
-        root.removeHandler(silence)
-
 
 with quiet_import():
     import apache_beam as beam
@@ -157,10 +141,6 @@ def _check_names(options: Mapping[str, Any]) -> None:
             continue
         hint = f" (did you mean beam.{near[0]}?)" if near else ""
         raise BeamOptionsError(f"beam.{name}: unknown to Beam and this runner{hint}")
-
-
-with quiet_import():
-    import apache_beam as beam
 
 
 class OnStore(beam.DoFn):

@@ -5,39 +5,30 @@ The download is a Beam pipeline: one element per shard, results in the store.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from itertools import chain, islice
 from typing import Any
-from uuid import uuid4
 
-import apache_beam as beam
 from PIL import Image, ImageOps
 
-from artifacts.filesystems import delete_tree, entries
 from artifacts.image_shards import read_tar
-from artifacts.records import write_atomic
-from artifacts.remote_stores import ask_at_once
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.settings.recipe import Recipe
-from tasks.beam.pipeline import ShardProgress, quiet_import, run_linear
-from tasks.beam.workers import REPORTS, WorkerReports, beam_options, shard_counts, worker_report
+from tasks.beam.quiet_import import quiet_import
+from tasks.beam.workers import REPORTS, beam_options
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
-from tasks.download.rows import Outage, SourceAway, SourceError
+from tasks.download.rows import SourceError
 from tasks.download.shard import (
     STAGE,
     VERSION,
     Deferred,
     DownloadContext,
-    download_shard,
-    is_retried,
     may_retry,
     shard_key,
     shard_settings,
@@ -45,7 +36,6 @@ from tasks.download.shard import (
 from tasks.download.shard_plan import (
     Begin,
     DownloadPlan,
-    ShardSpec,
     is_readable,
     place_rows,
     plan_key,
@@ -53,7 +43,7 @@ from tasks.download.shard_plan import (
     read_plan,
 )
 from tasks.download.sources import SOURCES
-from tasks.download.statistics import DownloadStatistics, check_data, most_common
+from tasks.download.statistics import DownloadStatistics, check_data
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.stage import TransientError
 
@@ -161,7 +151,7 @@ def build(
         StorageError: the store is not writable; StorageAway if it is full or does not answer.
     """
     with quiet_import():  # Beam takes seconds to import
-        pass
+        from tasks.download.download_on_beam import run_pipeline
     store = draft.store
     with _source(recipe).open() as served_at:
         notes = f"{draft.path}/{NOTES}"
@@ -269,6 +259,7 @@ def _source(recipe: Recipe) -> Source:
 
 
 def _outage(deferred: list[Deferred], shards: int) -> str:
+    from tasks.download.download_on_beam import all_reasons
 
     return (
         f"download: {len(deferred)} of {shards} shards were deferred after transient failures "
@@ -288,117 +279,3 @@ def _thumbnails(tars: list[str]) -> list[Image.Image]:
         thumbnail = whole.resize((width, height), Image.Resampling.BICUBIC)
         thumbnails.append(ImageOps.pad(thumbnail, (THUMBNAIL, THUMBNAIL), color="white"))
     return thumbnails
-
-
-#: Shards in progress per process. They share its connections, which one shard's end leaves idle.
-THREADS = 4
-#: Shards that a process defers in a row before the stage stops: all others would fare alike.
-MOST_DEFERRED = 8
-
-#: Run -> shards that this process has deferred since it last downloaded one.
-_in_a_row: Counter[str] = Counter()
-_in_a_row_lock = threading.Lock()
-
-
-class DownloadShard(beam.DoFn):
-    """Downloads a shard, or writes a note with the reasons for deferring it.
-
-    Raises Outage after MOST_DEFERRED deferred shards in a row; shards of the store do not count.
-    """
-
-    def __init__(self, context: DownloadContext) -> None:
-        self.context, self.run = context, uuid4().hex
-
-    def process(self, spec: ShardSpec) -> Iterator[str]:
-        result = download_shard(spec, self.context)
-        if isinstance(result, Deferred):
-            note = f"{self.context.notes}/{spec.key}.json"
-            write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
-            self._count_deferred()
-        else:
-            outcomes = result.meta["outcomes"]
-            failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
-            fetched = result.meta["fetched"] if result.is_new else 0
-            counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
-            report = worker_report(self.context.store, self.context.reports, self.run)
-            report.add(spec.key, counts)
-            if result.is_new:
-                with _in_a_row_lock:
-                    del _in_a_row[self.run]
-        yield spec.key
-
-    def _count_deferred(self) -> None:
-        with _in_a_row_lock:
-            _in_a_row[self.run] += 1
-            if _in_a_row[self.run] >= MOST_DEFERRED:
-                raise Outage(f"{MOST_DEFERRED} shards in a row")
-
-
-def run_pipeline(
-    specs: Sequence[ShardSpec],
-    context: DownloadContext,
-    options: Mapping[str, Any],
-    progress: Callable[[int, int, str], None],
-) -> list[Deferred]:
-    """Download every shard into the store and return the deferred ones.
-
-    Args:
-        options: Beam pipeline options, of the recipe's `beam` section.
-
-    Raises:
-        StorageError: the store is not writable; StorageAway if it is full or does not answer.
-        SourceError: the source changed or cannot be read; SourceAway if it does not answer.
-        BeamOptionsError: Beam rejects `options`.
-        Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.
-    """
-    store = Store(context.store)
-    reports = WorkerReports(store, context.reports)
-    reports.clear()  # of an earlier run
-    _clear(store, context.notes)
-    sizes = {spec.key: spec.rows for spec in specs}
-    watch = ShardProgress(store, context.reports, sizes, progress)
-    dofn, known = DownloadShard(context), (SourceError, SourceAway, Outage)
-    try:
-        run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
-    except Outage:
-        noted = _read_notes(store, context)
-        raise Outage(
-            f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after "
-            f"transient failures, {len(noted)} of {len(specs)} in all ({all_reasons(noted)}): "
-            "run again when the network or the hosts are back, or raise download.max_transient"
-        ) from None
-    finally:
-        reports.clear()
-    deferred = _read_notes(store, context)
-    _clear(store, context.notes)
-    return deferred
-
-
-def all_reasons(deferred: Sequence[Deferred]) -> str:
-    """The most common failure reasons of deferred shards, with their numbers of rows."""
-    reasons: Counter[str] = Counter()
-    for shard in deferred:
-        reasons.update(shard.reasons)
-    return most_common(reasons)
-
-
-def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:
-    """The deferred shards, without those that a repeated bundle has committed since."""
-    paths = sorted(entry["name"] for entry in entries(store.fs, context.notes))
-    found = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
-    noted = [
-        Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
-        for path, reasons in zip(paths, found, strict=True)
-    ]
-    shards = store.committed_shards(STAGE, [deferred.key for deferred in noted])
-    return [
-        deferred
-        for deferred, shard in zip(noted, shards, strict=True)
-        if shard is None or is_retried(shard.meta, context)
-    ]
-
-
-def _clear(store: Store, notes: str) -> None:
-    store.fs.invalidate_cache(notes)
-    if store.fs.exists(notes):
-        delete_tree(store.fs, notes)

@@ -16,9 +16,9 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts.store import Store
 from tasks import download
+from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard, _clear
 from tasks.download.rows import Outage
 from tasks.download.shard_plan import ShardSpec
-from tasks.download.stage import MOST_DEFERRED, THREADS, DownloadShard, _clear
 from tasks.stage import MachineShort, TransientError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]

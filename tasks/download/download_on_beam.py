@@ -1,0 +1,147 @@
+"""The download as a Beam pipeline: one element per shard, results in the store."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import apache_beam as beam
+
+from artifacts.filesystems import delete_tree, entries
+from artifacts.records import write_atomic
+from artifacts.remote_stores import ask_at_once
+from artifacts.store import Store
+from tasks.beam.pipeline import ShardProgress, run_linear
+from tasks.beam.workers import WorkerReports, shard_counts, worker_report
+from tasks.download.rows import Outage, SourceAway, SourceError
+from tasks.download.shard import (
+    STAGE,
+    Deferred,
+    DownloadContext,
+    download_shard,
+    is_retried,
+)
+from tasks.download.shard_plan import ShardSpec
+from tasks.download.statistics import most_common
+
+#: Shards in progress per process. They share its connections, which one shard's end leaves idle.
+THREADS = 4
+
+
+#: Shards that a process defers in a row before the stage stops: all others would fare alike.
+MOST_DEFERRED = 8
+
+
+#: Run -> shards that this process has deferred since it last downloaded one.
+_in_a_row: Counter[str] = Counter()
+
+
+_in_a_row_lock = threading.Lock()
+
+
+class DownloadShard(beam.DoFn):
+    """Downloads a shard, or writes a note with the reasons for deferring it.
+
+    Raises Outage after MOST_DEFERRED deferred shards in a row; shards of the store do not count.
+    """
+
+    def __init__(self, context: DownloadContext) -> None:
+        self.context, self.run = context, uuid4().hex
+
+    def process(self, spec: ShardSpec) -> Iterator[str]:
+        result = download_shard(spec, self.context)
+        if isinstance(result, Deferred):
+            note = f"{self.context.notes}/{spec.key}.json"
+            write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
+            self._count_deferred()
+        else:
+            outcomes = result.meta["outcomes"]
+            failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
+            fetched = result.meta["fetched"] if result.is_new else 0
+            counts = shard_counts(spec.rows, failed, fetched, is_new=result.is_new)
+            report = worker_report(self.context.store, self.context.reports, self.run)
+            report.add(spec.key, counts)
+            if result.is_new:
+                with _in_a_row_lock:
+                    del _in_a_row[self.run]
+        yield spec.key
+
+    def _count_deferred(self) -> None:
+        with _in_a_row_lock:
+            _in_a_row[self.run] += 1
+            if _in_a_row[self.run] >= MOST_DEFERRED:
+                raise Outage(f"{MOST_DEFERRED} shards in a row")
+
+
+def run_pipeline(
+    specs: Sequence[ShardSpec],
+    context: DownloadContext,
+    options: Mapping[str, Any],
+    progress: Callable[[int, int, str], None],
+) -> list[Deferred]:
+    """Download every shard into the store and return the deferred ones.
+
+    Args:
+        options: Beam pipeline options, of the recipe's `beam` section.
+
+    Raises:
+        StorageError: the store is not writable; StorageAway if it is full or does not answer.
+        SourceError: the source changed or cannot be read; SourceAway if it does not answer.
+        BeamOptionsError: Beam rejects `options`.
+        Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.
+    """
+    store = Store(context.store)
+    reports = WorkerReports(store, context.reports)
+    reports.clear()  # of an earlier run
+    _clear(store, context.notes)
+    sizes = {spec.key: spec.rows for spec in specs}
+    watch = ShardProgress(store, context.reports, sizes, progress)
+    dofn, known = DownloadShard(context), (SourceError, SourceAway, Outage)
+    try:
+        run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
+    except Outage:
+        noted = _read_notes(store, context)
+        raise Outage(
+            f"download: stopped, since {MOST_DEFERRED} shards in a row were deferred after "
+            f"transient failures, {len(noted)} of {len(specs)} in all ({all_reasons(noted)}): "
+            "run again when the network or the hosts are back, or raise download.max_transient"
+        ) from None
+    finally:
+        reports.clear()
+    deferred = _read_notes(store, context)
+    _clear(store, context.notes)
+    return deferred
+
+
+def all_reasons(deferred: Sequence[Deferred]) -> str:
+    """The most common failure reasons of deferred shards, with their numbers of rows."""
+    reasons: Counter[str] = Counter()
+    for shard in deferred:
+        reasons.update(shard.reasons)
+    return most_common(reasons)
+
+
+def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:
+    """The deferred shards, without those that a repeated bundle has committed since."""
+    paths = sorted(entry["name"] for entry in entries(store.fs, context.notes))
+    found = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
+    noted = [
+        Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
+        for path, reasons in zip(paths, found, strict=True)
+    ]
+    shards = store.committed_shards(STAGE, [deferred.key for deferred in noted])
+    return [
+        deferred
+        for deferred, shard in zip(noted, shards, strict=True)
+        if shard is None or is_retried(shard.meta, context)
+    ]
+
+
+def _clear(store: Store, notes: str) -> None:
+    store.fs.invalidate_cache(notes)
+    if store.fs.exists(notes):
+        delete_tree(store.fs, notes)
