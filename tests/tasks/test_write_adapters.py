@@ -451,7 +451,7 @@ def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Pa
     recipe = digits(tmp_path, base, **changed)
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vaes / "vae"))
     card = Path(version.uri, "README.md").read_text(encoding="utf-8")
-    assert ".from_pretrained('path/to/vae/other', subfolder=\"vae\", dtype=" in card
+    assert ".from_pretrained('path/to/vae/other', subfolder=\"vae\", torch_dtype=" in card
     job = smoke_test.describe(Path(version.uri), base, vaes / "vae", recipe)
     smoke_test.draw(job)
     assert "pipe(prompt='path/to/tiny'" in ast.unparse(smoke_test.card_code(job)[-1])
