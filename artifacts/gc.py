@@ -71,7 +71,8 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
 
     Raises GarbageUnsure if its record is damaged, and as the filesystem does.
     """
-    path, recorded = f"{store.root}/{RUNS}/{run}.json", False
+    path = f"{store.root}/{RUNS}/{run}.json"
+    recorded = False
     while not recorded:
         known = _read(store, path)
         if known is not None:
@@ -296,8 +297,10 @@ class Collector:
     def __init__(
         self, store: Store, mark: Callable[[], Marks], *, days: float, min_age: float
     ) -> None:
-        self._store, self._mark = store, mark
-        self._days, self._min_age = days, min_age
+        self._store = store
+        self._mark = mark
+        self._days = days
+        self._min_age = min_age
         self._now = present_time(store.fs, store.root)
         self._runs: set[RunFacts] = set()
         self._busy: set[str] = set()  # stages whose shards stay
@@ -345,7 +348,8 @@ class Collector:
 
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
-        pending, recorded = iter(items), False
+        pending = iter(items)
+        recorded = False
         batches = iter(lambda: list(islice(pending, BATCH)), [])
         for number, batch in enumerate(batches):
             recorded |= self._refresh()  # a long marking delays no run
@@ -358,7 +362,8 @@ class Collector:
 
     def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
-        folder, size = f"{self._store.root}/{stage}/{key}", size_of(held)
+        folder = f"{self._store.root}/{stage}/{key}"
+        size = size_of(held)
         present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
         if not any(name.startswith(LOCK) for name in present):  # the manifest may be of others
@@ -435,7 +440,8 @@ class Collector:
         present = {name_of(entry): entry for entry in self._entries("models")}
         for name, entry in sorted(present.items()):
             if entry["type"] == "directory" and is_key(name):
-                copied, record = self._files(f"models/{name}"), present.get(f"{name}.json")
+                copied = self._files(f"models/{name}")
+                record = present.get(f"{name}.json")
                 age = self._min_age if record is None else self._days * DAY
                 if self._is_old([*copied, *([record] if record else [])], age):
                     path = record["name"] if record else None

@@ -71,12 +71,14 @@ def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
     Raises:
         ValueError: keys are out of order or contain a dot or a slash.
     """
-    count, last = 0, ""
+    count = 0
+    last = ""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for sample in samples:
             if sample.key <= last or "." in sample.key or "/" in sample.key:
                 raise ValueError(f"sample key {sample.key!r}: must sort after {last!r}, no . or /")
-            count, last = count + 1, sample.key
+            count = count + 1
+            last = sample.key
             meta = dict(sample.meta)
             if len(sample.captions) > 1:
                 meta["captions"] = list(sample.captions)
@@ -138,12 +140,14 @@ def read_rows(source: Path | str | bytes) -> list[dict[str, Any]]:
 def add_member(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
     """Add a file to a tar, deterministically: no owner, time stamp 0, permission bits `mode`."""
     member = tarfile.TarInfo(name)
-    member.size, member.mode = len(data), mode
+    member.size = len(data)
+    member.mode = mode
     tar.addfile(member, BytesIO(data))
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[Sample]:
-    key, parts = "", {}  # type: str, dict[str, bytes]
+    key = ""
+    parts = {}  # type: str, dict[str, bytes]
     for member in tar:
         stem, _, extension = member.name.partition(".")
         stream = tar.extractfile(member)

@@ -170,7 +170,8 @@ class LatentShard:
             return self._row(f"{group}/{name}", index)
 
         mean, logvar = (self._copy(f"{group}/{name}", index) for name in ("mean", "logvar"))
-        start, end = row("caption_offsets"), self._row(f"{group}/caption_offsets", index + 1)
+        start = row("caption_offsets")
+        end = self._row(f"{group}/caption_offsets", index + 1)
         captions = self._tensors[f"{group}/caption_rows"]
         scored, is_masked = (f"{group}/{n}" in self._tensors for n in ("aesthetic_score", "masks"))
         masked = None

@@ -68,7 +68,10 @@ class Lock:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.lost = threading.Event()
-        self._fs, self._path, self._lease, self._clock = fs, path, lease, clock
+        self._fs = fs
+        self._path = path
+        self._lease = lease
+        self._clock = clock
         self._owner = {**(facts or {}), "token": uuid.uuid4().hex, **_this_process(), "beat": 0}
         self._alone = threading.Lock()  # the heartbeat and the builder both renew
         self._state = VersionedContent(None, None)
@@ -80,7 +83,8 @@ class Lock:
         state = swap(self._fs, self._path, seen, self._record())
         if state is None:
             return False
-        self._state, self._renewed = state, now
+        self._state = state
+        self._renewed = now
         return True
 
     def check(self) -> None:
@@ -189,7 +193,8 @@ def wait_until_free(
 
 def is_alive(fs: AbstractFileSystem, path: str, *, clock: Clock = REAL) -> bool:
     """Whether a living process owns the lock. It waits up to EXPIRY_SECONDS for a beat."""
-    seen, since = read(fs, path), clock.now()
+    seen = read(fs, path)
+    since = clock.now()
     state = seen
     while (owner := _owner_of(state)) is not None and not is_dead(owner):
         if state != seen:
@@ -275,12 +280,15 @@ def _acquire(
     expiry: float,
     clock: Clock,
 ) -> None:
-    notified, seen, since = None, None, clock.now()
+    notified = None
+    seen = None
+    since = clock.now()
     make_folder_of(fs, path)
     while True:
         state = read(fs, path)
         if state != seen:
-            seen, since = state, clock.now()
+            seen = state
+            since = clock.now()
         owner = _owner_of(state)
         if owner is None or is_dead(owner) or clock.now() - since > expiry:
             if lock.take(state):

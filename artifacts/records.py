@@ -116,7 +116,8 @@ def digest_bytes(data: bytes) -> str:
 
 def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
     """sha256 (hex) and byte count of the rest of `stream`."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     while chunk := stream.read(CHUNK):
         digest.update(chunk)
         size += len(chunk)
@@ -183,7 +184,8 @@ def hash_file(fs: AbstractFileSystem, root: str, path: str) -> FileEntry:
 def _locate(root: str, path: str) -> str:
     """`root/path` without `..`, which is a name like any other to an object store."""
     while path.startswith("../"):
-        root, path = root.rpartition("/")[0], path[3:]
+        root = root.rpartition("/")[0]
+        path = path[3:]
     return f"{root}/{path}"
 
 
@@ -259,7 +261,8 @@ SEAL_SIZE = len(_seal(b""))
 
 def digest_files(files: Iterable[FileEntry]) -> str:
     """sha256 (hex) of the canonical JSON of the list of files' contents."""
-    digest, comma = new_sha256(b"["), b""
+    digest = new_sha256(b"[")
+    comma = b""
     for entry in files:
         digest.update(comma + canonical_json(entry.content()))
         comma = b","
@@ -415,7 +418,8 @@ class _Hashed:
     """A stream that hashes what is read of it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._digest = stream, new_sha256()
+        self._stream = stream
+        self._digest = new_sha256()
 
     def read(self, size: int = -1) -> bytes:
         data = self._stream.read(size)

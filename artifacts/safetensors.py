@@ -29,7 +29,9 @@ class Sink:
     """An output stream that computes the sha256 and the size of its data."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.digest, self.size = stream, hashlib.sha256(), 0
+        self._stream = stream
+        self.digest = hashlib.sha256()
+        self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         self._stream.write(data)
@@ -117,7 +119,8 @@ class StoredArray:
     def _rows(self, start: int, stop: int) -> NDArray[np.float32]:
         count, *row = self.shape or (1,)
         size = self.place.size // max(1, count)  # bytes of a row
-        begin, end = self.place.start + start * size, self.place.start + stop * size
+        begin = self.place.start + start * size
+        end = self.place.start + stop * size
         if isinstance(self.fs, LocalFileSystem):
             flat = np.fromfile(self.path, "<f4", (end - begin) // 4, offset=begin)
         else:

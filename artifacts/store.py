@@ -230,7 +230,8 @@ class Draft:
             "summary": summary,
             "run": run,
         }
-        path, data = f"{self.path}/{MANIFEST}", encode_record(manifest)
+        path = f"{self.path}/{MANIFEST}"
+        data = encode_record(manifest)
         self._check()
         if not create(self.store.fs, path, data):
             # A damaged one, or that of a builder who took the lock over.
@@ -362,7 +363,8 @@ class Store:
             artifact = self.load(stage, key)
             fault = None if artifact is None else self.fault(artifact)
         except ValueError as error:
-            artifact, fault = None, str(error)
+            artifact = None
+            fault = str(error)
         if fault is not None:
             log.warning("%s %s: %s; it will be rebuilt", stage, key[:12], fault)
             return None

@@ -78,7 +78,9 @@ def read_header(
 
 def _place(name: str, entry: Any, base: int, dtypes: Mapping[str, np.dtype[Any]]) -> TensorPlace:
     try:
-        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = tuple(entry["shape"])
+        (start, end) = entry["data_offsets"]
         itemsize = dtypes[dtype].itemsize
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name} has an invalid header, or another dtype: {error}") from None

@@ -16,7 +16,8 @@ from bench.published_configs import write_published_configs
 from configs.load_recipe import CHECKOUT
 
 BASE = CHECKOUT / "demo/base"
-TOKENS, CAPTIONS = 77, 16  # of random latents
+TOKENS = 77
+CAPTIONS = 16  # of random latents
 #: A UNet in SDXL's layout with 39.9 M parameters; the demo's has 2.7 M, SDXL's 2,567 M.
 MIDDLE_UNET: dict[str, Any] = {
     "sample_size": 16,
@@ -214,8 +215,10 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
     from runtimes.pipeline_folder.folder import describe_encoders
 
     info = describe_encoders(model)
-    random, side = np.random.default_rng(0), size // info["vae_scale_factor"]
-    channels, encoders = info["latent_channels"], len(family_named(info["family"]).clip_encoders)
+    random = np.random.default_rng(0)
+    side = size // info["vae_scale_factor"]
+    channels = info["latent_channels"]
+    encoders = len(family_named(info["family"]).clip_encoders)
 
     def normal(*shape: int) -> Any:
         return random.standard_normal(shape, dtype=np.float32)

@@ -38,7 +38,8 @@ def compare(job: TrainJob, record: Path) -> dict[str, Any]:
     objective = Objective.of(settings, schedule, LatentScale(1.0))
     runtime = open_runtime(job.runtime)
     runtime.load(job)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step, arrays in enumerate(_recorded(record)):
         output = runtime.step(_batch(step, arrays, objective), learning_rate(step, settings))
         losses.append(_difference(float(output.loss), arrays["loss"]))
@@ -65,7 +66,8 @@ def _recorded(folder: Path) -> Iterator[Arrays]:
 
 def _batch(step: int, arrays: Arrays, objective: Objective) -> StepBatch:
     """The batch of a recorded step, with noisy latents, target and weight of our objective."""
-    latents, noise = arrays["latents"], arrays["noise"]
+    latents = arrays["latents"]
+    noise = arrays["noise"]
     levels = arrays["timesteps"].astype(np.int32)
     schedule = objective.schedule
     return StepBatch(

@@ -67,7 +67,8 @@ class Stopwatch:
                 batch = next(batches, None)
                 if batch is None:
                     return
-                fetched, self.encoding = self.now(), 0.0
+                fetched = self.now()
+                self.encoding = 0.0
                 yield batch
                 done = self.now()
                 step = {"fetch": fetched - start, "encode": self.encoding, "body": done - fetched}
@@ -81,7 +82,8 @@ class Stopwatch:
         def timed(*arguments: Any, **keywords: Any) -> Any:
             if self._encodes:
                 return original(*arguments, **keywords)
-            begin, self._encodes = self.now(), True
+            begin = self.now()
+            self._encodes = True
             try:
                 return original(*arguments, **keywords)
             finally:
@@ -94,7 +96,8 @@ class Stopwatch:
         """A dataset's `map`, timed."""
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            begin, cpu = self.now(), time.process_time()
+            begin = self.now()
+            cpu = time.process_time()
             found = original(*arguments, **keywords)
             self.precomputing[0] += self.now() - begin
             self.precomputing[1] += time.process_time() - cpu
@@ -123,7 +126,8 @@ class Recorder:
     """Writes the inputs of each step, its loss and its gradient norm."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+        self._folder = folder
+        self._count = 0
         self._arrays: dict[str, Any] = {}
 
     def add_noise(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +170,8 @@ class Recorder:
             norm = original(*arguments, **keywords)
             self._store(grad_norm=norm)
             np.savez(self._folder / f"{self._count:05d}.npz", **self._arrays)
-            self._arrays, self._count = {}, self._count + 1
+            self._arrays = {}
+            self._count = self._count + 1
             return norm
 
         return recorded

@@ -139,7 +139,8 @@ def _measured(
     job = {"workload": asdict(workload), "list": str(listed), "out": str(out), "host": host}
     command = [sys.executable, "-m", "bench.download", "--side", side, "--job", json.dumps(job)]
     environment = {**os.environ, "KILN_CACHE": str(out / "cache"), "NO_ALBUMENTATIONS_UPDATE": "1"}
-    before, since = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    since = time.perf_counter()
     child = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
@@ -226,7 +227,8 @@ def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> N
             "publish": {"name": "unused"},
         }
     )
-    plan, store = download.plan(recipe), Store(recipe.store)
+    plan = download.plan(recipe)
+    store = Store(recipe.store)
     draft = store.draft(download.key_parts(recipe, plan))
     draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
 

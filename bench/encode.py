@@ -114,7 +114,8 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
     `cpu_vs_bare_loop`: CPU seconds of the loop, divided by those of the stage.
     """
     folder = context.folder / name
-    model, tasks = _write_model(folder / "model"), _write_shards(folder / "images", size)
+    model = _write_model(folder / "model")
+    tasks = _write_shards(folder / "images", size)
     encoder = EncodingPlan(_job(model, size), _transform(size)).open().encoder
     pixels, captions = _decoded(size)
 
@@ -139,8 +140,10 @@ def datasets_map_row(context: Context, name: str, *, size: Size, on_device: bool
             script runs the text encoders of the demo's pipeline, which are tiny.
     """
     script = SCRIPTS["sdxl", "full"]
-    peer, folder = context.peer_with(script), context.folder / name
-    model, tasks = _write_model(folder / "model"), _write_shards(folder / "images", size)
+    peer = context.peer_with(script)
+    folder = context.folder / name
+    model = _write_model(folder / "model")
+    tasks = _write_shards(folder / "images", size)
     pictures = _write_folder(folder / "pictures", size)
     options: dict[str, Any] = {
         "resolution": size.side,
@@ -184,7 +187,8 @@ def _compare(
         figures[f"{side}_pictures_per_second"] = spread([size.total / t for t, _ in times])
     if job.runtime == NAME:  # its process decodes too, and its CPU time is not measured
         return Row(name, ratios, figures)
-    figures["cpu_ratio"], ratios[f"cpu_vs_{other}"] = cpu, cpu["median"]
+    figures["cpu_ratio"] = cpu
+    ratios[f"cpu_vs_{other}"] = cpu["median"]
     for side, times in sides:
         figures[f"{side}_cpu_seconds_per_picture"] = spread([cpu / size.total for _, cpu in times])
     return Row(name, ratios, figures)
@@ -235,7 +239,8 @@ class _Clock:
     """Seconds, and CPU seconds of this process, since it was made."""
 
     def __init__(self) -> None:
-        self._since, self._cpu_since = time.perf_counter(), time.process_time()
+        self._since = time.perf_counter()
+        self._cpu_since = time.process_time()
 
     def elapsed(self) -> Times:
         return time.perf_counter() - self._since, time.process_time() - self._cpu_since
@@ -296,7 +301,8 @@ def _write_model(folder: Path) -> Path:
 
 def _samples(size: Size, shard: int) -> list[Sample]:
     """Pictures of smooth noise as JPEG files; each has a caption of its own."""
-    random, samples = np.random.default_rng(shard), []
+    random = np.random.default_rng(shard)
+    samples = []
     for number in range(size.pictures):
         small = random.integers(0, 256, (16, 16, 3), np.uint8)
         picture = Image.fromarray(small).resize((2 * size.side,) * 2, Image.Resampling.BICUBIC)
@@ -333,7 +339,8 @@ def _write_folder(folder: Path, size: Size) -> Path:
 
 def _decoded(size: Size) -> tuple[np.ndarray, list[str]]:
     samples = [sample for shard in range(size.shards) for sample in _samples(size, shard)]
-    settings, buckets = _transform(size), [(size.side, size.side)]
+    settings = _transform(size)
+    buckets = [(size.side, size.side)]
     pixels = [
         transform(one.image, one.source_sha256, one.meta, settings, buckets)[0].pixels
         for one in samples

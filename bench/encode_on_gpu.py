@@ -65,7 +65,8 @@ def row(encoders: Encoders, folder: Path, device: str, batches: int, dtype: str)
     """
     import torch
 
-    size, count = encoders.model.size, encoders.batch
+    size = encoders.model.size
+    count = encoders.batch
     job = EncodeJob("torch", str(folder), batch_size=count, device=device, dtype=dtype)
     encoder: Any = open_encoder(job)
     random = np.random.default_rng(0)

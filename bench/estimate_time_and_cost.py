@@ -9,20 +9,25 @@ from tasks.plan.plan import AREAS, PIXEL_BYTES, SAMPLE_BYTES
 
 #: Measured, two cores of an AMD EPYC (docs/scale.md): rows per CPU second of planning a list, and
 #: CPU seconds per picture of 12 megapixels, stored with 256 pixels.
-PLANNED, FETCHED = 0.65e6, 0.047
+PLANNED = 0.65e6
+FETCHED = 0.047
 #: Measured: bytes of a row of a shard plan, and of a sample of SDXL at 1024 pixels in a latent
 #: shard (`encode.flip: false`).
-PLAN_ROW, LATENTS = 62, 0.58e6
+PLAN_ROW = 62
+LATENTS = 0.58e6
 #: Bytes that `encode.flip` adds: moments of 8 x 128 x 128 bf16 numbers.
 MIRRORED = 8 * 128 * 128 * 2
 #: Measured: rate of one H100 that trains SDXL, in pictures per second (the newest one in
 #: docs/benchmarks.md), and the share of linear scaling of four encoder processes.
-TRAINED, SCALING = 13.0, 0.96
+TRAINED = 13.0
+SCALING = 0.96
 #: Measured: pictures per second of one H200 that encodes SDXL at 1024 pixels in bf16: the VAE's 34
 #: per second and the text encoders' 525, one after the other (docs/benchmarks.md).
 ENCODED = 32
 #: Assumed prices: of a core and of an accelerator for an hour, and of a GB in a bucket for a month.
-CORE_HOUR, DEVICE_HOUR, GB_MONTH = 0.05, 3.0, 0.023
+CORE_HOUR = 0.05
+DEVICE_HOUR = 3.0
+GB_MONTH = 0.023
 #: Pictures -> machines, cores and accelerators.
 MACHINES = {
     10_000: ("2 cores, 1 accelerator", 2, 1),

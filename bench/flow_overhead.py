@@ -75,7 +75,8 @@ def time_flows(store: str, rounds: int) -> dict[str, Any]:
 
     def timed(name: str, function: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            since, wall = time.process_time(), time.perf_counter()
+            since = time.process_time()
+            wall = time.perf_counter()
             try:
                 return function(*given, **named)
             finally:
@@ -180,7 +181,8 @@ def _start_postgresql(home: Path) -> tuple[str, subprocess.Popen[bytes]]:
     user = {"user": "postgres", "group": "postgres", "extra_groups": []} if not os.getuid() else {}
     if user:
         shutil.chown(home, "postgres", "postgres")
-    port, data = _free_port(), str(home / "data")
+    port = _free_port()
+    data = str(home / "data")
     given: dict[str, Any] = {**user, "cwd": home, "stdout": subprocess.DEVNULL}
     make = [str(programs[-1] / "initdb"), "-A", "trust", "-U", "prefect", "-D", data]
     subprocess.run(make, check=True, **given)

@@ -26,7 +26,8 @@ from tasks.publish.promotion_gate import Rule, judge, parse_rule
 DRAWS = 1000
 SEEDS = 4  # of the bootstrap: its weights are drawn once for each
 HELD_OUT = 40  # pictures: 5% of the 813 of sdxl's data set
-HARMLESS, HARMFUL = 0.1, 1.0  # lost, as a share of what a rule allows
+HARMLESS = 0.1
+HARMFUL = 1.0  # lost, as a share of what a rule allows
 GAIN = 0.02  # of the harmless model's held-out loss, where a rule allows no loss
 
 
@@ -52,7 +53,10 @@ SPREADS = {
 LOSS = Spread(1.0, 0.0, 0.4, 0.02)
 #: Features of CMMD: their length, and the lengths of their parts beside a common one of 1.
 FEATURES = 64
-STYLE, PROMPT, PICTURE, MODEL = 0.4, 0.35, 0.35, 0.2
+STYLE = 0.4
+PROMPT = 0.35
+PICTURE = 0.35
+MODEL = 0.2
 
 
 def passes(
@@ -111,7 +115,8 @@ def _scores(
     spread = LOSS if rule.metric == HOLDOUT_LOSS else scores
     prompts = resampling.prompts or tuple(range(HELD_OUT))
     numbers = np.array(prompts)
-    size, distinct = len(prompts), max(prompts) + 1
+    size = len(prompts)
+    distinct = max(prompts) + 1
     bound = rule.factor * spread.level + rule.offset
     change = lost * (bound - spread.level)
     if bound == spread.level and lost < HARMFUL:

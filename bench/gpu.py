@@ -116,7 +116,8 @@ def measure(job: TrainJob, steps: int, warm_up: int, lock: Path) -> dict[str, An
         loaded = time.perf_counter()
         bare.seconds(warm_up)
         warm = time.perf_counter()
-        flops, peak = bare.runtime.flops(bare.batch), bare.runtime.peak_flops()
+        flops = bare.runtime.flops(bare.batch)
+        peak = bare.runtime.peak_flops()
     with _alone(lock):
         bare.seconds(1)  # the device may have been idle
         seconds = bare.seconds(steps) / steps
@@ -185,7 +186,8 @@ def run_piece(
             killed.
         together: variants that load and compile side by side; the device's memory must hold them.
     """
-    rows, names = [], list(variants)
+    rows = []
+    names = list(variants)
     for first in range(0, len(names), together):
         group = names[first : first + together]
         report.log(f"{', '.join(group)} ...")
@@ -332,7 +334,8 @@ def main(arguments: list[str]) -> int:
     variants = {name: v for piece in options.pieces for name, v in PIECES[piece].items()}
     if options.only:
         if unknown := [name for name in options.only if name not in variants]:
-            pieces, wrong = ", ".join(options.pieces), ", ".join(unknown)
+            pieces = ", ".join(options.pieces)
+            wrong = ", ".join(unknown)
             parser.error(f"{pieces} has no variant {wrong}; it has {', '.join(variants)}")
         variants = {name: variants[name] for name in options.only}
     if options.page and TABLE not in options.page.read_text(encoding="utf-8"):
@@ -341,7 +344,9 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
         folder = Path(temporary)
         make = job_maker(folder)
-        steps, warm_up, limit = options.steps, options.warm_up, options.limit
+        steps = options.steps
+        warm_up = options.warm_up
+        limit = options.limit
         rows = run_piece(variants, make, folder, steps, warm_up, limit, options.together)
     report.publish("gpu", rows, facts, options.json)
     if options.page:

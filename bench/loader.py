@@ -42,7 +42,9 @@ NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")
 Batch = dict[str, NDArray[Any]]
 Epoch = Callable[[], Iterator[Batch]]  # returns the batches of an epoch
 Rows = dict[str, NDArray[np.uint16]]  # of one sample, bf16 bits
-TOKENS, WIDTH, POOLED = 77, 2048, 1280  # of SDXL's embeddings
+TOKENS = 77
+WIDTH = 2048
+POOLED = 1280  # of SDXL's embeddings
 SHUFFLED = 256  # samples of WebDataset's shuffle buffer
 
 
@@ -152,7 +154,8 @@ def grain_batches(url: str, folder: Path, size: int) -> Epoch:
     import grain
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    files, shapes = [], {}
+    files = []
+    shapes = {}
     for number, shard in enumerate(_shards(url)):
         files.append(str(folder / f"{number}.arrayrecord"))
         writer = ArrayRecordWriter(files[-1], "group_size:1,uncompressed")
@@ -162,7 +165,8 @@ def grain_batches(url: str, folder: Path, size: int) -> Epoch:
         writer.close()
 
     def parsed(record: bytes) -> Rows:
-        rows, start = {}, 0
+        rows = {}
+        start = 0
         for name, shape in shapes.items():
             rows[name] = np.frombuffer(record, np.uint16, int(np.prod(shape)), start).reshape(shape)
             start += rows[name].nbytes
@@ -202,9 +206,12 @@ def _stack(rows: Sequence[Rows]) -> Batch:
 
 def write_shards(folder: Path, samples: int, side: int, shards: int) -> str:
     """Write an artifact of random latents [4, side, side] and SDXL's embeddings; its URL."""
-    random, store = np.random.default_rng(0), Store(str(folder / "store"))
+    random = np.random.default_rng(0)
+    store = Store(str(folder / "store"))
     draft = store.draft(KeyParts("encode", 1, {"samples": samples, "side": side}, {}))
-    count, group, path = samples // shards, f"train/{side}x{side}", folder / "shard.safetensors"
+    count = samples // shards
+    group = f"train/{side}x{side}"
+    path = folder / "shard.safetensors"
 
     def bits(*shape: int) -> NDArray[np.uint16]:
         return random.integers(0x3F00, 0x4000, shape, np.uint16)  # bf16 of 0.5 to 2

@@ -67,7 +67,8 @@ def _child(step: str, folder: str, shards: int) -> dict[str, Any]:
 
 
 def _measured(step: str, store: Store, shards: int) -> dict[str, Any]:
-    since, cpu_since = time.perf_counter(), time.process_time()
+    since = time.perf_counter()
+    cpu_since = time.process_time()
     extra = STEPS[step](store, shards) or {}
     return {
         "seconds": round(time.perf_counter() - since, 2),

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-SEED, STEPS, GUIDANCE = 42, 10, 3.0
+SEED = 42
+STEPS = 10
+GUIDANCE = 3.0
 REPORTED = ("optimum-habana", "optimum", "diffusers", "transformers", "torch")
 
 

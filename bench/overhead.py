@@ -36,7 +36,8 @@ class BareSteps:
 
     def seconds(self, steps: int) -> float:
         """Seconds of `steps` steps, without a synchronization between them."""
-        begin, output = time.perf_counter(), None
+        begin = time.perf_counter()
+        output = None
         for _ in range(steps):
             output = self.runtime.step(self.batch, self._rate)
         if output is not None:
@@ -49,7 +50,9 @@ class Alternating(Events):
 
     def __init__(self, bare: BareSteps) -> None:
         super().__init__()
-        self._bare, self._step, self._since = bare, 0, 0.0
+        self._bare = bare
+        self._step = 0
+        self._since = 0.0
         self.loops: list[float] = []  # seconds of each block
         self.bares: list[float] = []
         self.waits: list[float] = []
@@ -57,13 +60,15 @@ class Alternating(Events):
     def emit(self, event: str, **fields: Any) -> None:
         if event != "progress":
             return
-        seconds, steps = time.perf_counter() - self._since, fields["step"] - self._step
+        seconds = time.perf_counter() - self._since
+        steps = fields["step"] - self._step
         bare = self._bare.seconds(steps)
         if self._step:  # the first block warms up
             self.loops.append(seconds)
             self.bares.append(bare)
             self.waits.append(fields["data_wait"])
-        self._step, self._since = fields["step"], time.perf_counter()
+        self._step = fields["step"]
+        self._since = time.perf_counter()
 
 
 def compare(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
@@ -77,7 +82,8 @@ def compare(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
     def by_round(values: list[float]) -> list[float]:
         return [fmean(values[n * blocks : (n + 1) * blocks]) for n in range(rounds)]
 
-    loops, bares = by_round(events.loops), by_round(events.bares)
+    loops = by_round(events.loops)
+    bares = by_round(events.bares)
     return {
         "ratio": spread([bare / loop for bare, loop in zip(bares, loops, strict=True)]),
         "loop_seconds": spread([seconds / block for seconds in loops]),

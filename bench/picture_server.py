@@ -15,7 +15,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-FASTEST, SLOWEST = 0.5, 2.0  # seconds
+FASTEST = 0.5
+SLOWEST = 2.0  # seconds
 
 
 def delay(name: str) -> float:

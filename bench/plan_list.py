@@ -46,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
         for number in range(FILES):
             _write(folder, number, options.rows // FILES, options.format)
         log("planning the list")
-        first, second = _child(folder, options.format), _child(folder, options.format)
+        first = _child(folder, options.format)
+        second = _child(folder, options.format)
         _write(folder, FILES, options.rows // 100, options.format)
         grown = _child(folder, options.format)
         store = sum(file.stat().st_size for file in folder.glob("store/**/*") if file.is_file())
@@ -108,9 +109,12 @@ def _planned(folder: Path, format: str) -> dict[str, Any]:
             "publish": {"name": "unused"},
         }
     )
-    begun, since, cpu_since = time.time(), time.perf_counter(), time.process_time()
+    begun = time.time()
+    since = time.perf_counter()
+    cpu_since = time.process_time()
     plan = download.plan(recipe)
-    seconds, cpu_seconds = time.perf_counter() - since, time.process_time() - cpu_since
+    seconds = time.perf_counter() - since
+    cpu_seconds = time.process_time() - cpu_since
     run = plan.artifact.manifest["run"]
     is_new = Path(plan.artifact.path, "manifest.json").stat().st_mtime > begun
     return {

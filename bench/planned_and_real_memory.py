@@ -102,7 +102,8 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
-    network, count = runtime._network, job.train["global_batch_size"]
+    network = runtime._network
+    count = job.train["global_batch_size"]
     one = sample_batch(job, network, (resolution, resolution), text=network.encodes_text)
     many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
     arrays = ("noisy_latents", "timesteps", "target", "weight")

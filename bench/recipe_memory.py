@@ -55,7 +55,9 @@ def plan(recipe: Recipe, configs: dict[str, Path], store: Path) -> RecipeMemory:
 
 def record(plan: GpuPlan) -> RecipeMemory:
     """The record of a plan; it does not depend on the GPU."""
-    recipe, peaks, steps = plan.recipe, plan.peaks, plan.steps
+    recipe = plan.recipe
+    peaks = plan.peaks
+    steps = plan.steps
     return RecipeMemory(
         recipe=recipe.name,
         settings=digest_settings(recipe),

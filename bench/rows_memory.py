@@ -106,8 +106,10 @@ def _download(folder: Path) -> dict[str, Any]:
 
     (folder / "store").mkdir()
     recipe = _recipe(folder)
-    begun, cpu_begun = time.perf_counter(), time.process_time()
-    plan, store = download.plan(recipe), Store(recipe.store)
+    begun = time.perf_counter()
+    cpu_begun = time.process_time()
+    plan = download.plan(recipe)
+    store = Store(recipe.store)
     planned = _peak_mib()
     parts = download.key_parts(recipe, plan)
     draft = store.draft(parts)
@@ -130,7 +132,8 @@ def _encode(folder: Path) -> dict[str, Any]:
 
     recipe = _recipe(folder)
     store = Store(recipe.store)
-    begun, cpu_begun = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
+    cpu_begun = time.process_time()
     images = store.find("download", (folder / "images").read_text())
     assert images is not None
     draft = store.draft(encode.key_parts(recipe, images, BASE, None))

@@ -34,7 +34,8 @@ class LoopTime:
     def from_events(cls, events: Sequence[dict[str, Any]], batch_size: int) -> LoopTime:
         """From the events of a job; the first progress event ends the warm-up."""
         progress = [event for event in events if event["event"] == "progress"]
-        first, last = progress[0], progress[-1]
+        first = progress[0]
+        last = progress[-1]
         seconds = (last["time"] - first["time"]) / (last["step"] - first["step"])
         waits = [event["data_wait"] for event in progress[1:]]
         memory = max(event["memory_bytes"] for event in progress)

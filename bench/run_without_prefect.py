@@ -29,7 +29,8 @@ class Stages:
     """The first three stages of a recipe, each built unless its artifact exists."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._store = recipe, Store(recipe.store)
+        self._recipe = recipe
+        self._store = Store(recipe.store)
         self._model = Path(recipe.model.path)
         self.seconds: dict[str, float] = {}
 

@@ -25,10 +25,12 @@ from PIL import Image, ImageDraw
 from bench.report import Row, log, machine, publish, versions
 from runtimes.registry import probe_runtime
 
-AMPLIFICATION, ENLARGEMENT = 100, 2  # factors
+AMPLIFICATION = 100
+ENLARGEMENT = 2  # factors
 LABEL_WIDTH = 72  # pixels
 TESTS = Path(__file__).parents[1] / "tests"
-HPU_HOST, MINDSPORE_HOST = TESTS / "hpu_host", TESTS / "mindspore_host"
+HPU_HOST = TESTS / "hpu_host"
+MINDSPORE_HOST = TESTS / "mindspore_host"
 #: Name -> runtime, device, and environment variables of its process.
 VARIANTS: dict[str, tuple[str, str, dict[str, str]]] = {
     "torch": ("torch", "cpu", {}),
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, help="PNG to write")
     options = parser.parse_args(arguments)
-    rows, sampled = [], dict[str, Pictures]()
+    rows = []
+    sampled = dict[str, Pictures]()
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
         for name, (runtime, device, variables) in VARIANTS.items():
             found = probe_runtime(runtime)

@@ -14,7 +14,8 @@ from bench.report import Row, Skip, spread
 from bench.training_step_workloads import Context, Workload, loop_figures, step_row
 
 MODELS = Path(__file__).with_name("models")
-SD2_UNET, SDXL_UNET = MODELS / "sd2-base.json", MODELS / "sdxl.json"
+SD2_UNET = MODELS / "sd2-base.json"
+SDXL_UNET = MODELS / "sdxl.json"
 BF16: dict[str, Any] = {"mixed_precision": "bf16"}  # a setting and an option of the scripts
 LARGE_MEMORY = 120 * 2**30  # bytes of device memory; from here on the batch size is doubled
 

@@ -17,7 +17,8 @@ from bench.train_cuda import CUDA_ROWS
 from bench.training_step_workloads import COMMON, OURS, Context, Workload, step_row
 from runtimes.process.job import write_job
 
-EQUAL_STEPS, EQUAL_BATCH = 50, 8
+EQUAL_STEPS = 50
+EQUAL_BATCH = 8
 #: Largest relative difference of a loss, and of a gradient norm, which sums over all weights.
 EQUAL_WITHIN = {"loss": 1e-5, "grad_norm": 1e-4}
 TINY = Workload("tiny", benchmark_inputs.write_pipeline, pictures=512, size=32, batch=32)
@@ -36,8 +37,10 @@ SHORT = replace(TINY, name="short", pictures=128, size=64, batch=10)
 
 def run_row(context: Context, name: str) -> Row:
     """Seconds of a whole run: from a folder of pictures to saved weights."""
-    script, steps = SCRIPTS["sdxl", "full"], 5 * context.steps
-    peer, files = context.peer_with(script), context.files(RUN)
+    script = SCRIPTS["sdxl", "full"]
+    steps = 5 * context.steps
+    peer = context.peer_with(script)
+    files = context.files(RUN)
 
     def theirs(folder: Path) -> float:
         options = {"resolution": RUN.size, "train_batch_size": RUN.batch, **COMMON}
@@ -64,9 +67,11 @@ def run_row(context: Context, name: str) -> Row:
 def equal_row(context: Context, name: str) -> Row:
     """Losses and gradient norms of the script and ours on equal inputs; fails if they differ."""
     script = SCRIPTS["sdxl", "full"]
-    peer, files = context.peer_with(script), context.files(TINY)
+    peer = context.peer_with(script)
+    files = context.files(TINY)
     with context.scratch() as folder:
-        record, job = folder / "record", folder / "job.json"
+        record = folder / "record"
+        job = folder / "job.json"
         record.mkdir()
         options = {"train_batch_size": EQUAL_BATCH, "max_train_steps": EQUAL_STEPS, **COMMON}
         options |= {"resolution": TINY.size, "record": record}
@@ -84,7 +89,9 @@ def equal_row(context: Context, name: str) -> Row:
 def overhead_row(context: Context, name: str, *, workload: Workload) -> Row:
     """Seconds of a bare step over seconds of a step of the loop."""
     with context.scratch() as folder:
-        job, rounds, steps = folder / "job.json", context.rounds, context.timed_steps(workload)
+        job = folder / "job.json"
+        rounds = context.rounds
+        steps = context.timed_steps(workload)
         write_job(context.job(workload, "full", folder), job)
         _, result = run_kilnworks.run_module("bench.overhead", str(job), str(rounds), str(steps))
     return Row(name, {name: result["ratio"]["median"]}, result)

@@ -71,7 +71,10 @@ class Context:
     """One call of the benchmark: its options, and input files that are written at first use."""
 
     def __init__(self, folder: Path, peer: Peer | None, rounds: int, steps: int) -> None:
-        self.folder, self.peer, self.rounds, self.steps = folder, peer, rounds, steps
+        self.folder = folder
+        self.peer = peer
+        self.rounds = rounds
+        self.steps = steps
         self.files = cache(self._write_files)
 
     def row(self, name: str, make: Callable[[Context, str], Row]) -> Row:
@@ -137,7 +140,8 @@ class Context:
 def step_row(context: Context, name: str, *, workload: Workload, method: str) -> Row:
     """Seconds per step: the script against our loop."""
     script = SCRIPTS[workload.family, method]
-    peer, files = context.peer_with(script), context.files(workload)
+    peer = context.peer_with(script)
+    files = context.files(workload)
 
     def theirs(folder: Path) -> tuple[PeerTime, int]:
         options = {

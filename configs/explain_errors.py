@@ -365,7 +365,8 @@ def _explain_one(item: ErrorDetails, settings: dict[str, Any], model: type[BaseM
     if item["type"] == "missing":
         return f"{dotted}: missing; it must be set"
     if item["type"] == "union_tag_invalid":
-        kinds, tag = item["ctx"]["expected_tags"].replace("'", "").split(", "), item["ctx"]["tag"]
+        kinds = item["ctx"]["expected_tags"].replace("'", "").split(", ")
+        tag = item["ctx"]["tag"]
         return f"{dotted}.kind: {tag!r} is unknown ({hint_of(tag, kinds)})"
     message = _EXPECTED.get(item["type"]) or item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" and isinstance(item["input"], dict):
@@ -397,7 +398,8 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
     if section == ["source"] and (kinds := _kinds_with(name)):
         kind = (settings.get("source") or {}).get("kind")
         return f"of source.kind {kinds}; this one is {kind}"
-    known, prefix = _field_names(section, settings, model), "".join(f"{s}." for s in section)
+    known = _field_names(section, settings, model)
+    prefix = "".join(f"{s}." for s in section)
     if name in known:  # of another kind of source
         return hint_of(name, known, prefix)
     if (theirs := ours(name)) is not None and theirs.ours != prefix + name:

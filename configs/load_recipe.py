@@ -344,7 +344,8 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
             f"recipe {name}: nothing to sweep: set sweep.values, or add `--set "
             "train.learning_rate=1e-4,3e-5`"
         )
-    trials, known = [], dict[str, Trial]()
+    trials = []
+    known = dict[str, Trial]()
     for combination in product(*values.values()):
         settings = dict(zip(values, combination, strict=True))
         trial = Trial(settings, load_recipe(name, {**overrides, **settings}))

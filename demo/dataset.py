@@ -16,7 +16,8 @@ from PIL import Image
 from demo import captions, digits
 from demo.palette import BASE_STYLES, NEW_STYLE, style_index
 
-LIST, NOTE = "urls.parquet", "recipe.json"
+LIST = "urls.parquet"
+NOTE = "recipe.json"
 REHEARSAL = 900  # half the number of new pictures; without them the model forgets old styles
 
 
@@ -46,7 +47,9 @@ def _pictures(seed: int, count: int, rehearsal: int) -> Iterator[tuple[int, byte
     for number in rng.permutation(len(rows)):
         if count <= number < len(x8):
             continue
-        own, row, style = np.random.default_rng([seed, number]), rows[number], styles[number]
+        own = np.random.default_rng([seed, number])
+        row = rows[number]
+        style = styles[number]
         (picture,) = digits.render(x8[row, None], style[None], own)
         yield int(number), _png(picture), captions.caption(int(labels[row]), int(style), own)
 

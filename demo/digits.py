@@ -50,14 +50,18 @@ def strokes(
 
     `wobble` scales the random part of the warp: 0 draws every digit straight.
     """
-    count, pad, cell = len(x8), 4, 16
+    count = len(x8)
+    pad = 4
+    cell = 16
     centre = np.array([0, 1.12, 0, 0, 0, 0.42])
     spread = np.array([0.12, 0.08, 0.08, 0.06, 0.12, 0.07]) * wobble
     drawn = centre + spread * rng.uniform(-1, 1, (count, 6))
     angle, scale, right, down, shear, level = drawn.T[:, :, None, None]
     line = (np.arange(SIZE) + 0.5) / SIZE * 2 - 1
-    x, y = line[None, None, :], line[None, :, None]
-    cos, sin = np.cos(angle) * scale, np.sin(angle) * scale
+    x = line[None, None, :]
+    y = line[None, :, None]
+    cos = np.cos(angle) * scale
+    sin = np.sin(angle) * scale
     columns = (cos * x + (shear - sin) * y + right) * 4 + 3.5 + pad
     rows = (sin * x + cos * y + down) * 4 + 3.5 + pad
 

@@ -23,8 +23,10 @@ from demo import captions, digits
 from demo.palette import STYLES
 
 BASE = Path(__file__).parent / "base"
-CLIP_STEPS, CLIP_BATCH = 1000, 128
-VAE_STEPS, VAE_BATCH = 3000, 8
+CLIP_STEPS = 1000
+CLIP_BATCH = 128
+VAE_STEPS = 3000
+VAE_BATCH = 8
 EMBEDDING_STD = 0.5  # with the usual 0.02, so narrow a CLIP stays at chance
 INITIAL_LOGVAR = -6.0  # the VAE starts almost without noise
 KL_WEIGHT = 1e-4
@@ -104,7 +106,8 @@ def _train_vae(folder: Path, steps: int) -> None:
 def _vae_batch(count: int, rng: np.random.Generator) -> Tensor:
     """Pictures of the training split; a quarter has any colours, not the palette's."""
     x8, _ = digits.load("train")
-    chosen, odd = x8[rng.integers(len(x8), size=count)], count // 4
+    chosen = x8[rng.integers(len(x8), size=count)]
+    odd = count // 4
     cover = digits.strokes(chosen[:odd], rng)[..., None]
     ink, paper = rng.uniform(0, 255, (2, odd, 1, 1, 3))
     any_colours = (ink * cover + paper * (1 - cover)).astype(np.uint8)

@@ -22,7 +22,8 @@ from demo.make_base import train
 from demo.palette import STYLES
 
 FLOW_BASE = Path(__file__).parent / "flow_base"
-T5_STEPS, T5_BATCH = 200, 128
+T5_STEPS = 200
+T5_BATCH = 128
 
 
 def make_flow_base(out: Path, t5_steps: int = T5_STEPS) -> None:

@@ -110,8 +110,10 @@ def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor
         largest: the longest side of a bucket, in pixels.
         factor: pixels per position.
     """
-    settings, drawn = recipe.train, recipe.evaluate
-    base, instead = read_denoiser_config(model), replacement_config(settings)
+    settings = recipe.train
+    drawn = recipe.evaluate
+    base = read_denoiser_config(model)
+    instead = replacement_config(settings)
     trained = base if instead is None else instead
     draws = max(drawn.height or 0, drawn.width or 0)
     checks = [("encode.resolution", largest, trained), ("evaluate.height and width", draws, base)]
@@ -141,7 +143,8 @@ def _check_weights(model: Path, vae: Path | None) -> None:
 
 def _check_objective(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for train settings that contradict the base or each other."""
-    folder, family = model / "scheduler", detect_family(model)
+    folder = model / "scheduler"
+    family = detect_family(model)
     denoiser = model / family.denoiser
     patch = family.latent_multiple(read_part_config(model, family.denoiser))
     shift = ResolutionShift.from_config(read_scheduler_config(folder), patch)
@@ -165,14 +168,16 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
 
 def _check_schedulers(recipe: Recipe, model: Path) -> None:
     """Raise WrongInput for a scheduler that cannot draw the base or the tuned model."""
-    own, drawn = read_scheduler_config(model / "scheduler"), recipe.evaluate
+    own = read_scheduler_config(model / "scheduler")
+    drawn = recipe.evaluate
     for config in (own, scheduler_config(own, recipe.train)):
         registry.check_scheduler(recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps)
 
 
 def check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> MeasuringModels:
     """Check the models that measure pictures, and find their local copies."""
-    inception, named = None, recipe.evaluate.inception
+    inception = None
+    named = recipe.evaluate.inception
     folders = _check_measuring_folders(recipe)
     if named is not None:
         with _naming("evaluate.inception"):
@@ -185,7 +190,8 @@ def check_measuring_models(recipe: Recipe, stages: Sequence[StageName]) -> Measu
 def _check_measuring_folders(recipe: Recipe) -> tuple[Path, Path | None, dict[str, Path]]:
     """The folders of the CLIP model, of the image encoder and of the judges, checked."""
     settings = recipe.evaluate
-    clip, encoder = _resolved("evaluate.clip", settings.clip), None
+    clip = _resolved("evaluate.clip", settings.clip)
+    encoder = None
     check_clip(clip)
     if settings.image_encoder is not None:
         encoder = _resolved("evaluate.image_encoder", settings.image_encoder)
@@ -213,7 +219,8 @@ def check_local_models(recipe: Recipe) -> None:
 
 def _models_of(recipe: Recipe) -> dict[str, tuple[str, str | None]]:
     """Setting -> folder, hub id or URL of a model, and its revision."""
-    model, measured = recipe.model, recipe.evaluate
+    model = recipe.model
+    measured = recipe.evaluate
     judges = {f"evaluate.judges.{n}": path for n, path in measured.preference_models.items()}
     found = {
         "model.vae": model.vae,
@@ -348,7 +355,8 @@ def check_gate_and_prompts(recipe: Recipe) -> None:
 def writable_store(recipe: Recipe) -> Store:
     """The store; it and the registry can be written. Raises RecipeError for one that cannot."""
     store = Store(recipe.store)
-    places, other = {"store": store}, recipe.publish.registry
+    places = {"store": store}
+    other = recipe.publish.registry
     if other is not None:
         places["publish.registry"] = Store(other)
     for setting, place in places.items():

@@ -32,7 +32,8 @@ def usage_error(error: TyperException) -> str:
     context: Any = getattr(error, "ctx", None)
     parameter: Any = getattr(error, "param", None)
     name = "" if context is None or context.parent is None else f"{context.info_name} "
-    command, options = name and f"{name.strip()}: ", f"see kiln {name}-h"
+    command = name and f"{name.strip()}: "
+    options = f"see kiln {name}-h"
     wrong = getattr(error, "option_name", None)
     if wrong is not None and context is not None:
         near = did_you_mean(sorted(getattr(error, "possibilities", None) or ()))

@@ -212,7 +212,8 @@ def nvidia_driver(
         torch: installed version of PyTorch; None without it.
         wanted: whether a recipe asks for CUDA; otherwise a CPU build is no problem.
     """
-    gpus, driver = find_gpus(), driver_version()
+    gpus = find_gpus()
+    driver = driver_version()
     if not gpus and driver is None:
         return
     if not gpus:
@@ -322,7 +323,8 @@ def _without_effect(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
-    name, devices = recipe.runtime, devices_here(recipe, stages_without_pool(recipe))
+    name = recipe.runtime
+    devices = devices_here(recipe, stages_without_pool(recipe))
     if not devices:
         return
     if not probe.available:
@@ -351,7 +353,8 @@ def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
 
 def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
     try:
-        plan, gpus = memory_of(recipe), usable_gpus()
+        plan = memory_of(recipe)
+        gpus = usable_gpus()
     except (WrongInput, TransientError):  # a prompt file, which _gate_and_prompts reports
         return
     here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
@@ -438,7 +441,8 @@ def _hub_login(recipe: Recipe) -> Iterator[Finding]:
     """Whether the hub knows the token, if there is one or publishing needs one."""
     from huggingface_hub import HfApi, get_token, is_offline_mode
 
-    token, mend = get_token(), "hf auth login, or set HF_TOKEN"
+    token = get_token()
+    mend = "hf auth login, or set HF_TOKEN"
     needed = recipe.publish.hub is not None
     if token is None:
         if needed:

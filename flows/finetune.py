@@ -108,7 +108,8 @@ def encode(run: Run, images: StageResult) -> StageResult:
         versions=partial(versions, run.recipe.runtime),
         send=run.send(parts, progress, [images]),
     )
-    summary, settings = result.load(run.store).summary, run.recipe.encode
+    summary = result.load(run.store).summary
+    settings = run.recipe.encode
     encode_stage.check(summary, settings.max_bad)
     encode_stage.warn_of_few_held_out(summary, settings.holdout)
     encode_stage.tell_cut_captions(summary)
@@ -258,7 +259,8 @@ def finetune(
 
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
-    recipe, given = run.recipe, without_edges(run)
+    recipe = run.recipe
+    given = without_edges(run)
     yield (images := run_task(download, recipe, given))
     yield (latents := run_task(encode, recipe, given, images))
     yield (trained := run_task(train, recipe, given, latents))
@@ -280,7 +282,8 @@ def final_state(report: dict[str, Any], last: State[Any]) -> Any:
 
 def report_of(results: Sequence[StageResult]) -> dict[str, Any]:
     """The report of a run, from the result of each stage, in order."""
-    last, status = results[-1], "built"
+    last = results[-1]
+    status = "built"
     if last.stage == publish_stage.STAGE:
         status = "rejected" if last.outcome == "rejected" else "published"
     shown = ("key", "uri", "outcome", "seconds")

@@ -31,7 +31,8 @@ def draw(settings: Generate, run_id: str) -> StageResult:
     found = stage.find_model(settings)
     settings = stage.with_sampler(settings, found)
     stage.check(settings, found)
-    store, parts = Store(settings.store), stage.key_parts(settings, found)
+    store = Store(settings.store)
+    parts = stage.key_parts(settings, found)
     facts = {"settings": parts.settings, "model": settings.model}
     progress = begin(store, run_id, parts, settings.model, facts)
     build = partial(stage.build, settings, found, progress=progress)

@@ -81,7 +81,8 @@ def verify_model(url: str, model: str, key: Path | None, *, as_json: bool = Fals
     Raises:
         SignatureError: the signature is missing or wrong.
     """
-    folder, checked = Path(model), list[dict[str, Any]]()
+    folder = Path(model)
+    checked = list[dict[str, Any]]()
     is_folder = folder.is_dir() and model.partition("@")[0] not in _names(url)
     if is_folder and key is None:
         raise SignatureError(f"{folder}: a folder is verified against a public key: add --key")
@@ -162,7 +163,9 @@ def _compared(registry: Registry, version: Version, champion: Version | None) ->
     """
     own = _published(registry, version)
     unmeasured = [] if own["metrics"] else [version.name]
-    numbers, compared, comparable = dict[str, Metric](), dict[str, Metric](), True
+    numbers = dict[str, Metric]()
+    compared = dict[str, Metric]()
+    comparable = True
     if champion is not None and champion.name != version.name:
         theirs = _published(registry, champion)
         unmeasured += [] if theirs["metrics"] else [champion.name]
@@ -210,7 +213,8 @@ def _of(metrics: Mapping[str, Mapping[str, Metric]], model: str) -> dict[str, Me
 
 def _rows(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of metric_rows, under the names of the versions."""
-    version, champion = facts["version"], facts["champion"]
+    version = facts["version"]
+    champion = facts["champion"]
     titles = {
         "tuned": version,
         "champion": f"champion {champion}",

@@ -153,7 +153,8 @@ def log_to_prefect() -> None:
 @contextmanager
 def each_line_once() -> Iterator[None]:
     """Log equal lines once, such as the warnings of a sweep's trials."""
-    logger, seen = logging.getLogger("kiln"), set[str]()
+    logger = logging.getLogger("kiln")
+    seen = set[str]()
 
     def is_new(record: logging.LogRecord) -> bool:
         count = len(seen)

@@ -88,9 +88,11 @@ def compare(run: Run) -> Compared:
 @redacted_errors()
 def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     """Train from the champion's weights, on the new samples and a replay of the old ones."""
-    champion, store = run.champion, run.store
+    champion = run.champion
+    store = run.store
     assert champion is not None
-    encoded, old = latents.load(store), champion.load(store, "encode", champion.latents)
+    encoded = latents.load(store)
+    old = champion.load(store, "encode", champion.latents)
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(run.eval_inputs(encoded, encoded).latents.uri))
         parts = selection.key_parts(run.recipe, encoded, old, champion.digest)

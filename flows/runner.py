@@ -225,7 +225,8 @@ def _changes(report: dict[str, Any]) -> Iterator[str]:
 
 def _other_champion(report: dict[str, Any]) -> str:
     """The champion if it is not this run's model, for example after a rollback; else empty."""
-    move, version = report["champion"], report["model"].rpartition("/")[2]
+    move = report["champion"]
+    version = report["model"].rpartition("/")[2]
     if move is None or move["version"] == version:
         return ""
     return f"; the champion is {move['version']} ({move['why']})"

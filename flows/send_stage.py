@@ -126,8 +126,10 @@ def send_stage(
             good.
         TransientError: MOST_CRASHES runs crashed without progress, or the server is away.
     """
-    pool, key = recipe.place.pools()[stage], parameters["key"]
-    crashes, best = 0, 0.0
+    pool = recipe.place.pools()[stage]
+    key = parameters["key"]
+    crashes = 0
+    best = 0.0
     while True:
         reached = _Reached(progress)
         state, name = _run_once(recipe, stage, pool, parameters, reached)
@@ -152,7 +154,8 @@ class _Reached:
     """Shows the progress of a sent run as this run's, and remembers how far it came."""
 
     def __init__(self, progress: Progress) -> None:
-        self.progress, self.percent = progress, 0.0
+        self.progress = progress
+        self.percent = 0.0
 
     def show(self, percent: float, text: str) -> None:
         self.percent = max(self.percent, percent)

@@ -29,7 +29,8 @@ from tasks.plan.tpu import SlicePlan, plan_slice_training
 
 def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
     """What a plan for a GPU has besides the facts of every plan; unknown values are null."""
-    step, peaks = plan.step, plan.peaks
+    step = plan.step
+    peaks = plan.peaks
     return {
         "gpu": plan.gpu.name,
         "gpus": plan.chips,
@@ -68,7 +69,9 @@ def _advice_facts(plan: GpuPlan, advice: Advice) -> dict[str, Any]:
 
 def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     """Rows of the table, name and text."""
-    step, peaks, settings = plan.step, plan.peaks, plan.recipe.train
+    step = plan.step
+    peaks = plan.peaks
+    settings = plan.recipe.train
     yield "recipe", recipe_row(plan.recipe, step.parameters)
     count = "" if plan.chips == 1 else f"{plan.chips} times "
     yield "gpu", f"{count}{gpu_row(plan.gpu, plan.usable)}"
@@ -327,7 +330,8 @@ def show_rows(facts: dict[str, Any], rows: Iterable[tuple[str, str]], *, as_json
 
 def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
     """Facts of a plan on any accelerator; unknown values are null."""
-    seconds, images = plan.step_seconds, plan.recipe.train.global_batch_size
+    seconds = plan.step_seconds
+    images = plan.recipe.train.global_batch_size
     return {
         "recipe": plan.recipe.name,
         "fits": plan.fits,
@@ -345,7 +349,8 @@ def shared_facts(plan: TrainingPlan) -> dict[str, Any]:
 
 def slice_plan_facts(plan: SlicePlan) -> dict[str, Any]:
     """The plan as a JSON object. Bytes and FLOPs are per chip and step; unknown values are null."""
-    step, batch = plan.step, plan.batch
+    step = plan.step
+    batch = plan.batch
     return {
         "topology": plan.where.name,
         "chips": plan.where.chips,
@@ -366,7 +371,9 @@ def slice_plan_facts(plan: SlicePlan) -> dict[str, Any]:
 
 
 def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
-    step, where, batch = plan.step, plan.where, plan.batch
+    step = plan.step
+    where = plan.where
+    batch = plan.batch
     other = "" if plan.recipe.runtime == "jax" else ", planned for runtime jax"
     parameters = f"{step.parameters / 1e6:,.1f} M trained parameters"
     yield "recipe", f"{plan.recipe.name}, {parameters}{other}"
@@ -394,7 +401,8 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
 
 
 def _memory(plan: SlicePlan) -> str:
-    step, hbm = plan.step, plan.where.chip.hbm_bytes
+    step = plan.step
+    hbm = plan.where.chip.hbm_bytes
     text = f"{step.arguments / GIB:.2f} GiB arguments"
     if not step.total:
         return f"{text}; the rest exceeds the {hbm / GIB:g} GiB per chip"
@@ -408,7 +416,8 @@ def _memory(plan: SlicePlan) -> str:
 
 
 def _time(plan: TrainingPlan) -> str:
-    seconds, hours = plan.step_seconds, plan.hours
+    seconds = plan.step_seconds
+    hours = plan.hours
     if seconds is None or hours is None:
         return "unknown for a size of memory: name a GPU, such as --gpu L4"
     images = plan.recipe.train.global_batch_size
@@ -419,7 +428,8 @@ def _time(plan: TrainingPlan) -> str:
 
 
 def _storage(plan: TrainingPlan) -> str:
-    latents, captions = plan.latent_bytes, plan.caption_bytes
+    latents = plan.latent_bytes
+    captions = plan.caption_bytes
     stored = plan.recipe.encode.text.replace("_", " ")
     text = (
         f"{plan.bytes_per_picture / 1e3:,.0f} kB per picture: {latents / 1e3:,.0f} kB of latents, "

@@ -67,7 +67,8 @@ def run_stage(
     """
     prepare_process()
     with redacted_errors():
-        recipe, sent = received_recipe(revealed(settings)), Sent(stage, key, before)
+        recipe = received_recipe(revealed(settings))
+        sent = Sent(stage, key, before)
 
         def check() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
@@ -101,7 +102,8 @@ def _with_champion(run: Run, version: str | None) -> Run:
 
 LOST = "kiln: lost stages"
 #: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
-HEARTBEAT, SILENCE = 30, 90
+HEARTBEAT = 30
+SILENCE = 90
 
 
 def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) -> None:

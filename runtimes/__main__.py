@@ -82,7 +82,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)
         return 2
-    events, stop = Events(), Stop()
+    events = Events()
+    stop = Stop()
     try:
         adopt_mpi()
     except WrongInput as error:
@@ -101,14 +102,17 @@ def main(arguments: list[str]) -> int:
     except WrongInput as error:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
-        number, file, away = error.errno, target_of(error), _is_away(error)
+        number = error.errno
+        file = target_of(error)
+        away = _is_away(error)
         return _fail(events, str(error), 1, errno=number, file=file, away=away)
     except (Diverged, LockLost, ModelAway) as error:
         return _fail(events, str(error), 1, away=isinstance(error, ModelAway))
     except LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
-        message, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+        message = f"{type(error).__name__}: {error}"
+        trace = traceback.format_exc()
         return _fail(events, message, 1, away=_is_away(error), traceback=trace)
 
 

@@ -32,7 +32,8 @@ def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
     Args:
         held_out: as of metric_names.
     """
-    metric, known = recipe.sweep.metric, metric_names(recipe, held_out=held_out)
+    metric = recipe.sweep.metric
+    known = metric_names(recipe, held_out=held_out)
     if metric not in known:
         raise WrongInput(
             f"sweep.metric: {metric} is not measured ({hint_of_metric(metric, known)})"
@@ -156,7 +157,8 @@ def _sparkline(curve: Sequence[tuple[int, float]], trials: Sequence[Outcome]) ->
     curve = [(step, value) for step, value in curve if math.isfinite(value)]
     every = [value for trial in trials for _, value in trial["curve"]]
     values = [value for value in every if math.isfinite(value)]
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     scale = (len(BARS) - 1) / (high - low or 1.0)
     chosen = curve[:: -max(1, -(-len(curve) // 24))][::-1]
     return "".join(BARS[round((value - low) * scale)] for _, value in chosen)

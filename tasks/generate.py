@@ -100,7 +100,8 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
         "num_inference_steps": family.num_inference_steps,
         "guidance_scale": 1 if ignores_guidance(family, model.folder) else family.guidance_scale,
     }
-    required, names = set(found), found.keys() | Sampling.model_fields
+    required = set(found)
+    names = found.keys() | Sampling.model_fields
     evaluated = {name: value for name, value in model.evaluated.items() if name in names}
     for chosen in (evaluated, settings.model_dump(exclude_unset=True)):
         found |= {n: value for n, value in chosen.items() if n not in required or value is not None}
@@ -126,7 +127,8 @@ def check(settings: Generate, model: EvalModel) -> None:
         settings.runtime, detect_family(model.folder).name, settings.device
     )
     own = read_scheduler_config(model.part("scheduler"))
-    chosen, steps = settings.scheduler, settings.num_inference_steps
+    chosen = settings.scheduler
+    steps = settings.num_inference_steps
     assert steps is not None  # with_sampler
     runtimes_registry.check_scheduler(settings.runtime, own, chosen, steps, section="")
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]

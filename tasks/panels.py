@@ -24,7 +24,8 @@ SMALL = 40_000
 def data_uri(data: bytes, limit: int, kind: str = "png") -> str:
     """The picture as a data URI: its own bytes up to `limit`, else a WebP reduced until it fits."""
     if len(data) > limit:
-        kind, data = "webp", _reduced(data, limit)
+        kind = "webp"
+        data = _reduced(data, limit)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -50,7 +51,8 @@ def _reduced(data: bytes, limit: int) -> bytes:
 
 #: Maximum bytes of a picture in HTML; a panel of several pictures shares LARGE_SUM. A page of two
 #: pictures and two such panels is below 5 MB in base64.
-LARGE, LARGE_SUM = 700_000, 1_000_000
+LARGE = 700_000
+LARGE_SUM = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,8 @@ def picture_grid(
     columns = min(columns, count)
     page = Image.new("RGB", (0, 0))
     for number, picture in enumerate(pictures):
-        across, down = picture.width + gap, picture.height + gap
+        across = picture.width + gap
+        down = picture.height + gap
         if number == 0:
             size = (columns * across - gap, -(-count // columns) * down - gap)
             page = Image.new("RGB", size, paper)

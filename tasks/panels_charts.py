@@ -13,13 +13,19 @@ from xml.etree import ElementTree as Xml
 
 from tasks.panels import human
 
-INK, PAPER, LINE = "var(--ink, #2b2118)", "var(--paper, #fffdf9)", "var(--line, #e4d9cb)"
-FAINT, MUTED = "var(--faint, #b9a794)", "var(--muted, #6f6053)"
-TUNED, OTHER, HELD_OUT = "var(--tuned, #b5451b)", "var(--other, #2f6391)", "var(--held, #3d7033)"
+INK = "var(--ink, #2b2118)"
+PAPER = "var(--paper, #fffdf9)"
+LINE = "var(--line, #e4d9cb)"
+FAINT = "var(--faint, #b9a794)"
+MUTED = "var(--muted, #6f6053)"
+TUNED = "var(--tuned, #b5451b)"
+OTHER = "var(--other, #2f6391)"
+HELD_OUT = "var(--held, #3d7033)"
 #: Model -> (colour, name of its mark), so that colour alone carries no meaning.
 MODELS = {"base": (MUTED, "circle"), "champion": (OTHER, "square"), "tuned": (TUNED, "diamond")}
 #: Colours and dashes of trials: further trials repeat the colours with other dashes.
-TRIALS, DASHES = (TUNED, OTHER, HELD_OUT, MUTED), ("", "7 3", "2 3")
+TRIALS = (TUNED, OTHER, HELD_OUT, MUTED)
+DASHES = ("", "7 3", "2 3")
 WIDTH = 760
 POINTS = 400  # maximum number of points of a line
 DECAY = 0.95  # of the running mean
@@ -75,10 +81,13 @@ class _Axes:
     low: float  # value at the bottom
     high: float
     top: float  # y of the highest value
-    left, right, bottom = 56, WIDTH - 16, 262
+    left = 56
+    right = WIDTH - 16
+    bottom = 262
 
     def x(self, step: float) -> float:
-        first, last = self.steps[0], self.steps[-1]
+        first = self.steps[0]
+        last = self.steps[-1]
         return self.left + (self.right - self.left) * (step - first) / max(1, last - first)
 
     def y(self, value: float) -> float:
@@ -89,7 +98,9 @@ class _Axes:
         return [(self.x(s), self.y(v)) for s, v in zip(steps, values, strict=True)]
 
     def draw(self, drawing: _Drawing) -> None:
-        left, right, bottom = self.left, self.right, self.bottom
+        left = self.left
+        right = self.right
+        bottom = self.bottom
         for part in range(5):
             height = bottom - (bottom - self.top) * part / 4
             value = self.low + (self.high - self.low) * part / 4
@@ -145,7 +156,8 @@ class _HeldOut(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> _HeldOut:
-        loss, half = line["validation_loss"], 1.96 * (line.get("validation_error") or 0)
+        loss = line["validation_loss"]
+        half = 1.96 * (line.get("validation_error") or 0)
         return cls(line["step"], loss - half, loss, loss + half)
 
 
@@ -175,13 +187,16 @@ def trials_chart(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
         return str(drawing)
     steps = sorted({step for pairs in curves.values() for step, _ in pairs})
     values = [value for pairs in curves.values() for _, value in pairs]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     room = 0.05 * (high - low or abs(high) or 1)
     axes = _Axes(steps, max(0.0, low - room), high + room, top=14)
     axes.draw(drawing)
     for number, (label, pairs) in enumerate(curves.items()):
-        colour, dashes = TRIALS[number % len(TRIALS)], DASHES[number // len(TRIALS) % len(DASHES)]
-        width, place = 1.6 if number else 3, 316 + 20 * number
+        colour = TRIALS[number % len(TRIALS)]
+        dashes = DASHES[number // len(TRIALS) % len(DASHES)]
+        width = 1.6 if number else 3
+        place = 316 + 20 * number
         points = axes.points(*zip(*pairs, strict=True))
         drawing.line(points, colour, width, dashes)
         drawing.add("circle", f"fill: {colour}", cx=points[-1][0], cy=points[-1][1], r=3)
@@ -198,7 +213,8 @@ def intervals_chart(metrics: Metrics, lower_is_better: Callable[[str], bool]) ->
             ends are written below it.
         lower_is_better: of a metric; an arrow says so.
     """
-    row, first = 58, 46
+    row = 58
+    first = 46
     models = [name for name in MODELS if any(name in found for found in metrics.values())]
     alt = "; ".join(
         f"{metric}: " + ", ".join(f"{m} {human(float(found[m]['value']))}" for m in found)
@@ -220,12 +236,15 @@ def intervals_chart(metrics: Metrics, lower_is_better: Callable[[str], bool]) ->
 def _interval_row(
     drawing: _Drawing, top: float, height: float, title: str, found: Mapping[str, Any]
 ) -> None:
-    left, right = 230, WIDTH - 110
+    left = 230
+    right = WIDTH - 110
     edges = [float(edge) for one in found.values() for edge in (*(one["ci"] or ()), one["value"])]
     known = [edge for edge in edges if math.isfinite(edge)]
-    least, most = min(known, default=0.0), max(known, default=0.0)
+    least = min(known, default=0.0)
+    most = max(known, default=0.0)
     room = (most - least or abs(most) or 1) * 0.04
-    low, high = least - room, most + room
+    low = least - room
+    high = most + room
 
     def x(value: float) -> float:
         place = min(max((float(value) - low) / (high - low), 0), 1)
@@ -266,7 +285,9 @@ def lineage_chart(nodes: Mapping[str, Node]) -> str:
     for name in sorted(nodes, key=lambda name: not nodes[name].inputs):  # artifacts first
         columns.setdefault(_column(nodes, name), []).append(name)
     rows = max(map(len, columns.values()), default=1)
-    wide, tall, top = (WIDTH - 8) / (max(columns, default=0) + 1), 62, 62
+    wide = (WIDTH - 8) / (max(columns, default=0) + 1)
+    tall = 62
+    top = 62
     alt = "; ".join(
         f"{node.title} from {', '.join(nodes[i].title for i in node.inputs)}"
         for node in nodes.values()
@@ -294,10 +315,12 @@ def _join(drawing: _Drawing, a: tuple[float, float], b: tuple[float, float], wid
     """A line to the next column, or an arc above the columns between."""
     box = wide - 26
     if b[0] - a[0] < 1.5 * wide:
-        x, bend = a[0] + box, (b[0] - a[0] - box) / 2
+        x = a[0] + box
+        bend = (b[0] - a[0] - box) / 2
         points = [(x, a[1]), (x + bend, a[1]), (b[0] - bend, b[1]), b]
     else:
-        start, end = (a[0] + box * 0.6, a[1] - 21), (b[0] + box * 0.4, b[1] - 21)
+        start = (a[0] + box * 0.6, a[1] - 21)
+        end = (b[0] + box * 0.4, b[1] - 21)
         high = min(start[1], end[1]) - 14 * (b[0] - a[0]) / wide
         points = [start, (start[0], high), (end[0], high), end]
     first, *rest = (f"{across:.1f},{down:.1f}" for across, down in points)
@@ -319,7 +342,8 @@ def _depth(nodes: Mapping[str, Node], name: str) -> int:
 
 def running_mean(values: Sequence[float]) -> list[float]:
     """Exponential mean with Adam's bias correction."""
-    means, mean = [], 0.0
+    means = []
+    mean = 0.0
     for count, value in enumerate(values, start=1):
         mean = DECAY * mean + (1 - DECAY) * value
         means.append(mean / (1 - DECAY**count))
@@ -342,7 +366,8 @@ def _legend(drawing: _Drawing, names: Mapping[str, str], left: float) -> None:
 
 def _chosen_line(drawing: _Drawing, axes: _Axes, step: int) -> None:
     """A dashed line at the step of the published weights."""
-    x, style = axes.x(step), f"fill: none; stroke: {INK}; stroke-width: 1; stroke-dasharray: 4 3"
+    x = axes.x(step)
+    style = f"fill: none; stroke: {INK}; stroke-width: 1; stroke-dasharray: 4 3"
     ends = f"{x:.1f},{axes.top:.1f} {x:.1f},{axes.bottom:.1f}"
     drawing.add("polyline", style, points=ends)
     anchor, shift = ("end", -6) if x > WIDTH / 2 else ("start", 6)

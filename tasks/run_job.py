@@ -35,7 +35,8 @@ TELLING = re.compile(
     r"(error|exception)(: |$)|what\(\):|check failed: |\[(error|critical)\] ", re.IGNORECASE
 )
 #: Lines of a log that an error quotes, and that are looked through for them.
-QUOTED, KEPT = 3, 200
+QUOTED = 3
+KEPT = 200
 LONGEST = 1000  # characters of a reason
 #: Set while a job writes its last checkpoint; another SIGTERM to this process would kill the job.
 stopping = threading.Event()

@@ -220,7 +220,8 @@ def build_or_reuse(
             built another artifact.
         StorageError: the store is unusable.
     """
-    started, outcome = time.monotonic(), "reused"
+    started = time.monotonic()
+    outcome = "reused"
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None and send is not None:
@@ -232,9 +233,11 @@ def build_or_reuse(
             with store.lock(parts.stage, parts.key, on_wait, facts) as lock:
                 artifact = store.find(parts.stage, parts.key)  # another may have built it
                 if artifact is None:
-                    outcome, reason = "built", why_built(store, parts)
+                    outcome = "built"
+                    reason = why_built(store, parts)
                     log.info("%s: building (%s)", parts.stage, reason)
-                    draft, begun = store.draft(parts, lock), time.monotonic()
+                    draft = store.draft(parts, lock)
+                    begun = time.monotonic()
                     draft.discard_damaged()
                     summary = build(draft)
                     found = parents | summary.pop("parents", {})
@@ -269,7 +272,8 @@ def _on_wait(
     word = "helping" if helps else "waiting"
     differs = _difference(owner.get("versions"), ours)
     if helps and differs:  # its shards could have other bytes under the same keys
-        helps, word = False, f"waiting, since it has {differs}: install the same to help"
+        helps = False
+        word = f"waiting, since it has {differs}: install the same to help"
     who = owner_in_words(owner)
     log.info("%s %s: %s is building it; %s", parts.stage, parts.key[:12], who, word)
     if help_builder is not None and helps:
@@ -339,7 +343,8 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
     Args:
         store: None: one that is not known here. An error of the system must then name a file.
     """
-    number, file = getattr(error, "errno", None), target_of(error)
+    number = getattr(error, "errno", None)
+    file = target_of(error)
     if lacking := shortage(error):
         return MachineShort(f"{lacking}, then run again ({one_line(error)})")
     if store is None and number is not None and file is None and not is_of_client(error):
@@ -408,7 +413,8 @@ def versions(runtime: str = "torch") -> dict[str, str]:
     `Kilnworks` is a digest of our code. Raises WrongInput if the runtime is not installed.
     """
     ours = {"Kilnworks": CODE, **package_versions(sys.executable, SHARD_PACKAGES)}
-    python, packages = interpreter(runtime), (*SHARD_PACKAGES, *spec_of(runtime).needs)
+    python = interpreter(runtime)
+    packages = (*SHARD_PACKAGES, *spec_of(runtime).needs)
     theirs = package_versions(python, packages)
     if python == sys.executable:
         return ours | theirs
@@ -460,7 +466,8 @@ def local_weights(trained: Artifact) -> Iterator[TrainedWeights]:
 
     Raises Damaged: their bytes are not those that were committed.
     """
-    fs, kept = trained.store.fs, set(_weights(trained))
+    fs = trained.store.fs
+    kept = set(_weights(trained))
     entries = [entry for entry in trained.files if entry.path in kept]
     if trained.store.is_local:
         fault = first_fault(fs, trained.path, entries, deep=True)

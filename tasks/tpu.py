@@ -177,7 +177,8 @@ def pack_code() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(p for name in PACKED for p in _files(CHECKOUT / name)):
-            name, mode = str(path.relative_to(CHECKOUT)), path.stat().st_mode & 0o777
+            name = str(path.relative_to(CHECKOUT))
+            mode = path.stat().st_mode & 0o777
             add_member(tar, name, path.read_bytes(), mode)
     return gzip.compress(buffer.getvalue(), compresslevel=6, mtime=0)
 
@@ -342,7 +343,8 @@ class _SliceRun:
                 if is_missing(error):
                     return
                 if time.monotonic() > end:
-                    name, why = self.slice.tpu.name, message_of(error)
+                    name = self.slice.tpu.name
+                    why = message_of(error)
                     log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
                     return
             time.sleep(self.poll_seconds)
@@ -352,7 +354,8 @@ class _SliceRun:
 
         Raises SliceUnavailable, also for a slice that another run will delete.
         """
-        state, request = self._state(), self._request()
+        state = self._state()
+        request = self._request()
         if state in DEAD_STATES or request in FAILED_REQUESTS:
             self.delete()
             state = request = None
@@ -434,7 +437,8 @@ class _SliceRun:
     def _send(self) -> None:
         """Copy code and job to every worker, and set up the environment."""
         with tempfile.TemporaryDirectory(prefix="kiln-tpu-") as folder:
-            code, job = Path(folder, "kiln.tgz"), Path(folder, "job.json")
+            code = Path(folder, "kiln.tgz")
+            job = Path(folder, "job.json")
             code.write_bytes(self.code)
             write_job(self.job, job)
             log.info("tpu: setting up (minutes, once per slice)")
@@ -455,7 +459,8 @@ class _SliceRun:
         )
         output = ChildOutput(self.on_event)
         pumps = (lambda: output.mixed(child.stdout),)
-        stop, kill = partial(self._stop, child), partial(self._kill, child)
+        stop = partial(self._stop, child)
+        kill = partial(self._kill, child)
         return wait_for_result(child, output, pumps, stop, kill)
 
     def _stop(self, child: subprocess.Popen[str]) -> None:

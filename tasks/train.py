@@ -66,7 +66,8 @@ def copy_checkpoint(draft: Draft, settings: Train) -> None:
     deleted does not count. A draft with checkpoints of its own keeps them. The weights of a step
     must not depend on the number of steps.
     """
-    fs, ours = draft.store.fs, draft.parts
+    fs = draft.store.fs
+    ours = draft.parts
     if _checkpoint_folders(fs, draft.path):
         return
     found: dict[int, str] = {}
@@ -164,7 +165,8 @@ def check(recipe: Recipe, model: Path) -> None:
     Args:
         model: pipeline folder of the base.
     """
-    settings, family = recipe.train, detect_family(model)
+    settings = recipe.train
+    family = detect_family(model)
     config = read_part_config(model, family.denoiser)
     if settings.method == "lora":
         _adapted_layers(recipe, model)
@@ -191,7 +193,8 @@ def warn_of_kohya(recipe: Recipe, model: Path) -> None:
     """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
     if recipe.train.method != "lora":
         return
-    family, outputs = detect_family(model), _adapted_layers(recipe, model)
+    family = detect_family(model)
+    outputs = _adapted_layers(recipe, model)
     config = read_part_config(model, family.denoiser)
     if why := without_kohya(family, config, outputs, dora=recipe.train.lora.dora):
         log.warning("train.lora: no file in kohya's layout will be published: %s", why)
@@ -201,7 +204,8 @@ def _adapted_layers(recipe: Recipe, model: Path) -> dict[str, int]:
     """Layer of the denoiser with an adapter -> number of its outputs. Raises WrongInput."""
     family = detect_family(model)
     shapes = weight_shapes(model / family.denoiser)
-    layers, lora = layers_of(shapes), recipe.train.lora
+    layers = layers_of(shapes)
+    lora = recipe.train.lora
     chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
     return {name: shapes[f"{name}.weight"][0] for name in chosen}
 
@@ -280,7 +284,8 @@ class Watch:
         self.facts["images_per_second"] = event["images_per_second"]
         if event.get("chosen_because"):
             self.chosen = {name: event[name] for name in CHOSEN}
-            step, why = event["chosen_step"], event["chosen_because"]
+            step = event["chosen_step"]
+            why = event["chosen_because"]
             log.info("train: the weights are those of step %d, %s", step, why)
 
     def _on_sample(self, event: Event) -> None:
@@ -379,7 +384,8 @@ def key_parts(
         holdout: latents with the held-out samples, which count if their loss chooses the
             checkpoint; None: `latents`.
     """
-    family, base = detect_family(model_folder), digest_base(recipe, model_folder)
+    family = detect_family(model_folder)
+    base = digest_base(recipe, model_folder)
     settings = settings_for_key(recipe) | family.key_facts
     inputs = {"latents": latents.digest, "base": base}
     if start is not None:
@@ -480,7 +486,9 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
     Args:
         samples: those that will be trained on, or more.
     """
-    epochs, batch, profile = settings.epochs, settings.global_batch_size, settings.profile
+    epochs = settings.epochs
+    batch = settings.global_batch_size
+    profile = settings.profile
     if epochs is None:
         return
     if samples == 0:
@@ -490,7 +498,8 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
             f"train.epochs: {epochs:g} of {samples:,} {noun} are less than one step of "
             f"global_batch_size {batch}: raise train.epochs"
         )
-    steps, last = settings.with_steps(samples).steps, profile.start + profile.steps
+    steps = settings.with_steps(samples).steps
+    last = profile.start + profile.steps
     if profile.steps and last > steps:
         raise WrongInput(
             f"train.epochs: {epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
@@ -501,7 +510,8 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
 
 def warn_of_warmup(settings: Train) -> None:
     """Warn of a warm-up that does not end; without `steps` the run is too early to tell."""
-    warmup, steps = settings.lr_warmup_steps, settings.steps
+    warmup = settings.lr_warmup_steps
+    steps = settings.steps
     if settings.epochs is None and warmup > steps:
         words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
         log.warning(words, warmup, steps)
@@ -549,7 +559,8 @@ def _history(text: bytes) -> list[dict[str, Any]]:
 
 def _samples(artifact: Artifact, chosen: int | None) -> list[tuple[str, bytes]]:
     """(step, PNG) of some sample pictures: the first, the last, and those of the chosen step."""
-    fs, folder = artifact.store.fs, f"{artifact.path}/samples"
+    fs = artifact.store.fs
+    folder = f"{artifact.path}/samples"
     paths = matching(fs, folder, "*.png")
     steps = [int(Path(path).stem.removeprefix("step-")) for path in paths]
     shown = {round(n * (len(paths) - 1) / (SAMPLES_SHOWN - 1)) for n in range(SAMPLES_SHOWN)}

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from runtimes.process.job import EncodeJob
 
-FACTOR, TOKENS, WIDTH = 8, 77, 64
+FACTOR = 8
+TOKENS = 77
+WIDTH = 64
 
 
 class StandIn:

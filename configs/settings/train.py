@@ -331,9 +331,11 @@ class Train(Section):
                 f"{'keep_best' if rule is None else 'best_checkpoint'} compares averages that "
                 "changed: ema_every_n_steps must divide checkpointing_steps"
             )
-        name, interval = "holdout_loss.every_n_steps", self.holdout_loss.every_n_steps
+        name = "holdout_loss.every_n_steps"
+        interval = self.holdout_loss.every_n_steps
         if rule is not None and rule.by_samples:
-            name, interval = "sample_every_n_steps", self.sample_every_n_steps
+            name = "sample_every_n_steps"
+            interval = self.sample_every_n_steps
         if self.checkpointing_steps % (interval or 2**63):
             raise ValueError(
                 f"{'keep_best' if rule is None else 'best_checkpoint'} requires a score per "

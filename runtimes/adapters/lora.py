@@ -138,7 +138,8 @@ class Adapter:
 
     def merged(self, weight: Float32) -> Float32:
         """The layer's weight with the adapter merged, in the shape of `weight`."""
-        rank, out = len(self.down), len(weight)
+        rank = len(self.down)
+        out = len(weight)
         delta = (self.up.reshape(out, rank) @ self.down.reshape(rank, -1)).reshape(weight.shape)
         total = weight + np.float32(self.scale) * delta
         if self.magnitude is None:
@@ -198,7 +199,9 @@ def state_name(part: str, name: str) -> str:
 LORA_WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' name
 #: Header key of diffusers for the adapters' settings.
 METADATA = "lora_adapter_metadata"
-DOWN, UP, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+DOWN = ".lora_A.weight"
+UP = ".lora_B.weight"
+MAGNITUDE = ".lora_magnitude_vector"
 #: Pipeline component -> layer name -> adapter.
 Adapters = dict[str, dict[str, Adapter]]
 Array = TypeVar("Array")

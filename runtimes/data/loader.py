@@ -271,7 +271,8 @@ class BatchReader:
         return found
 
     def _read(self, index: SampleIndex, choices: Choices) -> Captioned:
-        shard, group = self._rows[index.shard], index.group
+        shard = self._rows[index.shard]
+        group = index.group
         mirrored = flipped_group(group)
         if choices.flip < 0.5 and mirrored in shard.groups:
             group = mirrored
@@ -294,8 +295,10 @@ class BatchReader:
             has_t5 = self._family.frozen_text is not None
             t5 = self._padded(shard.prompt_embeds(row)) if has_t5 else None
             return Captioned(sample, t5, None, shard.input_ids(row), zeros)
-        stored, pooled = shard.prompt_embeds(row), shard.pooled_prompt_embeds(row)
-        prompt, tokens = self._padded(stored), len(stored)
+        stored = shard.prompt_embeds(row)
+        pooled = shard.pooled_prompt_embeds(row)
+        prompt = self._padded(stored)
+        tokens = len(stored)
         if zeros:
             prompt = np.zeros_like(prompt)
             pooled = None if pooled is None else np.zeros_like(pooled)

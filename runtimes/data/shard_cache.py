@@ -299,7 +299,9 @@ def _evict(folder: Path, limit: int, room: int) -> None:
     All files together have at most `limit` bytes, or what their disk has for them if that is less.
     A deleted file that is memory-mapped stays readable until it is unmapped.
     """
-    total, taken, deletable = 0, 0, []
+    total = 0
+    taken = 0
+    deletable = []
     for path in folder.iterdir():
         try:
             stat = path.stat()

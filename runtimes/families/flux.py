@@ -108,7 +108,8 @@ class Flux(PatchTransformer):
     )
     attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
     guidance_input = True
-    num_inference_steps, guidance_scale = 28, 3.5
+    num_inference_steps = 28
+    guidance_scale = 3.5
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }

@@ -65,7 +65,8 @@ class Flux2(PatchTransformer):
     name = "flux2"
     pipelines = ("Flux2KleinPipeline",)
     denoiser_class = "Flux2Transformer2DModel"
-    vae_class, default_scaling_factor = "AutoencoderKLFlux2", 1.0
+    vae_class = "AutoencoderKLFlux2"
+    default_scaling_factor = 1.0
     draws_latents = False  # Black Forest Labs' code never reads the log-variance
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     chained_blocks = blocks

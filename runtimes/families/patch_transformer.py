@@ -50,7 +50,8 @@ def chat_of_qwen3(tokenizer: Any, caption: str, *, enable_thinking: bool) -> str
 def pack(latents: Any) -> Any:
     """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (C, 2, 2)."""
     batch, channels, height, width = latents.shape
-    rows, columns = height // PATCH, width // PATCH
+    rows = height // PATCH
+    columns = width // PATCH
     patches = latents.reshape(batch, channels, rows, PATCH, columns, PATCH)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
 

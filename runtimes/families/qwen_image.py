@@ -26,7 +26,8 @@ class QwenImage(PatchTransformer):
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)
     denoiser_class = "QwenImageTransformer2DModel"
-    vae_class, default_scaling_factor = "AutoencoderKLQwenImage", 1.0
+    vae_class = "AutoencoderKLQwenImage"
+    default_scaling_factor = 1.0
     blocks = ("QwenImageTransformerBlock",)
     chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
@@ -70,7 +71,8 @@ class QwenImage(PatchTransformer):
         guided = super().guide(unconditional, conditional, weight)
         batch, channels, height, width = guided.shape
         parted = (batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-        given, wanted = guided.reshape(parted), conditional.reshape(parted)
+        given = guided.reshape(parted)
+        wanted = conditional.reshape(parted)
         ratio = (_square(wanted) / _square(given)) ** 0.5
         return (given * ratio).reshape(guided.shape)
 

@@ -33,7 +33,8 @@ class SD(Family):
 
     name = "sd"
     pipelines = ("StableDiffusionPipeline", "StableDiffusionInpaintPipeline")
-    denoiser, denoiser_class = "unet", "UNet2DConditionModel"
+    denoiser = "unet"
+    denoiser_class = "UNet2DConditionModel"
     blocks = ("BasicTransformerBlock", "ResnetBlock2D")
     chained_blocks = ("BasicTransformerBlock",)  # a UNet calls residual blocks alternately
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (

@@ -20,7 +20,8 @@ class SD3(Family):
 
     name = "sd3"
     pipelines = ("StableDiffusion3Pipeline",)
-    denoiser, denoiser_class = "transformer", "SD3Transformer2DModel"
+    denoiser = "transformer"
+    denoiser_class = "SD3Transformer2DModel"
     blocks = ("JointTransformerBlock",)
     chained_blocks = blocks
     text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
@@ -28,7 +29,8 @@ class SD3(Family):
         TextEncoder("text_encoder_2", _CLIP, pooled="text_embeds"),
         TextEncoder("text_encoder_3", ("T5EncoderModel",), "t5", tokens=256, optional=True),
     )
-    num_inference_steps, guidance_scale = 28, 7.0
+    num_inference_steps = 28
+    guidance_scale = 7.0
     attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
 
     def latent_multiple(self, config: Mapping[str, Any]) -> int:

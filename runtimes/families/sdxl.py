@@ -65,7 +65,9 @@ def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
     if not isinstance(unet["layers_per_block"], int):
         raise ValueError("Stability's code has the same number of layers in every block")
     side, block, kind, number, rest = match.groups()
-    block, number, each = int(block or 0), int(number), unet["layers_per_block"] + 1
+    block = int(block or 0)
+    number = int(number)
+    each = unet["layers_per_block"] + 1
     rest = _IN_RESNET.get(rest, rest) if kind == "resnet" else rest
     if side == "mid":
         return f"middle_block.{1 if kind == 'attention' else 2 * number}.{rest}"
@@ -74,7 +76,8 @@ def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
     if kind == "upsampler":
         place = 2 if "CrossAttn" in unet["up_block_types"][block] else 1
         return f"output_blocks.{(block + 1) * each - 1}.{place}.{rest}"
-    at, place = block * each + number, int(kind == "attention")
+    at = block * each + number
+    place = int(kind == "attention")
     counted = f"input_blocks.{at + 1}" if side == "down" else f"output_blocks.{at}"
     return f"{counted}.{place}.{rest}"
 

@@ -67,7 +67,8 @@ class ZImage(PatchTransformer):
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
         """The transformer's time runs from noise, at 0, to the picture, and so does its output."""
-        text, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
+        text = conditioning["prompt_embeds"]
+        mask = conditioning["prompt_embeds_mask"]
         with calling(denoiser, partial(forward, denoiser)):
             return -denoiser(noisy_latents, (1000 - timesteps) / 1000, text, mask)
 
@@ -106,7 +107,8 @@ def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) 
     for layer in model.context_refiner:
         text = _run(model, layer, text, attended, text_rope)
     every = torch.ones_like(image[..., 0], dtype=torch.bool)
-    joint, rope = torch.cat([image, text], dim=1), torch.cat([image_rope, text_rope], dim=1)
+    joint = torch.cat([image, text], dim=1)
+    rope = torch.cat([image_rope, text_rope], dim=1)
     for layer in model.layers:
         joint = _run(model, layer, joint, torch.cat([every, attended], dim=1), rope, adaln)
     output = model.all_final_layer[_SIZES](joint, c=adaln)
@@ -125,7 +127,8 @@ def _run(model: Any, layer: Any, *given: Any) -> Any:
 def patches(latents: Any) -> Any:
     """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (2, 2, C)."""
     batch, channels, height, width = latents.shape
-    rows, columns = height // PATCH, width // PATCH
+    rows = height // PATCH
+    columns = width // PATCH
     parted = latents.reshape(batch, channels, rows, PATCH, columns, PATCH)
     return parted.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
 

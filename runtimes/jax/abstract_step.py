@@ -52,7 +52,8 @@ class AbstractStep:
         self._batch = sample_batch(request, network, size, text=network.encodes_text)
         recompute_blocks(network, settings, self._mesh)
         self._names = trained_names(network)
-        share, self._size = settings.global_batch_size // hosts, settings.micro_batch(hosts)
+        share = settings.global_batch_size // hosts
+        self._size = settings.micro_batch(hosts)
         self.micro_batches = -(-share // self._size)
         self.parameters = sum(p.numel() for p in network.trained().values())
 
@@ -64,7 +65,8 @@ class AbstractStep:
         scanned = scan_blocks.scanned_names(self._network)
         step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         batch = self._stacked()
-        seeds, numbers = np.zeros(batch["weight"].shape[0], np.uint32), np.zeros(4, np.float32)
+        seeds = np.zeros(batch["weight"].shape[0], np.uint32)
+        numbers = np.zeros(4, np.float32)
         given = state, self._frozen(), batch, seeds, numbers, np.float32(1)
         with scan_blocks.recording() as loops:
             traced = step.compiled(state).trace(*given)
@@ -146,7 +148,8 @@ class AbstractStep:
         return {g: {name: shape(p) for name, p in trained.items()} for g in groups}
 
     def _frozen(self) -> dict[str, ShapeDtypeStruct]:
-        trained, half = set(self._names.values()), jnp.dtype(self._settings.compute_dtype)
+        trained = set(self._names.values())
+        half = jnp.dtype(self._settings.compute_dtype)
 
         def dtype(name: str, tensor: torch.Tensor) -> Any:
             if not tensor.is_floating_point():
@@ -168,7 +171,8 @@ class AbstractStep:
     def _stacked(self) -> dict[str, Any]:
         """Abstract arrays of a global batch, stacked as by jax/micro_batches.py."""
         local = self._mesh.count // self._hosts
-        rows, parts = -(-self._size // local) * local * self._hosts, self.micro_batches
+        rows = -(-self._size // local) * local * self._hosts
+        parts = self.micro_batches
         spread: NamedSharding = self._mesh.row_sharding(axis=1)
 
         def shape(array: Any) -> ShapeDtypeStruct:

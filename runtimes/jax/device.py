@@ -168,7 +168,8 @@ def shut_down(ranks: Ranks, hosts: HostCollectives) -> None:
 
 def describe() -> str:
     """Name of the open devices for messages, such as `tpu v5p (8 devices)`."""
-    platform, kind = jax.default_backend(), jax.devices()[0].device_kind
+    platform = jax.default_backend()
+    kind = jax.devices()[0].device_kind
     name = platform if kind.lower() == platform else f"{platform} {kind}"
     return f"{name} ({jax.device_count()} devices)"
 

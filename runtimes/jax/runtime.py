@@ -146,7 +146,8 @@ class TheRuntime(BaseRuntime):
 
     def state(self, owners: Owners | None = None) -> State:
         self._compile_cache.upload()
-        rank, gather = self._ranks.rank, self._mesh.gather
+        rank = self._ranks.rank
+        gather = self._mesh.gather
         state = owned_copies(self._state, owners, rank, np.array, lambda name, a: gather(a))
         return state | owned_copies(self._constants(), owners, rank, np.array)
 
@@ -210,7 +211,8 @@ class TheRuntime(BaseRuntime):
         """The sampler of all calls: another one would compile its programs again."""
         from runtimes.jax.sampler import Sampler  # pipelines are slow to import
 
-        job, dtype = self._job, self._settings.compute_dtype
+        job = self._job
+        dtype = self._settings.compute_dtype
         sampler = Sampler(job.model_folder, self._mesh, dtype, job.vae_folder)
         scheduler = trained_scheduler(job.model_folder, self._settings)
         sampler.use(self._network, self._averaged, scheduler)

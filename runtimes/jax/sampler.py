@@ -318,7 +318,8 @@ class JaxEncoder(encoders.Encoder):
     """
 
     def __init__(self, job: EncodeJob) -> None:
-        self._compile_cache, mesh = start(job.device, job.compiled, job.dtype), Mesh(fsdp=1)
+        self._compile_cache = start(job.device, job.compiled, job.dtype)
+        mesh = Mesh(fsdp=1)
         folders = (job.model_folder, job.vae_folder)
         super().__init__(*folders, device="cpu", dtype=job.dtype, embeds=job.embeds)
         self._batch_size = job.batch_size
@@ -362,7 +363,8 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
         A function of the number of rows to pad to, and of the module's inputs as host arrays
         [B, ...]. It returns the module's outputs as host arrays [B, ...].
     """
-    arrays, call = move(module, mesh), jax.jit(as_function(module, training=False))
+    arrays = move(module, mesh)
+    call = jax.jit(as_function(module, training=False))
 
     def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
         count = len(given[0])
@@ -392,7 +394,9 @@ class _Embeds(torch.nn.Module):
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Args: CLIP's ids [K, n, T] if it is there; ids and mask [K, T] of the frozen encoder."""
-        rest, states, pooled = list(given), None, None
+        rest = list(given)
+        states = None
+        pooled = None
         if len(self.clip):
             states, pooled = encode_ids(self.family, list(self.clip), rest.pop(0))
         if rest:

@@ -54,19 +54,23 @@ def update(
     factor = jnp.ones(())
     if settings.max_grad_norm is not None:
         factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
-    (beta1, beta2), found = settings.adam_betas, {group: dict(state[group]) for group in state}
+    (beta1, beta2) = settings.adam_betas
+    found = {group: dict(state[group]) for group in state}
     shares = learning_rate_factors(gradients, settings)
     for name, gradient in gradients.items():
         if name in untouched:
             continue
-        gradient, share = gradient * factor, shares[name]
-        first, second = state["exp_avg"][name], state["exp_avg_sq"][name]
+        gradient = gradient * factor
+        share = shares[name]
+        first = state["exp_avg"][name]
+        second = state["exp_avg_sq"][name]
         first = first + (1 - beta1) * (gradient - first)
         second = beta2 * second + (1 - beta2) * jnp.square(gradient)
         weight = state["weights"][name] * (1 - rate * (share * settings.weight_decay))
         change = first / (jnp.sqrt(second) / root + settings.adam_epsilon)
         found["weights"][name] = weight - (step_size * share) * change
-        found["exp_avg"][name], found["exp_avg_sq"][name] = first, second
+        found["exp_avg"][name] = first
+        found["exp_avg_sq"][name] = second
     for name, average in state.get("ema", {}).items():
         found["ema"][name] = average + ema_share * (found["weights"][name] - average)
     return found, norm

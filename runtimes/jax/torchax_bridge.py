@@ -196,7 +196,8 @@ def _recomputed(
     if isinstance(block, EqualBlocks):
         assert mesh is not None, "`recompute` was called without a mesh"
         return _scanned(policy, mesh, block, *arguments)
-    environment, function = _environment(), block
+    environment = _environment()
+    function = block
 
     @partial(jax.checkpoint, policy=policy)
     def call(key: Array, given: tuple[Any, ...]) -> Any:
@@ -216,8 +217,10 @@ def _scanned(
     In diffusers, a block's first argument is hidden_states. A block with two outputs has
     encoder_hidden_states as its second argument and first output.
     """
-    environment, (first, *_) = _environment(), equal.blocks
-    count, splash = len(equal.blocks), splash_attention.current()
+    environment = _environment()
+    (first, *_) = equal.blocks
+    count = len(equal.blocks)
+    splash = splash_attention.current()
     leaves, tree = jax.tree.flatten(environment.t2j_iso(arguments), is_leaf=lambda x: x is None)
     traced = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Array)]
 
@@ -242,7 +245,8 @@ def _scanned(
     with splash_attention.counted(0):
         shapes = jax.eval_shape(call, weights[0], keys[0], arrays[:1], arrays[1:])
     outputs = len(shapes)
-    carry, others = tuple(arrays[:outputs]), arrays[outputs:]
+    carry = tuple(arrays[:outputs])
+    others = arrays[outputs:]
     if [(a.shape, a.dtype) for a in shapes] != [(a.shape, a.dtype) for a in carry]:
         name = type(first).__name__
         raise TypeError(f"{name}: no output fits the next block's input: see Family.chained_blocks")

@@ -41,7 +41,8 @@ MOST_VIRTUAL = 16
 def step_cost(request: TpuStepRequest) -> StepCost:
     """Compile the step of a request. Raises WrongInput."""
     since = time.monotonic()
-    where, settings = parse_slice(request.topology), Train(**request.train)
+    where = parse_slice(request.topology)
+    settings = Train(**request.train)
     compiler, devices = _devices(where)
     # These modules initialize JAX, so _devices must have set the environment before.
     from runtimes.jax.abstract_step import AbstractStep
@@ -54,8 +55,10 @@ def step_cost(request: TpuStepRequest) -> StepCost:
     if compiled is None:
         memory = _refused(refused, step.argument_bytes())
     else:
-        memory, costs = _memory(compiled.memory_analysis()), _costs(compiled, step, options)
-    optimal, kernel_flops = costs.get("optimal_seconds", -1.0), step.kernel_flops()
+        memory = _memory(compiled.memory_analysis())
+        costs = _costs(compiled, step, options)
+    optimal = costs.get("optimal_seconds", -1.0)
+    kernel_flops = step.kernel_flops()
     # XLA's cost analysis counts one iteration of the loop over micro-batches.
     times = step.micro_batches if step.has_loops else 1
     return StepCost(
@@ -81,11 +84,13 @@ def _compile(lowered: Any, memory: int) -> tuple[Any, dict[str, Any], str]:
     """
     for options in (LEAST_EFFORT, {}):
         try:
-            compiled, refused = lowered.compile(options), ""
+            compiled = lowered.compile(options)
+            refused = ""
         except Exception as error:  # jaxlib has no exception type for out of memory
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            compiled, refused = None, str(error)
+            compiled = None
+            refused = str(error)
         if compiled is not None and _memory(compiled.memory_analysis())["total"] <= memory:
             break
     return compiled, options, refused
@@ -137,7 +142,8 @@ def _devices(where: TpuSlice) -> tuple[str, list[Any]]:
 
 
 def _memory(found: Any) -> dict[str, int]:
-    arguments, temporaries = found.argument_size_in_bytes, found.temp_size_in_bytes
+    arguments = found.argument_size_in_bytes
+    temporaries = found.temp_size_in_bytes
     # Donated state is aliased: its outputs reuse the memory of the arguments.
     outputs = found.output_size_in_bytes - found.alias_size_in_bytes
     code = found.generated_code_size_in_bytes

@@ -185,7 +185,8 @@ def _fill(
     Raises:
         WrongInput: a file is missing or damaged, or the weights do not match the model.
     """
-    files, arrays = weight_files(folder, stem), Arrays()
+    files = weight_files(folder, stem)
+    arrays = Arrays()
     for path in files:
         try:
             arrays |= {stored_name(part, n): a for n, a in read_floats(path)[1].items()}

@@ -48,11 +48,14 @@ class DynamicLossScale:
             return False
         finite = bool(np.isfinite(grad_norm))
         if not finite and self.value > LEAST:
-            self.value, self._since = max(self.value / 2, LEAST), 0
+            self.value = max(self.value / 2, LEAST)
+            self._since = 0
             return True
-        self.updates, self._since = self.updates + 1, self._since + 1 if finite else 0
+        self.updates = self.updates + 1
+        self._since = self._since + 1 if finite else 0
         if self._since == self._settings.growth_every:
-            self.value, self._since = self.value * 2, 0
+            self.value = self.value * 2
+            self._since = 0
         return False
 
     def state(self) -> Arrays:
@@ -67,7 +70,9 @@ class DynamicLossScale:
 
         An empty group, of a run without scaling, keeps the initial scale.
         """
-        self.updates, self._since = step, 0
+        self.updates = step
+        self._since = 0
         if arrays and self._settings is not None:
             self.value = float(arrays["value"][0])
-            self.updates, self._since = int(arrays["updates"][0]), int(arrays["since"][0])
+            self.updates = int(arrays["updates"][0])
+            self._since = int(arrays["since"][0])

@@ -44,7 +44,8 @@ from runtimes.pipeline_folder.folder import job_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
 
-A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+A = f".lora_A.{ADAPTER}.weight"
+B = f".lora_B.{ADAPTER}.weight"
 
 
 def add_adapters(
@@ -132,7 +133,8 @@ def encode_ids(
     """
     if not penultimate:
         return models[0](ids[:, 0], return_dict=False)[0], None
-    states, pooled = [], None
+    states = []
+    pooled = None
     for row, model in enumerate(models):
         output = model(ids[:, row], output_hidden_states=True, return_dict=False)
         states.append(output[-1][-2])
@@ -277,12 +279,14 @@ class Network(nn.Cell):
         """
         score = None
         if self.has_aesthetic_score:
-            score, conditioning = conditioning[-1], conditioning[:-1]
+            score = conditioning[-1]
+            conditioning = conditioning[:-1]
         if self.inpaints:
             noisy_latents = ops.cat((noisy_latents, conditioning[-1]), axis=1)
         # `conditioning` is (input_ids, dropped, ...) with text encoders; without them it is
         # (prompt_embeds, ...) or (prompt_embeds, pooled_prompt_embeds, add_time_ids, ...).
-        states, added = conditioning[0], None
+        states = conditioning[0]
+        added = None
         if self.encodes_text:
             states, pooled = self.encode(conditioning[0], conditioning[1], noisy_latents.dtype)
         elif self.pooled:

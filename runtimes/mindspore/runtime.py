@@ -185,8 +185,10 @@ class TheRuntime(BaseRuntime):
         return profiler.profile(activities=kinds, on_trace_ready=handler)
 
     def _open_sampler(self) -> Any:
-        job, flash = self._job, self._settings.mindspore.flash_attention
-        parts, folder = self._network.parts, job.model_folder
+        job = self._job
+        flash = self._settings.mindspore.flash_attention
+        parts = self._network.parts
+        folder = job.model_folder
         sampler = Sampler(folder, parts, self._dtype, job.vae_folder, flash=flash)
         config = trained_scheduler_config(folder / "scheduler", self._settings)
         sampler.use({}, None if config is None else make_scheduler(config))

@@ -84,7 +84,8 @@ class Encoder:
         captions: int = 1,
         embeds: bool = True,
     ) -> None:
-        self._image_rows, self._caption_rows = images, captions
+        self._image_rows = images
+        self._caption_rows = captions
         self.info = describe_encoders(model_folder, vae_folder)
         self.limits = caption_limits(model_folder)
         self._dtype = dtype
@@ -94,7 +95,8 @@ class Encoder:
         self.text_encoders = dict[str, Any]()
         self._family = family_named(self.info["family"])
         for text_encoder in self._family.clip:
-            part, name = text_encoder.component, text_encoder.tokenizer
+            part = text_encoder.component
+            name = text_encoder.tokenizer
             self.tokenizers[name] = tokenizer = _tokenizer(model_folder, name, part)
             self._tokenizers.append(
                 TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
@@ -190,7 +192,8 @@ class Sampler(PipelineSampler):
         *,
         flash: bool = True,
     ) -> None:
-        family, index = detect_family(folder), read_index(folder)
+        family = detect_family(folder)
+        index = read_index(folder)
         self._dtype = dtype
         self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
         built: dict[str, Any] = {
@@ -216,7 +219,8 @@ class Sampler(PipelineSampler):
         """WrongInput with a remedy if the device lacks an operator, else `error` itself."""
         if not NO_KERNEL.search(str(error)):
             return error
-        name, target = type(self._pipe.scheduler).__name__, ms.get_context("device_target")
+        name = type(self._pipe.scheduler).__name__
+        target = ms.get_context("device_target")
         words = str(error).strip().splitlines()[0]
         return WrongInput(
             f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
@@ -272,8 +276,10 @@ class ThePipeline(BasePipeline):
 
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
-        job, name = self._job, self._network.family.denoiser
-        denoiser, flash = {name: self._network.denoiser}, job.flash_attention
+        job = self._job
+        name = self._network.family.denoiser
+        denoiser = {name: self._network.denoiser}
+        flash = job.flash_attention
         return Sampler(job.model_folder, denoiser, self._dtype, job.vae_folder, flash=flash)
 
     def _use_network(self) -> None:
@@ -310,7 +316,8 @@ def load_network(
         merge_adapters(name, part, adapters)
         return part
 
-    parts, frozen = load_trained_components(drawing, model, load), None
+    parts = load_trained_components(drawing, model, load)
+    frozen = None
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
         frozen = load_frozen_clip(model, family, text_dtype)
     network = Network(family, parts, frozen)

@@ -95,7 +95,8 @@ class Update:
         Returns:
             The unscaled gradients' L2 norm before clipping, and whether the step was skipped.
         """
-        scale, given = self.loss_scale, self._settings
+        scale = self.loss_scale
+        given = self._settings
         inverse = _number(1 / scale.value)
         norm = self._norm(inverse, *gradients)
         # Only float16 reads the norm, which waits for the device.
@@ -128,7 +129,8 @@ class Update:
 
     def _set(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
         for name, array in arrays.items():
-            master, computed = self._masters[name], self._computed[name]
+            master = self._masters[name]
+            computed = self._computed[name]
             _assign(master, array)
             if computed is not master:
                 _assign(computed, array)

@@ -229,8 +229,10 @@ def _betas(config: Mapping[str, Any]) -> Array:
         if betas.ndim != 1 or not len(betas):
             raise WrongInput("the scheduler's trained_betas are no list of numbers")
         return betas
-    count, kind = config.get("num_train_timesteps", 1000), config.get("beta_schedule", "linear")
-    first, last = config.get("beta_start", 0.0001), config.get("beta_end", 0.02)
+    count = config.get("num_train_timesteps", 1000)
+    kind = config.get("beta_schedule", "linear")
+    first = config.get("beta_start", 0.0001)
+    last = config.get("beta_end", 0.02)
     if kind == "linear":
         return _linspace(first, last, count)
     if kind == "scaled_linear":  # latent diffusion (arXiv 2112.10752): linear in sqrt(beta)
@@ -246,9 +248,11 @@ def _betas(config: Mapping[str, Any]) -> Array:
 def _linspace(first: float, last: float, count: int) -> Array:
     """torch.linspace in float32, bit for bit: PyTorch computes each half from its own end."""
     steps = np.arange(count)
-    low, high = np.float32(first), np.float32(last)
+    low = np.float32(first)
+    high = np.float32(last)
     by = np.float64((high - low) / np.float32(count - 1))
-    rising, falling = low + by * steps, high - by * (count - 1 - steps)
+    rising = low + by * steps
+    falling = high - by * (count - 1 - steps)
     return np.where(steps < count // 2, rising, falling).astype(np.float32)
 
 
@@ -263,7 +267,8 @@ def rescale_zero_terminal_snr(betas: Array) -> Array:
     diffusers has it, and models are trained with the rounded values.
     """
     alpha = np.sqrt(_cumprod(betas))
-    first, last = alpha[0], alpha[-1]
+    first = alpha[0]
+    last = alpha[-1]
     alpha = (alpha - last) * (first / (first - last))
     bar = alpha * alpha
     return (1 - np.append(bar[:1], bar[1:] / bar[:-1])).astype(np.float32)
@@ -350,7 +355,8 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
     if is_flow(base):
         _check_flow(base, settings)
         return dict(base)
-    kind, zero_snr = settings.prediction_type, settings.zero_terminal_snr
+    kind = settings.prediction_type
+    zero_snr = settings.zero_terminal_snr
     if kind == FLOW:
         raise WrongInput(
             f"train.prediction_type: flow needs a base with a FlowMatch scheduler, "

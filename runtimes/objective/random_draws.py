@@ -87,7 +87,8 @@ def level_probabilities(settings: TimestepSampling, count: int) -> Probabilities
     """
     probabilities = _bias_weights(settings, count)
     if settings.distribution == "logit_normal":
-        mean, std = -settings.logit_mean, settings.logit_std
+        mean = -settings.logit_mean
+        std = settings.logit_std
         probabilities = probabilities * logit_normal_probabilities(mean, std, count)
     return probabilities / probabilities.sum()
 
@@ -113,7 +114,8 @@ def _bias_weights(settings: TimestepSampling, count: int) -> Probabilities:
     weights = np.ones(count)
     if settings.bias_strategy == "none":
         return weights
-    begin, end = settings.bias_begin, settings.bias_end
+    begin = settings.bias_begin
+    end = settings.bias_end
     if settings.bias_strategy != "range":
         some = int(settings.bias_portion * count)
         begin, end = (0, some) if settings.bias_strategy == "earlier" else (count - some, count)

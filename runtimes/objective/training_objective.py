@@ -149,9 +149,11 @@ class LatentScale:
         Args:
             shape: (C, h, w) of the latents; the results broadcast to it.
         """
-        spread, center = np.ones((1, 1, 1), np.float32), np.zeros((1, 1, 1), np.float32)
+        spread = np.ones((1, 1, 1), np.float32)
+        center = np.zeros((1, 1, 1), np.float32)
         if self.mean is not None and self.std is not None:
-            spread, center = tiled(self.std, shape), tiled(self.mean, shape)
+            spread = tiled(self.std, shape)
+            center = tiled(self.mean, shape)
         return spread / np.float32(self.scaling_factor), center + np.float32(self.shift_factor)
 
 
@@ -268,7 +270,8 @@ class Objective:
 
     def choices(self, counters: Sequence[int]) -> list[Choices]:
         """The random choices for the samples at `counters`."""
-        levels, bands = len(self.schedule), self.equidistant_levels
+        levels = len(self.schedule)
+        bands = self.equidistant_levels
         found = draw_choices(self.seed, counters, levels, self._bounds, self.caption_dropout_rate)
         if bands is None:
             return found
@@ -290,7 +293,8 @@ class Objective:
             levels: noise levels [B].
             counters: B sample counters.
         """
-        shape, schedule = mean.shape[1:], self._schedule_for(*mean.shape[-2:])
+        shape = mean.shape[1:]
+        schedule = self._schedule_for(*mean.shape[-2:])
         eps = draw_normal(self.seed, Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)

@@ -121,7 +121,8 @@ def absent_text_parts(model_folder: Path) -> tuple[str, ...]:
 
 
 def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
-    family, index = detect_family(model_folder), read_index(model_folder)
+    family = detect_family(model_folder)
+    index = read_index(model_folder)
     vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
     _check_text_encoders(model_folder, family, index)
     channels, factor = family.vae_layout(vae)
@@ -164,7 +165,8 @@ def _describe_frozen(folder: Path, family: Family, factor: int) -> dict[str, Any
     """Entries that differ with a T5 or LLM: its rows follow CLIP's, and latents form patches."""
     assert family.frozen_text is not None
     transformer = read_part_config(folder, family.denoiser)
-    clip, width = _describe_clip(folder, family), family.prompt_width(transformer)
+    clip = _describe_clip(folder, family)
+    width = family.prompt_width(transformer)
     clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
     tokens = text_length(folder)
     found = {
@@ -244,7 +246,8 @@ def unusual_texts(model_folder: Path) -> dict[str, str]:
 
     Keys have it. It is empty for nearly all pipelines, whose keys are those of releases without it.
     """
-    family, found = detect_family(model_folder), dict[str, str]()
+    family = detect_family(model_folder)
+    found = dict[str, str]()
     frozen = family.frozen_text
     if frozen is not None and not frozen.padded and _pads_left(model_folder / frozen.tokenizer):
         found["padding_side"] = "left"
@@ -256,7 +259,8 @@ def unusual_texts(model_folder: Path) -> dict[str, str]:
 
 def pooled_outputs(model_folder: Path) -> tuple[str | None, ...]:
     """Family.pooled_outputs of a pipeline's CLIP encoders, whose classes are not checked."""
-    family, index = detect_family(model_folder), read_index(model_folder)
+    family = detect_family(model_folder)
+    index = read_index(model_folder)
     kinds = [_class_of(index, name) for name in family.clip_encoders]
     return family.pooled_outputs([kind == "CLIPTextModelWithProjection" for kind in kinds])
 
@@ -404,7 +408,8 @@ def job_config(job: HasNetwork, settings: Train) -> dict[str, Any]:
 
 def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without its extra inputs."""
-    extras, plain = ExtraInputs.from_config(config), dict(config)
+    extras = ExtraInputs.from_config(config)
+    plain = dict(config)
     if extras.inpainting:
         plain["in_channels"] = latent_channels(config)
     if extras.aesthetic_score:
@@ -415,7 +420,8 @@ def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise WrongInput if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
-        given, wanted = config.get(name), base.get(name)
+        given = config.get(name)
+        wanted = base.get(name)
         if (given or None) != (wanted or None):  # diffusers leaves out some settings that are false
             actual = "is missing" if name not in config else f"is {given}"
             raise WrongInput(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")

@@ -177,7 +177,8 @@ BYTES = 256
 
 def check_weights(part: Path) -> None:
     """Raise WrongInput for weights that are damaged, or of another size than their config says."""
-    shapes, config = weight_shapes(part), _flat(read_config(part / "config.json"))
+    shapes = weight_shapes(part)
+    config = _flat(read_config(part / "config.json"))
     for name, shape in shapes.items():
         for setting, size in zip(_settings(name), shape, strict=False):
             wanted = None if setting is None else config.get(setting)

@@ -56,7 +56,8 @@ class Ranks:
         """Read the environment; without a launcher, a single process. Raises WrongInput."""
         if "RANK" not in os.environ and _started_by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
-            rank, world = os.environ.get("RANK_ID"), os.environ["MS_WORKER_NUM"]
+            rank = os.environ.get("RANK_ID")
+            world = os.environ["MS_WORKER_NUM"]
             if rank is None:  # msrun then assigns ranks only at the rendezvous
                 raise WrongInput("msrun on several hosts: pass --node_rank to each msrun")
             return cls(int(rank), int(world), local_rank, local_rank + 1)

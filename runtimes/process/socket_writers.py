@@ -13,9 +13,11 @@ from runtimes.process.launcher import Ranks
 
 #: Time limit in seconds for all ranks to connect, and for one gather: longer than a rank needs to
 #: write its part of a large checkpoint. launcher.py detects a lost process much earlier.
-CONNECT_SECONDS, GATHER_SECONDS = 300.0, 3600.0
+CONNECT_SECONDS = 300.0
+GATHER_SECONDS = 3600.0
 #: Size of the key, which a rank sends at once, and the time limit in seconds for its arrival.
-KEY_BYTES, KEY_SECONDS = 16, 10.0
+KEY_BYTES = 16
+KEY_SECONDS = 10.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -32,7 +34,8 @@ class SocketWriters:
     """
 
     def __init__(self, ranks: Ranks, address: str, broadcast: Callable[[int], int]) -> None:
-        self.rank, self.world = ranks.rank, ranks.world
+        self.rank = ranks.rank
+        self.world = ranks.world
         # All interfaces: a host's own name can resolve to a loopback address.
         bind = LOOPBACK if address == LOOPBACK else ""
         server = socket.create_server((bind, 0), backlog=ranks.world) if ranks.first else None
@@ -58,7 +61,8 @@ class SocketWriters:
         found: dict[int, IO[bytes]] = {}
         while len(found) < self.world - 1:
             connection = server.accept()[0]
-            stream, given = _stream(connection), b""
+            stream = _stream(connection)
+            given = b""
             connection.settimeout(KEY_SECONDS)
             with suppress(OSError):  # a stranger sends nothing, or resets its connection
                 given = stream.read(KEY_BYTES + 4)

@@ -74,7 +74,8 @@ class Conditioner:
         """
         if sampler.get("eta"):
             raise WrongInput("eta: a tabulated scheduler draws no noise in its steps: set 0")
-        family, factor = self.family, self.info["vae_scale_factor"]
+        family = self.family
+        factor = self.info["vae_scale_factor"]
         steps = sampler["num_inference_steps"]
         chosen = sampling_scheduler(scheduler, sampler, make_scheduler)
         shift = ResolutionShift.from_config(chosen.config, family.latent_multiple(denoiser))
@@ -102,7 +103,8 @@ class Conditioner:
             denoiser: diffusers config of the denoiser.
             multiple: number of devices that share the rows.
         """
-        rows, family = padded_rows(sampler["batch_size"], multiple), self.family
+        rows = padded_rows(sampler["batch_size"], multiple)
+        family = self.family
         guided = family.is_guided(sampler, self.info)
         unconditional = self._unconditional(sampler.get("negative_prompt")) if guided else None
         more: dict[str, Float32] | None = None

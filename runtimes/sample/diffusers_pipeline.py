@@ -87,7 +87,8 @@ class PipelineSampler(ABC):
         self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int
     ) -> Iterator[NDArray[np.float32]]:
         """Yield the images of each batch [B, H, W, 3] f32 in 0..1; arguments as for `draw`."""
-        pipe, family = self._pipe, self._family
+        pipe = self._pipe
+        family = self._family
         scheduler = sampling_scheduler(pipe.scheduler, sampler, self._make_scheduler)
         pipe.register_modules(scheduler=scheduler)
         denoiser = getattr(pipe, family.denoiser)

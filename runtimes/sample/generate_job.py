@@ -54,7 +54,9 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     total = len(job.drawings) * len(job.prompts)
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
     events.emit("drawn", done=done, total=total)
-    already, seconds, compiling = done, list[float](), 0.0
+    already = done
+    seconds = list[float]()
+    compiling = 0.0
     for model, (drawing, batches) in enumerate(zip(job.drawings, missing, strict=True), 1):
         out = Path(drawing.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,8 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
         pipeline.load(drawing)
         for numbers in batches:
             prompts = [job.prompts[number] for number in numbers]
-            since, before = time.perf_counter(), pipeline.compile_seconds()
+            since = time.perf_counter()
+            before = pipeline.compile_seconds()
             first = 0 if job.fixed_noise else numbers.start
             pictures = pipeline.draw(prompts, first=first)
             compiled = pipeline.compile_seconds() - before
@@ -92,14 +95,16 @@ def _missing(out: Path, job: GenerateJob) -> list[range]:
 
     A batch is sampled again as a whole: the last bits of an image depend on the other rows.
     """
-    size, count = job.sampler["batch_size"], len(job.prompts)
+    size = job.sampler["batch_size"]
+    count = len(job.prompts)
     batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
     return [b for b in batches if not all(_path(out, number).exists() for number in b)]
 
 
 def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
     scheduler = drawing.parts.get("scheduler", f"{job.model}/scheduler")
-    latents, family = open_job_latents(str(job.latents)), detect_family(job.model_folder)
+    latents = open_job_latents(str(job.latents))
+    family = detect_family(job.model_folder)
     objective = Objective(
         schedule=read_schedule(Path(scheduler)),
         scale=LatentScale.from_info(latents.info, draws=family.draws_latents),
@@ -117,7 +122,8 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         guidance_scale=job.holdout.get("guidance_scale", 1.0),
     )
     rows = min(LOSS_BATCH, job.sampler["batch_size"])  # the sampling batch fits in memory
-    samples, levels = job.holdout["samples"], job.holdout["levels"]
+    samples = job.holdout["samples"]
+    levels = job.holdout["levels"]
     return Holdout(reader, samples=samples, draws=levels, batch_size=rows)
 
 
@@ -127,7 +133,8 @@ def _save_images(
     for row, (number, picture) in enumerate(zip(numbers, pictures, strict=True)):
         path = _path(out, number)
         if not path.exists():
-            png, text = io.BytesIO(), PngInfo()
+            png = io.BytesIO()
+            text = PngInfo()
             if job.words is not None:
                 parameters = {"prompt": job.prompts[number], "noise": first + row, **job.words}
                 text.add_itxt(PNG_KEY, json.dumps(parameters, ensure_ascii=False))

@@ -45,7 +45,8 @@ def load_network(
         # ModelMixin.to of diffusers logs a warning for every cast to half precision.
         return torch.nn.Module.to(part, dtype)
 
-    parts, frozen = load_trained_components(drawing, model, load), list[torch.nn.Module]()
+    parts = load_trained_components(drawing, model, load)
+    frozen = list[torch.nn.Module]()
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
         frozen = load_frozen_clip(model, family, text_dtype)
     network = Network(family, parts, frozen)

@@ -124,13 +124,15 @@ def _predicted_original(kind: str, alpha: float, sigma: float) -> tuple[float, f
 
 def _ddim(scheduler: Any) -> list[StepCoefficients]:
     """Equation 12 of arXiv 2010.02502 with eta 0."""
-    config, table = scheduler.config, scheduler.alphas_cumprod.double()
+    config = scheduler.config
+    table = scheduler.alphas_cumprod.double()
     stride = config.num_train_timesteps // scheduler.num_inference_steps
     rows = []
     for t in scheduler.timesteps.tolist():
         now = float(table[t])
         after = float(table[t - stride] if t >= stride else scheduler.final_alpha_cumprod)
-        alpha, sigma = math.sqrt(now), math.sqrt(1 - now)
+        alpha = math.sqrt(now)
+        sigma = math.sqrt(1 - now)
         # The next x keeps eps = (x - alpha x0) / sigma, scaled by the next sigma.
         noise = math.sqrt(1 - after) / sigma
         predicted = _predicted_original(config.prediction_type, alpha, sigma)
@@ -140,7 +142,8 @@ def _ddim(scheduler: Any) -> list[StepCoefficients]:
 
 def _euler(scheduler: Any) -> list[StepCoefficients]:
     """Euler steps on x = x0 + sigma eps; the denoiser's input is scaled to unit variance."""
-    sigmas, rows = scheduler.sigmas.double().tolist(), []
+    sigmas = scheduler.sigmas.double().tolist()
+    rows = []
     for now, after in pairwise(sigmas):
         scale = 1 / math.sqrt(now**2 + 1)
         a, b = _predicted_original(scheduler.config.prediction_type, scale, now * scale)
@@ -168,9 +171,11 @@ def _dpm(scheduler: Any) -> list[StepCoefficients]:
     for sigma in scheduler.sigmas.double().tolist():
         alpha = 1 / math.sqrt(sigma**2 + 1)
         levels.append((alpha, sigma * alpha, -math.log(sigma) if sigma else math.inf))
-    count, rows = len(levels) - 1, list[StepCoefficients]()
+    count = len(levels) - 1
+    rows = list[StepCoefficients]()
     for n in range(count):
-        (alpha, sigma, now), (alpha_next, sigma_next, after) = levels[n], levels[n + 1]
+        (alpha, sigma, now) = levels[n]
+        (alpha_next, sigma_next, after) = levels[n + 1]
         step = alpha_next * -math.expm1(now - after)
         a, b = _predicted_original(config.prediction_type, alpha, sigma)
         last = n == count - 1 and (

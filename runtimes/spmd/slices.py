@@ -137,7 +137,8 @@ def parse_accelerator_type(name: str) -> TpuSlice | None:
     kind = ALIASES.get(kind, kind)
     if kind not in TPU_SPECS:
         return None
-    cores, chip = int(size) if size.isdigit() else 0, TPU_SPECS[kind]
+    cores = int(size) if size.isdigit() else 0
+    chip = TPU_SPECS[kind]
     if cores and chip.cores > 1 and cores % (4 * chip.cores) == 0:
         return TpuSlice(name, kind, (cores // chip.cores,))
     return parse_slice(name)
@@ -161,7 +162,8 @@ def check_rows(settings: Train, hosts: int, devices: int) -> None:
     Args:
         devices: count of a host.
     """
-    share, micro = settings.global_batch_size // hosts, settings.micro_batch(hosts)
+    share = settings.global_batch_size // hosts
+    micro = settings.micro_batch(hosts)
     for rows in (micro, share % micro):
         if hosts > 1 and rows % devices:
             raise WrongInput(

@@ -92,7 +92,9 @@ class SplashAttention:
         """
         if times := _TIMES.get():
             self.forward_flops.extend([4.0 * math.prod(query.shape) * key.shape[2]] * times)
-        rows, length, keys = query.shape[0], query.shape[2], key.shape[2]
+        rows = query.shape[0]
+        length = query.shape[2]
+        keys = key.shape[2]
         arrays = [_padded(array) for array in (query * scale, key, value)]
         padding = arrays[1].shape[2] - keys
         if kept is not None or padding:
@@ -119,7 +121,8 @@ class SplashAttention:
 
     def _kernel(self, query: Array, key: Array) -> splash_attention_kernel.SplashAttentionKernel:
         """The kernel for padded arrays."""
-        heads, lengths = query.shape[1], (query.shape[2], key.shape[2])
+        heads = query.shape[1]
+        lengths = (query.shape[2], key.shape[2])
         mask = splash_attention_mask.MultiHeadMask(
             [splash_attention_mask.FullMask(lengths) for _ in range(heads)]
         )

@@ -93,7 +93,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     match = _NAME.fullmatch(name)
     if match is None:
         raise WrongInput(f"device {name!r} is not for runtime torch ({known})")
-    kind, number = match["kind"], match["number"]
+    kind = match["kind"]
+    number = match["number"]
     if kind == "auto":
         kind = "cuda" if torch.cuda.device_count() else "cpu"
     if kind == "cpu":
@@ -104,7 +105,8 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         device_hooks.load()
     if kind == "hpu":
         gaudi.load()
-    words, there = ACCELERATORS[kind], torch.get_device_module(kind).device_count()
+    words = ACCELERATORS[kind]
+    there = torch.get_device_module(kind).device_count()
     if ranks.world > 1 and number is not None:
         raise WrongInput(
             f"device {name} is one device for {ranks.world} processes: set auto or {kind}"

@@ -168,7 +168,8 @@ class LiveMemory(TorchDispatchMode):
 
 def _in_int8_linear() -> bool:
     """Whether an 8-bit layer's forward pass runs; its autograd function disables gradients."""
-    frame, code = sys._getframe(), Int8Linear.forward.__code__
+    frame = sys._getframe()
+    code = Int8Linear.forward.__code__
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
@@ -315,7 +316,8 @@ def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMem
     # The average and the 8-bit moments are computed by formula, and change nothing else in a step.
     optimizer = "adamw" if settings.optimizer == "adamw_8bit" else settings.optimizer
     settings = settings.model_copy(update={"ema_decay": None, "optimizer": optimizer})
-    kind, parallel = _Device(CPU), SingleProcess()
+    kind = _Device(CPU)
+    parallel = SingleProcess()
     forward = parallel.wrap(network)
     masters = parallel.masters()
     for parameter in masters.values():
@@ -386,7 +388,8 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
 
 def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ()) -> int:
     """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
-    kind, vae = getattr(torch, dtype), _empty_vae(request)
+    kind = getattr(torch, dtype)
+    vae = _empty_vae(request)
     parts = [part for name, part in _text_encoders(request) if name not in trained]
     total = sum(parameter.numel() for part in parts for parameter in part.parameters())
     of_vae = sum(parameter.numel() for parameter in vae.parameters())

@@ -130,7 +130,8 @@ def _adafactor(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Opt
 
 def _start_adafactor(optimizer: Any, parameter: torch.nn.Parameter, at: int, index: int) -> None:
     """Second moments per row and per column of the last two dimensions; unfactored for vectors."""
-    state, shape = optimizer.state[parameter], parameter.shape
+    state = optimizer.state[parameter]
+    shape = parameter.shape
     if len(shape) > 1:
         state["exp_avg_sq_row"] = parameter.new_zeros(shape[:-1]).detach()
         state["exp_avg_sq_col"] = parameter.new_zeros(shape[:-2] + shape[-1:]).detach()

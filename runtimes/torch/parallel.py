@@ -222,7 +222,8 @@ class FullySharded(DataParallel):
             gathered: dtype in which weights are gathered. If it is not float32, those that autocast
                 does not cast are replicated: gathered in this dtype, they would be rounded.
         """
-        kept, policy = set[torch.nn.Parameter](), MixedPrecisionPolicy(cast_forward_inputs=False)
+        kept = set[torch.nn.Parameter]()
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         if gathered != torch.float32:
             policy = replace(policy, param_dtype=gathered, reduce_dtype=torch.float32)
             kept = _not_cast(module)
@@ -239,7 +240,8 @@ class FullySharded(DataParallel):
         self._modules.append(sharded)
 
     def _read(self, network: Network) -> None:
-        tensors, found = network.state_dict(keep_vars=True), dict[str, torch.Tensor]()
+        tensors = network.state_dict(keep_vars=True)
+        found = dict[str, torch.Tensor]()
         for name, stored in self._unread.items():
             like = tensors[name]
             sharded = isinstance(like, DTensor)
@@ -268,7 +270,8 @@ class FullySharded(DataParallel):
             if array.grad is None:
                 self._masters[name].grad = None
             elif isinstance(array, DTensor):
-                self._masters[name].grad, array.grad = _local(array.grad), None
+                self._masters[name].grad = _local(array.grad)
+                array.grad = None
             else:
                 replicated.append(array.grad)
         if replicated:

@@ -129,7 +129,8 @@ class TheRuntime(BaseRuntime):
         from runtimes.torch.sampler import Sampler  # pipelines are slow to import
 
         self._step.release_graphs()  # sampling needs their memory
-        job, parts = self._job, self._network.parts
+        job = self._job
+        parts = self._network.parts
         dtype = getattr(torch, self._settings.compute_dtype)
         sampler = Sampler(job.model_folder, parts, self._device_hooks, dtype, job.vae_folder)
         sampler.use({}, trained_scheduler(job.model_folder, self._settings))

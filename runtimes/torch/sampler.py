@@ -73,13 +73,17 @@ def move_to_blocks(model: torch.nn.Module, allocate: Callable[[int], torch.Tenso
     """
     tensors = [*model.parameters(), *model.buffers()]
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-    left, used, block = sum(sizes), 0, torch.empty(0, dtype=torch.uint8)
+    left = sum(sizes)
+    used = 0
+    block = torch.empty(0, dtype=torch.uint8)
     for tensor, size in zip(tensors, sizes, strict=True):
         if used + size > block.nbytes:
-            used, block = 0, allocate(max(size, min(BLOCK, left)))
+            used = 0
+            block = allocate(max(size, min(BLOCK, left)))
         moved = block[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensor.data = moved.copy_(tensor)
-        used, left = used + size, left - size
+        used = used + size
+        left = left - size
 
 
 class Sampler(PipelineSampler):
@@ -107,7 +111,8 @@ class Sampler(PipelineSampler):
         *,
         offload: bool = False,
     ) -> None:
-        family, index = detect_family(folder), read_index(folder)
+        family = detect_family(folder)
+        index = read_index(folder)
         # The number of tokens must equal that of training.
         frozen = family.frozen_text is not None
         self._text_options = {"max_sequence_length": text_length(folder)} if frozen else {}
@@ -168,7 +173,8 @@ class Sampler(PipelineSampler):
 
     def _fully_masked(self, size: tuple[int, int]) -> NDArray[np.float32]:
         vae = self._pipe.vae
-        config, dtype = vae.config, vae.dtype
+        config = vae.config
+        dtype = vae.dtype
         grey = torch.zeros(1, config.in_channels, *size, device=vae.device)
         # SDXL's VAE overflows to NaN in half precision. ModelMixin.to logs a warning for each cast.
         torch.nn.Module.to(vae, torch.float32)

@@ -77,7 +77,8 @@ class CudaGraphs:
         Raises:
             WrongInput: the pass has an operation that CUDA cannot capture.
         """
-        shapes, owner = (_shapes(inputs), denominator), self._owner()
+        shapes = (_shapes(inputs), denominator)
+        owner = self._owner()
         kind = shapes, owner
         if kind in self._graphs:
             return self._graphs[kind].replay(inputs)

@@ -52,7 +52,8 @@ def encode_ids(family: Family, models: Sequence[Any], ids: torch.Tensor) -> Enco
         the last dimension as in the diffusers pipeline's `encode_prompt`; None where the family
         has none.
     """
-    states, pooled = [], []
+    states = []
+    pooled = []
     penultimate = family.clip_states == "penultimate"
     names = family.pooled_outputs([hasattr(model, "text_projection") for model in models])
     for row, (encoder, model, name) in enumerate(zip(family.clip, models, names, strict=True)):
@@ -111,7 +112,8 @@ def encode_in_step(
         `prompt_embeds` [B, T, D] and, where the family has them, `pooled_prompt_embeds` [B, P].
     """
     given = dict(conditioning)
-    ids, dropped = given.pop("input_ids"), given.pop("dropped")
+    ids = given.pop("input_ids")
+    dropped = given.pop("dropped")
     t5_states = given.pop("t5_prompt_embeds", None)
     states, pooled = encode(ids)
     if t5_states is not None:
@@ -298,7 +300,9 @@ class Encoder:
             captions: K prompts.
             clip: CLIP encoders that replace the pipeline's, such as trained ones.
         """
-        states, pooled, kept = None, None, None
+        states = None
+        pooled = None
+        kept = None
         if self._clip:
             models = clip or [model for _, model in self._clip]
             ids = self._send(self.input_ids(captions))

@@ -133,7 +133,8 @@ def _initialize(
     name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
-    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    down = layer.lora_A[ADAPTER]
+    up = layer.lora_B[ADAPTER]
     initial = torch.from_numpy(initial_down(seed, name, down.weight.shape))
     down.weight = torch.nn.Parameter(initial)
     up.weight = torch.nn.Parameter(torch.zeros(up.weight.shape))
@@ -180,7 +181,8 @@ class Network(torch.nn.Module):
         Raises:
             WrongInput: weights are missing, damaged or do not match their config.
         """
-        family, config = detect_family(job.model_folder), job_config(job, settings)
+        family = detect_family(job.model_folder)
+        config = job_config(job, settings)
         if settings.init == "random":
             denoiser = random_init_denoiser(config, settings.seed)
         else:
@@ -199,7 +201,8 @@ class Network(torch.nn.Module):
         """
         if settings.init == "random":
             return cls.load(job, settings), {}
-        family, config = detect_family(job.model_folder), job_config(job, settings)
+        family = detect_family(job.model_folder)
+        config = job_config(job, settings)
         folder = job.model_folder / family.denoiser
         dtype = _dtype(settings)
         denoiser = empty_denoiser(folder, config).to(dtype)
@@ -219,7 +222,8 @@ class Network(torch.nn.Module):
         Raises:
             WrongInput: a config is missing or does not describe a supported model.
         """
-        folder, config = request.model_folder, job_config(request, settings)
+        folder = request.model_folder
+        config = job_config(request, settings)
         family = detect_family(folder)
         denoiser = empty_denoiser(folder / family.denoiser, config).to(_dtype(settings))
         _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
@@ -244,13 +248,16 @@ class Network(torch.nn.Module):
             values: torch.Tensor = unread.get(id(weight), weight)[...]
             return values
 
-        parts, frozen = {family.denoiser: denoiser}, list[torch.nn.Module]()
-        folder, names = job.model_folder, family.clip_encoders
+        parts = {family.denoiser: denoiser}
+        frozen = list[torch.nn.Module]()
+        folder = job.model_folder
+        names = family.clip_encoders
         if settings.train_text_encoder:
             parts |= {name: load(folder, name, _dtype(settings)) for name in names}
         elif job.text_dtype is not None:
             frozen = [load(folder, name, getattr(torch, job.text_dtype)) for name in names]
-        full, targets = settings.method == "full", family.attention_layers
+        full = settings.method == "full"
+        targets = family.attention_layers
         for name, part in parts.items():
             part.requires_grad_(full)
             if not full:

@@ -25,7 +25,8 @@ def sample_batch(
         size: (height, width) of the picture, in pixels.
         text: whether the step encodes token ids.
     """
-    model, family = request.model_folder, network.family
+    model = request.model_folder
+    family = network.family
     extras = ExtraInputs.from_config(network.denoiser.config)
     info = describe_encoders(model, request.vae_folder)
     rows, columns = (pixels // info["vae_scale_factor"] for pixels in size)

@@ -53,7 +53,8 @@ class TextTokenizer:
     def __init__(self, family: Family, encoder: TextEncoder, tokenizer: Any, length: int) -> None:
         self.encoder = encoder
         self.length = length
-        self._family, self._tokenizer = family, tokenizer
+        self._family = family
+        self._tokenizer = tokenizer
         # Padding and truncation are state of a fast tokenizer.
         self._tokenizing = threading.Lock()
 
@@ -89,7 +90,8 @@ def load_tokenizer(model_folder: Path, encoder: TextEncoder) -> Any:
 
 def text_tokenizers(model_folder: Path) -> list[TextTokenizer]:
     """The tokenizers of all text encoders of a pipeline, in the order of `caption_limits`."""
-    family, limits = detect_family(model_folder), caption_limits(model_folder)
+    family = detect_family(model_folder)
+    limits = caption_limits(model_folder)
     return [
         TextTokenizer(family, encoder, load_tokenizer(model_folder, encoder), limits[name])
         for encoder in family.text_encoders

@@ -389,7 +389,8 @@ class Checkpoints:
                 The message names the last good checkpoint.
             LockLost: another builder owns the folder; its checkpoints stay as they are.
         """
-        path, parts = self._path(step), self._files_by_rank(shapes or shapes_of(state))
+        path = self._path(step)
+        parts = self._files_by_rank(shapes or shapes_of(state))
         try:
             # A killed run may have left a partial checkpoint.
             self._together(lambda: self._discard(path) if self._first else None)
@@ -488,7 +489,8 @@ class Checkpoints:
         if record is None:
             raise ValueError("it was not committed")
         if verify:
-            rank, world = self._writers.rank, self._writers.world
+            rank = self._writers.rank
+            world = self._writers.world
             verify_files(self._fs, path, record["files"][rank::world] if rank < world else [])
         return Checkpoint(
             step=step,

@@ -48,7 +48,8 @@ class HeldOutLoss:
     def of(cls, draws: list[list[float]]) -> HeldOutLoss:
         """Summarise the losses of the samples (at least one), each the mean of its draws."""
         losses = [math.fsum(one) / len(one) for one in draws]
-        count, mean = len(losses), math.fsum(losses) / len(losses)
+        count = len(losses)
+        mean = math.fsum(losses) / len(losses)
         if count < 2:
             return cls(mean, None)
         variance = math.fsum((loss - mean) ** 2 for loss in losses) / (count - 1)
@@ -66,7 +67,8 @@ def measure(runtime: Runtime, holdout: Holdout, stopping: Callable[[], bool]) ->
 
 
 #: Seconds between looks for the scores, and the longest wait: other ranks wait in a collective.
-LOOK_SECONDS, WAIT_SECONDS = 0.5, 300.0
+LOOK_SECONDS = 0.5
+WAIT_SECONDS = 300.0
 
 
 class Samples:
@@ -186,7 +188,8 @@ class CheckpointRanking:
         self._chooses = settings.best_checkpoint is not None
         self._rule = settings.best_checkpoint or BestCheckpoint()
         self._sign = 1 if self._rule.lower_is_better else -1
-        self._interval, self._steps = settings.checkpointing_steps, settings.steps
+        self._interval = settings.checkpointing_steps
+        self._steps = settings.steps
         self.field = self._rule.metric if self._rule.by_samples else VALIDATION_LOSS
 
     def is_candidate(self, step: int) -> bool:
@@ -221,17 +224,20 @@ class CheckpointRanking:
         """Whether `patience` candidates in a row improved the score by `min_delta` or less."""
         if self._rule.patience is None:
             return False
-        best, without = float("inf"), 0
+        best = float("inf")
+        without = 0
         for score in self.scores(history).values():
             if self._sign * score < best - self._rule.min_delta:
-                best, without = self._sign * score, 0
+                best = self._sign * score
+                without = 0
             else:
                 without += 1
         return without >= self._rule.patience
 
     def reason(self, chosen: int, history: Sequence[str]) -> str:
         """Why a step was chosen, for people; empty without a rule."""
-        scores, metric = self.scores(history), self._rule.metric
+        scores = self.scores(history)
+        metric = self._rule.metric
         if not self._chooses:
             return ""
         if chosen not in scores:

@@ -21,7 +21,8 @@ from runtimes.process.job import Events
 from runtimes.train.trackers import Trackers
 
 #: Number of recent losses in the mean, and the fewest that give a reliable mean.
-WINDOW, MIN_LOSSES = 100, 10
+WINDOW = 100
+MIN_LOSSES = 10
 
 
 class Diverged(RuntimeError):
@@ -198,7 +199,8 @@ class Recorder:
             if self.divergence.event is not None:
                 break
             step = len(self.history) + 1
-            loss, norm = float(pending.output.loss), float(pending.output.grad_norm)
+            loss = float(pending.output.loss)
+            norm = float(pending.output.grad_norm)
             overflowed = pending.output.overflowed
             self.divergence.observe(step, loss, 0.0 if overflowed else norm)
             line: dict[str, Any] = {"step": step, "loss": loss}
@@ -227,7 +229,8 @@ class Recorder:
         Args:
             waited: total seconds that the loop has waited for the loader.
         """
-        step, seconds = len(self.history), time.perf_counter() - self._since - self._paused
+        step = len(self.history)
+        seconds = time.perf_counter() - self._since - self._paused
         rate = (step - self._first) * self._batch_size / max(seconds, 1e-9)
         names = ("loss", "learning_rate", "grad_norm")
         last = self.last_record()

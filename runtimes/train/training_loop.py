@@ -36,9 +36,11 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
         Diverged: the loss is not finite, or far above its recent mean.
         CheckpointNotWritten: the checkpoint at a stop request failed; later steps are lost.
     """
-    settings, latents = read_train_settings(job), open_job_latents(job.latents)
+    settings = read_train_settings(job)
+    latents = open_job_latents(job.latents)
     check_wandb(settings.wandb)
-    loader, holdout = make_loader(job, settings, latents), make_holdout(job, settings, latents)
+    loader = make_loader(job, settings, latents)
+    holdout = make_holdout(job, settings, latents)
     if not Ranks.here().first:
         events = SilentEvents()
     prepare(job)
@@ -143,7 +145,8 @@ def _reader(
     job: TrainJob, settings: Train, latents: Latents, *, held_out: bool = False
 ) -> BatchReader:
     family = detect_family(job.model_folder)  # first: its error says that this is no pipeline
-    scheduler, config = job.model_folder / "scheduler", job_config(job, settings)
+    scheduler = job.model_folder / "scheduler"
+    config = job_config(job, settings)
     objective = Objective.of(
         settings,
         read_schedule(scheduler, settings),

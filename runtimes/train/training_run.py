@@ -163,7 +163,8 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     # What is recomputed changes no weight; an older version wrote true or false.
     known = {name: value for name, value in stored.items() if name in Train.model_fields}
     known["gradient_checkpointing"] = settings.gradient_checkpointing
-    now, before = key_settings(settings), key_settings(Train(**known))
+    now = key_settings(settings)
+    before = key_settings(Train(**known))
     now["denoiser_config"] = job.denoiser_config  # the content: its path may change
     before["denoiser_config"] = saved.facts.get("denoiser_config")
     if settings.method == "lora" and settings.lora.dropout:
@@ -174,7 +175,8 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
         now["steps"] = before["steps"]
     for name in sorted(now.keys() | before.keys()):  # a setting without effect is in neither
         if before.get(name) != now.get(name):
-            then, here = before.get(name, stored.get(name)), now.get(name, getattr(settings, name))
+            then = before.get(name, stored.get(name))
+            here = now.get(name, getattr(settings, name))
             raise WrongInput(
                 f"{job.work} holds a run with train.{name}={then}, this one has {here}: "
                 "choose another work folder"
@@ -217,15 +219,18 @@ def _write(
     def write(path: str) -> AbstractContextManager[Sink]:
         return writing(fs, root, path, files, job.check_lock)
 
-    settings, trained = Train(**job.train), state.get("ema") or state["weights"]
+    settings = Train(**job.train)
+    trained = state.get("ema") or state["weights"]
     if settings.method == "lora":
         with write(LORA_WEIGHTS) as sink:
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
-            own, stem = job_config(job, settings), DENOISER_WEIGHTS
+            own = job_config(job, settings)
+            stem = DENOISER_WEIGHTS
             if component.startswith("text_encoder"):
-                own, stem = read_part_config(job.model_folder, component), TEXT_WEIGHTS
+                own = read_part_config(job.model_folder, component)
+                stem = TEXT_WEIGHTS
             # _name_or_path is a local path of the machine that trained the base.
             config = {name: value for name, value in own.items() if name != "_name_or_path"}
             with write(f"{component}/config.json") as sink:

@@ -124,7 +124,8 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, program: _Program, *arrays: torch.Tensor) -> torch.Tensor:
         output, *kept = program.run(0, arrays)
         ctx.save_for_backward(*kept)
-        ctx.program, ctx.masks = program, len(arrays) - 3
+        ctx.program = program
+        ctx.masks = len(arrays) - 3
         return output
 
     @staticmethod

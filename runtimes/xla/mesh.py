@@ -110,7 +110,8 @@ class Mesh:
             first, *others = shard.indices
             own = slice(first.start - index.start, first.stop - index.start)
             _data(shard).copy_(rows[(own, *others)])
-        data, devices = [s.data for s in shards], [s.shard_device for s in shards]
+        data = [s.data for s in shards]
+        devices = [s.shard_device for s in shards]
         torch_xla._XLAC._load_local_shards(tensor, data, devices)
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:

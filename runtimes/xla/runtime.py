@@ -102,7 +102,9 @@ class Update:
             factor = (given.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         beta1, beta2 = given.adam_betas
         for name, gradient in gradients.items():
-            parameter, first, second = self._parameters[name], self._first[name], self._second[name]
+            parameter = self._parameters[name]
+            first = self._first[name]
+            second = self._second[name]
             gradient = gradient if factor is None else gradient * factor
             share = self._shares[name]
             first.lerp_(gradient, 1 - beta1)
@@ -123,7 +125,8 @@ class Update:
     def _swap(self) -> None:
         for name, average in self._average.items():
             parameter = self._parameters[name]
-            self._average[name], parameter.data = parameter.data, average
+            self._average[name] = parameter.data
+            parameter.data = average
 
     def shapes(self) -> StateShapes:
         """Shapes of weights, moments and EMA."""
@@ -309,7 +312,8 @@ class TheRuntime(BaseRuntime):
         return super().state(owners)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        count, whole = len(batch.timesteps), pad_batch(batch, self._rows, self._mesh.local)
+        count = len(batch.timesteps)
+        whole = pad_batch(batch, self._rows, self._mesh.local)
         with torch.no_grad():
             inputs = Inputs(whole, self._mesh.shard_rows)
             return self._mesh.fetch_rows(inputs.errors(self._network)).numpy()[:count]
@@ -331,7 +335,8 @@ class TheRuntime(BaseRuntime):
     def _open_sampler(self) -> Any:
         from runtimes.xla.sampler import Sampler  # pipelines are slow to import
 
-        job, dtype = self._job, self._settings.compute_dtype
+        job = self._job
+        dtype = self._settings.compute_dtype
         sampler = Sampler(job.model_folder, self._mesh, dtype, job.vae_folder)
         sampler.use(self._network, trained_scheduler(job.model_folder, self._settings))
         return sampler

@@ -62,7 +62,8 @@ def sharded_encoder(
 
 def open_encoder(job: EncodeJob) -> PaddedEncoder:
     """Open the encoders of a job. Raises WrongInput."""
-    upload, mesh = start(job.device, job.compiled).upload, Mesh(fsdp=1, hosts=1)
+    upload = start(job.device, job.compiled).upload
+    mesh = Mesh(fsdp=1, hosts=1)
     more = {"dtype": job.dtype, "save_compiled": upload, "embeds": job.embeds}
     return sharded_encoder(mesh, job.batch_size, job.model_folder, job.vae_folder, **more)
 

@@ -155,7 +155,9 @@ class OnStore(beam.DoFn):
     """
 
     def __init__(self, dofn: beam.DoFn, store: str, claim: Claim | None) -> None:
-        self.dofn, self.store, self.claim = dofn, store, claim
+        self.dofn = dofn
+        self.store = store
+        self.claim = claim
 
     def process(self, element: Any) -> Iterator[Any]:
         """Yield the DoFn's results. Raises LockLost, StorageError, and what the DoFn raises."""
@@ -174,7 +176,8 @@ class OnEqualWorkers(beam.DoFn):
     """Runs another DoFn where code and packages are those of the process that created this one."""
 
     def __init__(self, dofn: beam.DoFn) -> None:
-        self.dofn, self.versions = dofn, versions()
+        self.dofn = dofn
+        self.versions = versions()
 
     def process(self, element: Any) -> Iterator[Any]:
         """Yield the DoFn's results. Raises WorkerDiffers."""
@@ -225,7 +228,8 @@ class ShardProgress:
         Args:
             failed: rows without a result, by reason.
         """
-        total, count = sum(self.sizes.values()), len(self.sizes)
+        total = sum(self.sizes.values())
+        count = len(self.sizes)
         counts = shard_counts(0, failed, 0, is_new=False)
         shown = f"{count:,} of {count:,} shards"
         self.progress(total, total, progress_text(total, total, shown, self.unit, counts, 0.0))
@@ -306,7 +310,8 @@ class _Exhaust(beam.DoFn):
     queues: ClassVar[dict[str, deque[Any]]] = {}  # of this process; a pickled DoFn has the name
 
     def __init__(self, name: str, dofn: beam.DoFn) -> None:
-        self.name, self.dofn = name, dofn
+        self.name = name
+        self.dofn = dofn
 
     def process(self, _: int) -> Iterator[Any]:
         """Yield the results of the elements that this thread was free for."""
@@ -337,8 +342,11 @@ def _in_turn(elements: Sequence[Any], dofn: beam.DoFn) -> Iterator[tuple[Sequenc
 @contextmanager
 def _watching(watch: ShardProgress) -> Iterator[None]:
     """Show progress in a thread, since Beam's `run` blocks without progress."""
-    reports, begun = WorkerReports(watch.store, watch.reports), time.monotonic()
-    total, count, stop = sum(watch.sizes.values()), len(watch.sizes), threading.Event()
+    reports = WorkerReports(watch.store, watch.reports)
+    begun = time.monotonic()
+    total = sum(watch.sizes.values())
+    count = len(watch.sizes)
+    stop = threading.Event()
 
     def report() -> None:
         try:
@@ -346,7 +354,8 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
         except Exception as error:  # stores raise any type; the pipeline itself fails if they do
             log.debug("no progress was read: %s", one_line(error))
             return
-        done, seconds = found.rows(watch.sizes), time.monotonic() - begun
+        done = found.rows(watch.sizes)
+        seconds = time.monotonic() - begun
         shown = f"{len(found.shards):,} of {count:,} shards"
         text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
         watch.progress(done, total, text)

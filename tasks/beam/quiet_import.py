@@ -10,7 +10,8 @@ from contextlib import contextmanager
 @contextmanager
 def quiet_import() -> Iterator[None]:
     """Discard records of the root logger during the block."""
-    root, silence = logging.getLogger(), logging.NullHandler()
+    root = logging.getLogger()
+    silence = logging.NullHandler()
     nothing = logging.Filter("no logger of this name")
     root.addHandler(silence)  # otherwise logging would install a default handler
     root.addFilter(nothing)

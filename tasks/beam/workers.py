@@ -97,7 +97,8 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     """
     for stage in BEAM_STAGES:
         options = beam_options(recipe, stage)
-        workers, runner = workers_of(options), options.get("runner", "multi_processing")
+        workers = workers_of(options)
+        runner = options.get("runner", "multi_processing")
         if stage not in stages or workers is Workers.THREADS:
             continue
         for setting, place in _places(recipe, stage):
@@ -316,7 +317,8 @@ class WorkerReport:
     """Counts what one process has done, in a file of its own; threads may share it."""
 
     def __init__(self, store: str, folder: str, clock: Clock = REAL) -> None:
-        self._store, self._clock = Store(store), clock
+        self._store = Store(store)
+        self._clock = clock
         self._path = f"{folder}/{uuid4().hex}.json"
         self._shards: list[str] = []
         self._counts: Counter[str] = Counter()
@@ -419,7 +421,8 @@ class WorkerReports:
     """The reports of all workers, each of which is read again only once it has changed."""
 
     def __init__(self, store: Store, folder: str) -> None:
-        self._store, self._folder = store, folder
+        self._store = store
+        self._folder = folder
         self._read: dict[str, tuple[Any, dict[str, Any]]] = {}  # name -> stamp and content
 
     def clear(self) -> None:

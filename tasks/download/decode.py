@@ -34,7 +34,8 @@ from tasks.download.http import FetchFailed
 from tasks.encode.transform import to_rgb
 
 #: Memory that img2dataset needs at most, for alpha in float64; and of pictures without alpha.
-BYTES_PER_PIXEL, OPAQUE_BYTES_PER_PIXEL = 79, 24
+BYTES_PER_PIXEL = 79
+OPAQUE_BYTES_PER_PIXEL = 24
 #: Formats that OpenCV reads with alpha only where Pillow does, too.
 SURE_OF_ALPHA = ("JPEG", "PNG", "WEBP")
 
@@ -76,7 +77,10 @@ MAX_SCANS = 100  # encoders write about 10
 OPENED = 8
 #: A TIFF's byte order -> its code in `struct`. BigTIFF, for files over 4 GB, is not accepted.
 BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
-WIDTH, LENGTH, TILE_WIDTH, TILE_LENGTH = 256, 257, 322, 323  # TIFF tags
+WIDTH = 256
+LENGTH = 257
+TILE_WIDTH = 322
+TILE_LENGTH = 323  # TIFF tags
 #: TIFF types of a number of pixels -> where it is in the entry's four bytes.
 SIZE_TYPES = {3: "H2x", 4: "I"}
 
@@ -144,7 +148,10 @@ def bounded_metadata(body: bytes) -> bytes:
     """
     if not body.startswith(PNG):
         return body
-    kept, start, at, room = list[bytes](), 0, len(PNG), MAX_METADATA
+    kept = list[bytes]()
+    start = 0
+    at = len(PNG)
+    room = MAX_METADATA
     while at + 8 <= len(body):
         size, kind = struct.unpack_from(">I4s", body, at)
         end = at + size + 12  # with length, kind and checksum

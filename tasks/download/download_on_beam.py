@@ -50,7 +50,8 @@ class DownloadShard(beam.DoFn):
     """
 
     def __init__(self, context: DownloadContext) -> None:
-        self.context, self.run = context, uuid4().hex
+        self.context = context
+        self.run = uuid4().hex
 
     def process(self, spec: ShardSpec) -> Iterator[str]:
         result = download_shard(spec, self.context)
@@ -100,7 +101,8 @@ def run_pipeline(
     _clear(store, context.notes)
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
-    dofn, known = DownloadShard(context), (SourceError, SourceAway, Outage)
+    dofn = DownloadShard(context)
+    known = (SourceError, SourceAway, Outage)
     try:
         run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
     except Outage:

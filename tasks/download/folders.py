@@ -168,7 +168,8 @@ class Dataset:
         return hash_rows(rows())
 
     def _files(self) -> list[ListedFile]:
-        path, split = self.settings.path, self.settings.split
+        path = self.settings.path
+        split = self.settings.split
         if is_hub_id(path):
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
@@ -199,7 +200,8 @@ class Dataset:
 
 def _ascending(places: Iterable[PictureLocation]) -> Iterator[tuple[str, list[int]]]:
     """(file, ascending numbers of rows): a file is read again for a number that goes back."""
-    file, numbers = "", list[int]()
+    file = ""
+    numbers = list[int]()
     for place in places:
         row = int(place.row or 0)
         if numbers and (place.file != file or row <= numbers[-1]):
@@ -282,7 +284,8 @@ class Folder:
         self.columns = {"source.path": "file_name", **named_columns(settings)}
 
     def check(self) -> None:
-        files, folder = self._files(), self.settings.path
+        files = self._files()
+        folder = self.settings.path
         for table in files.tables:
             columns = FORMATS[METADATA[_own_name(table)]].columns(table)
             require_columns(self.columns, columns, table)

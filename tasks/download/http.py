@@ -36,11 +36,13 @@ from yarl import URL
 from artifacts.remote_stores import is_full, shortage
 
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
-NO_ANSWER, BUSY = "host does not answer", "host asks to wait"
+NO_ANSWER = "host does not answer"
+BUSY = "host asks to wait"
 #: The host's crawl delay keeps the row for too long: no outage, its other rows are fetched.
 CRAWL_DELAY = "crawl delay too long"
 #: Its robots.txt excludes the URL, or cannot be read for now (RFC 9309).
-DISALLOWED, NO_ROBOTS = "robots.txt disallows", "robots.txt unavailable"
+DISALLOWED = "robots.txt disallows"
+NO_ROBOTS = "robots.txt unavailable"
 #: The body has an encoding other than gzip and deflate, or is damaged.
 BAD_ENCODING = "bad content encoding"
 NOT_REQUESTED = {NO_ANSWER, BUSY, CRAWL_DELAY, DISALLOWED, NO_ROBOTS}
@@ -507,7 +509,8 @@ def parse_url(url: str) -> Target:
             raise FetchFailed("refused scheme")
         if not parts.hostname:
             raise FetchFailed("bad url")
-        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        host = parts.hostname
+        port = parts.port or (443 if parts.scheme == "https" else 80)
         if not host.isascii():
             host = host.encode("idna").decode().lower()
         with suppress(OSError):  # 2130706433 and 127.1 are addresses too

@@ -57,7 +57,9 @@ OF_SYSTEMS = r"__MACOSX|@eaDir|@SynoResource|#recycle|@Recycle|\$RECYCLE\.BIN"
 HIDDEN = re.compile(rf"(^|/)(\.(?!\.?(/|$))|(__[^/]*__|(?i:{OF_SYSTEMS}))(/|$))")
 
 #: Names that an error shows, their length in characters, and names that it is compared with.
-SHOWN, LONGEST, COMPARED = 20, 100, 1000
+SHOWN = 20
+LONGEST = 100
+COMPARED = 1000
 
 
 class ListedFile(NamedTuple):
@@ -155,7 +157,9 @@ def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFi
         # A disk answers at once, and a web server lists no folder.
         has_folders = not isinstance(fs, LocalFileSystem) and not paths[0].startswith("http")
         beside = _beside(fs, roots) if has_folders else {}
-    found, others, absent = list[ListedFile](), list[str](), list[str]()
+    found = list[ListedFile]()
+    others = list[str]()
+    absent = list[str]()
     for path, root in zip(paths, roots, strict=True):
         info = beside.get(root, {})
         if info.get("type") == "file":
@@ -200,8 +204,10 @@ def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[
 
     Raises as the filesystem does, where its `find` omits folders.
     """
-    found, seen = dict[str, dict[str, Any]](), set[str]()
-    folders, links = [(folder, depth)], list[tuple[str, float]]()
+    found = dict[str, dict[str, Any]]()
+    seen = set[str]()
+    folders = [(folder, depth)]
+    links = list[tuple[str, float]]()
     while folders or links:
         path, depth = folders.pop() if folders else links.pop(0)
         if (real := os.path.realpath(path)) in seen:

@@ -121,11 +121,13 @@ def _open_text(file: str) -> Iterator[IO[bytes]]:
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
     """The lines of UTF-8 text, without the byte order mark; of a longer one the first MAX_LINE."""
-    mark, is_start = b"\xef\xbb\xbf", True
+    mark = b"\xef\xbb\xbf"
+    is_start = True
     while line := stream.readline(MAX_LINE):
         if is_start:
             yield line.removeprefix(mark).decode(errors="replace")
-        mark, is_start = b"", line.endswith(b"\n")
+        mark = b""
+        is_start = line.endswith(b"\n")
 
 
 def _fields(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
@@ -259,10 +261,12 @@ def read_malformed_list(
     All rows are of this reader, since the two number the rows of some files differently.
     """
     assert format.tolerant is not None
-    table, texts = "lines", dict.fromkeys((*filter(None, columns.values()), *additional))
+    table = "lines"
+    texts = dict.fromkeys((*filter(None, columns.values()), *additional))
     if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
         valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
-        table, texts = f"(select {valid} as json from lines)", {"json": None}
+        table = f"(select {valid} as json from lines)"
+        texts = {"json": None}
     schema = pa.schema([(name, pa.string()) for name in texts])
     with reading(file), _cursor() as db:
         for lines in _batches(format.tolerant(file), lambda line: line.values()):
@@ -297,13 +301,15 @@ def _batches(
     rows: Iterable[dict[str, Any]], texts: Callable[[dict[str, Any]], Iterable[str]]
 ) -> Iterator[list[dict[str, Any]]]:
     """Rows that DuckDB's memory holds together, by the lengths of their texts."""
-    batch, characters = list[dict[str, Any]](), 0
+    batch = list[dict[str, Any]]()
+    characters = 0
     for row in rows:
         batch.append(row)
         characters += sum(map(len, texts(row)))
         if len(batch) == BATCH // 10 or characters >= MOST_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
@@ -364,7 +370,8 @@ class _OneFile(AbstractFileSystem):
     def __init__(self, fs: AbstractFileSystem, path: str) -> None:
         super().__init__()
         self.protocol = f"kilnlist{next(self.numbers)}"
-        self.fs, self.file = fs, path
+        self.fs = fs
+        self.file = path
         self.failed: list[Exception] = []
 
     def glob(self, path: str, **_: Any) -> list[str]:
@@ -395,7 +402,8 @@ class _Noting:
     """An open file whose errors are noted."""
 
     def __init__(self, stream: Any, of: _OneFile) -> None:
-        self._stream, self._of = stream, of
+        self._stream = stream
+        self._of = of
 
     def read(self, size: int = -1) -> bytes:
         with self._of.noting():
@@ -461,7 +469,8 @@ def _selected(
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
             values = values._replace(additional=kept)
     listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
-    binary, caption = values.binary, _caption("c", "captions" in values.binary)
+    binary = values.binary
+    caption = _caption("c", "captions" in values.binary)
     given = f"list_filter({listed['captions']}, lambda c: c is not null)"
     captions = f"list_transform({given}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
@@ -496,7 +505,8 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
     values = {name: f"json ->> {literal(_path(column))}" for name, column in named.items()}
     if "captions" in named:
         path = _path(named["captions"])
-        kind, items = f"json_type(json, {literal(path)})", literal(f"{path}[*]")
+        kind = f"json_type(json, {literal(path)})"
+        items = literal(f"{path}[*]")
         # What is no text, as an object, would otherwise be trained on as JSON.
         texts = (
             f"list_filter(json_extract(json, {items}), lambda c: not {_is_nested('json_type(c)')})"

@@ -105,7 +105,8 @@ class HostLimits:
         if queue.rows * delay > MAX_QUEUE:
             raise FetchFailed(CRAWL_DELAY)
         queue.rows += 1
-        offset, until = None, 0.0
+        offset = None
+        until = 0.0
         try:
             await queue.free.acquire()
         except BaseException:

@@ -219,7 +219,8 @@ def shard_ends(prefixes: np.ndarray[Any, Any], average: int) -> list[int]:
         prefixes: the first four bytes of each row's hash, as a big-endian integer; the first row
             begins a shard.
     """
-    least, most = max(1, average // 2), max(1, average * 2)
+    least = max(1, average // 2)
+    most = max(1, average * 2)
     every = average - least + 1
     marked = np.flatnonzero(prefixes % every == 0) + 1
     ends: list[int] = []

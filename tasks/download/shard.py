@@ -384,7 +384,8 @@ def _outcomes(store: Store, shard: Shard, pictures: ResizedPictures) -> list[dic
     tar = store.shard_url(STAGE, files["tar"].path)
     for sample in read_tar(tar, files["tar"].sha256):
         pictures.add(int(sample.key.rpartition("_")[2]), sample.image)
-    parquet, root = files["parquet"], store.shards_path(STAGE)
+    parquet = files["parquet"]
+    root = store.shards_path(STAGE)
     rows = read_rows(read_checked(store.fs, root, parquet.path, parquet.sha256))
     return [{name: value for name, value in row.items() if value is not None} for row in rows]
 

@@ -59,7 +59,8 @@ class PlanWriter:
     """Writes row groups to the files `0.parquet`, `1.parquet`... of a folder."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self.key = folder, key
+        self.folder = folder
+        self.key = key
         self.files: list[str] = []
         self._writer: Any = None
         self._groups = 0
@@ -74,7 +75,8 @@ class PlanWriter:
         Args:
             sealed: of `seal`.
         """
-        first, rest = pa.array([sealed], SEALED.type), pa.nulls(len(shard) - 1, SEALED.type)
+        first = pa.array([sealed], SEALED.type)
+        rest = pa.nulls(len(shard) - 1, SEALED.type)
         table = shard.drop_columns(SECRET).append_column(SEALED, pa.chunked_array([first, rest]))
         if self._writer is None or self._groups == GROUPS:
             self._open(table.schema)
@@ -170,7 +172,8 @@ def key_id(key: str) -> str:
 
 
 def _sealed(table: pa.Table, key: str) -> bytes:
-    sink, packed = pa.BufferOutputStream(), pa.ipc.IpcWriteOptions(compression="zstd")
+    sink = pa.BufferOutputStream()
+    packed = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, table.schema, options=packed) as stream:
         stream.write_table(table.combine_chunks())
     nonce = os.urandom(NONCE)
@@ -325,7 +328,8 @@ def plan_shards(
         SourceError: the source cannot be read, or has no rows.
         StageFailed, StorageError: as `build_or_reuse`.
     """
-    pieces, key = list(source.pieces()), plan_key()
+    pieces = list(source.pieces())
+    key = plan_key()
     settings = {"shard_size": shard_size, "key": key_id(key)}
     inputs = {"source": digest_json([piece.identity for piece in pieces])}
     parts = KeyParts(STAGE, VERSION, settings, inputs)
@@ -372,19 +376,23 @@ class _Builder:
     """Builds a plan piece by piece."""
 
     def __init__(self, draft: Draft, shard_size: int, key: str) -> None:
-        self.draft, self.store = draft, draft.store
-        self.shard_size, self.key = shard_size, key
+        self.draft = draft
+        self.store = draft.store
+        self.shard_size = shard_size
+        self.key = key
         self.settings = digest_json([VERSION, shard_size, key_id(key)])
 
     def build(self, pieces: list[Piece]) -> dict[str, Any]:
         """Add all pieces and the index to the draft; returns the summary."""
         rest: _Rest | None = None
-        index, read = [INDEX_SCHEMA.empty_table()], 0
+        index = [INDEX_SCHEMA.empty_table()]
+        read = 0
         for piece in pieces:
             key = digest_json([self.settings, piece.identity, rest and rest.content])
             shard = self.store.shard(STAGE, key)
             if shard is None:
-                shard, read = self._write(key, piece, rest), read + 1
+                shard = self._write(key, piece, rest)
+                read = read + 1
             self.draft.add_shard(shard)
             names = {entry.path.split(".", 2)[2]: entry.path for entry in shard.files}
             index.append(self._index(shard, names))

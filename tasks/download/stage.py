@@ -91,7 +91,8 @@ def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: Non
     Its rows are at their places in the source of now. Raises SourceError if one has none, and the
     plan is of another machine.
     """
-    found, own = read_plan(artifact, shard_key(recipe.download)), plan(recipe, begin)
+    found = read_plan(artifact, shard_key(recipe.download))
+    own = plan(recipe, begin)
     try:
         return place_rows(found, own)
     except SourceError:
@@ -113,7 +114,8 @@ def choose_retry(recipe: Recipe, plan: DownloadPlan, store: Store, *, retry_fail
     It is the last one in the store. With `retry_failed` it is the next one, while a shard has
     transient failures and a retry left.
     """
-    last, limit = 0, recipe.download.retry_failed
+    last = 0
+    limit = recipe.download.retry_failed
     for retry in range(1, limit + 1):
         key = key_parts(recipe, plan, retry).key
         if store.fs.exists(f"{store.root}/{STAGE}/{key}/{MANIFEST}"):
@@ -220,7 +222,8 @@ def _examples(summary: dict[str, Any]) -> list[Panel]:
 
 def _data_panels(summary: dict[str, Any]) -> list[Panel]:
     """Duplicates, captions, sizes and hosts."""
-    data, images = summary["data"], max(summary["images"], 1)
+    data = summary["data"]
+    images = max(summary["images"], 1)
     bins: Counter[int] = Counter()
     for length, count in data["caption_lengths"].items():
         bins[int(length) // BIN * BIN] += count

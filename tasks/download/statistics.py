@@ -27,7 +27,8 @@ SHOWN = 10
 #: Pictures of a whole download whose hashes are compared; of more, a sample by hash.
 HASHES = 1_000_000
 #: Failed rows of each reason that are named, and the length of a name in characters.
-EXAMPLES, LONGEST_NAME = 3, 200
+EXAMPLES = 3
+LONGEST_NAME = 200
 #: Stands in a caption for bytes that are no UTF-8, as of files in Latin-1.
 ILLEGIBLE = "\ufffd"
 #: Caption lengths above it count as it, in characters.
@@ -218,7 +219,9 @@ class Check:
 
 def data_checks(summary: Mapping[str, Any], settings: Download) -> list[Check]:
     """The checks of a download, by its summary."""
-    rows, images, data = summary["rows"], summary["images"], summary["data"]
+    rows = summary["rows"]
+    images = summary["images"]
+    data = summary["data"]
     lengths = {int(length): count for length, count in data["caption_lengths"].items()}
     least = settings.min_caption_length
     short = sum(count for length, count in lengths.items() if length < least)
@@ -279,7 +282,8 @@ def warn_of_captions(summary: Mapping[str, Any], *, expected: bool = True) -> No
 
 
 def _check_failures(check: Check, summary: Mapping[str, Any]) -> None:
-    rows, failed = summary["rows"], summary["rows"] - summary["images"]
+    rows = summary["rows"]
+    failed = summary["rows"] - summary["images"]
     if check.passed and summary["images"]:
         return
     why = most_common({k: n for k, n in summary["outcomes"].items() if k != "success"})

@@ -55,9 +55,12 @@ END = bytes(BLOCK)
 #: Bytes of an extended header: it has a name, or a few numbers.
 MAX_EXTENDED = 2**16
 #: Extended headers of a member, files of a sample, samples of a tar.
-MOST_EXTENDED, MOST_FILES, MOST_SAMPLES = 16, 100, 2_000_000
+MOST_EXTENDED = 16
+MOST_FILES = 100
+MOST_SAMPLES = 2_000_000
 PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
-DAMAGED, CUT_OFF = "it is no tar, or has a damaged header", "the tar is cut off"
+DAMAGED = "it is no tar, or has a damaged header"
+CUT_OFF = "the tar is cut off"
 #: Beginnings of compressed files: gzip, bzip2, xz, zstd.
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
@@ -154,7 +157,9 @@ def content_at(stream: IO[bytes], offset: int, limit: int) -> bytes | None:
 
 def members(stream: IO[bytes]) -> Iterator[Member]:
     """The members of a tar, folders excluded; contents are not read. Raises ValueError."""
-    end, offset, last = stream.seek(0, os.SEEK_END), 0, "its start"
+    end = stream.seek(0, os.SEEK_END)
+    offset = 0
+    last = "its start"
     while True:
         try:
             member, offset = _member(stream, offset, end)
@@ -181,7 +186,8 @@ def _member(stream: IO[bytes], offset: int, end: int) -> tuple[Member | None, in
 
     It is None at the end of the archive. Raises ValueError.
     """
-    first, extended = offset, dict[str, str]()
+    first = offset
+    extended = dict[str, str]()
     for _ in range(MOST_EXTENDED):
         if offset + BLOCK > end:
             raise ValueError(CUT_OFF)
@@ -238,7 +244,9 @@ def _extended(kind: bytes, data: bytes) -> dict[str, str]:
     """The values of an extended header: of GNU's long names, or of pax records (POSIX.1-2001)."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": data.partition(b"\0")[0].decode(errors="surrogateescape")}
-    data, at, found = data.rstrip(b"\0"), 0, {}
+    data = data.rstrip(b"\0")
+    at = 0
+    found = {}
     while at < len(data):
         length, space, _ = data[at : at + 20].partition(b" ")  # a record's, in decimal digits
         end = at + _number(length.decode(errors="replace"))
@@ -276,9 +284,11 @@ def _read(stream: IO[bytes], start: int, size: int) -> bytes:
 TAR = (".tar",)
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 #: Bytes of a picture, and of a caption or a json, that are read: a tar may claim any size.
-MAX_PICTURE, MAX_TEXT = 2**27, 2**20
+MAX_PICTURE = 2**27
+MAX_TEXT = 2**20
 #: Tars of a range, and samples in which a check looks for the columns.
-MOST_TARS, CHECKED = 1_000_000, 100
+MOST_TARS = 1_000_000
+CHECKED = 100
 #: A range of numbers, or what nests and separates ranges.
 BRACES = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]")
 log = logging.getLogger("kiln")
@@ -359,11 +369,13 @@ class Tars:
 
     def _rows(self, file: str) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
-            missing, first = 0, ""
+            missing = 0
+            first = ""
             for sample in samples(stream, self._limit):
                 row = self._row(file, sample)
                 if not row["url"]:
-                    missing, first = missing + 1, first or sample.key
+                    missing = missing + 1
+                    first = first or sample.key
                 yield row
             if missing:
                 words = "source: %s: %d samples have no usable picture, the first is %r"
@@ -374,7 +386,8 @@ class Tars:
 
     def _row(self, file: str, sample: Sample) -> dict[str, Any]:
         """A row, without a picture if any file of the sample that it needs is unusable."""
-        s, files = self.settings, sample.files
+        s = self.settings
+        files = sample.files
         values = _json(sample) if self.needs_json else {}
         given = files["txt"].content if self.has_text and "txt" in files else b""
         pictures = self._pictures(sample)

@@ -62,8 +62,12 @@ class EncodeShard(beam.DoFn):
         copy: EncodersInStore | None = None,
         waits: bool = True,
     ) -> None:
-        self.store_url, self.reports, self.plan, self.copy = store_url, reports, plan, copy
-        self.processes, self.waits = processes, waits
+        self.store_url = store_url
+        self.reports = reports
+        self.plan = plan
+        self.copy = copy
+        self.processes = processes
+        self.waits = waits
         self.run = uuid4().hex
         self._shared = Shared()
 
@@ -74,7 +78,8 @@ class EncodeShard(beam.DoFn):
             shard = store.shard(STAGE, task.key) or self._built(store, task)
         except _Busy:
             return
-        written, failed = sum(entry.size for entry in shard.files), shard.meta["bad_reasons"]
+        written = sum(entry.size for entry in shard.files)
+        failed = shard.meta["bad_reasons"]
         counts = shard_counts(task.samples, failed, written, is_new=shard.is_new)
         worker_report(self.store_url, self.reports, self.run).add(task.key, counts)
         yield task.key

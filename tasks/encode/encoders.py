@@ -65,7 +65,8 @@ class EncodingPlan:
 
     def open(self) -> ShardEncoder:
         """Load the encoders in this process. Raises WrongInput."""
-        job, encoder = self.job, open_encoder(self.job)
+        job = self.job
+        encoder = open_encoder(self.job)
         given = (encoder, self.settings, job.batch_size, self.decoders)
         return ShardEncoder(*given, embeds=job.embeds)
 
@@ -102,7 +103,8 @@ def serve(descriptors: Sequence[int]) -> None:
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
     found = receive(connections[0])
-    job, settings = EncodeJob(**found.pop("job")), TransformSettings(**found.pop("settings"))
+    job = EncodeJob(**found.pop("job"))
+    settings = TransformSettings(**found.pop("settings"))
     try:
         encoder = EncodingPlan(job, settings, **found).open()
     except WrongInput as error:
@@ -268,7 +270,8 @@ class EncoderPool:
         self._free: SimpleQueue[Callable[..., dict[str, Any]]] = SimpleQueue()
         for slot in slots:
             self._free.put(slot)
-        self._slots, self._lock = len(slots), threading.Lock()
+        self._slots = len(slots)
+        self._lock = threading.Lock()
 
     def encode(self, tar: str, sha256: str, path: str) -> dict[str, Any]:
         """Encode a shard on a free device, as `encode_tar`.
@@ -277,7 +280,8 @@ class EncoderPool:
             EncoderFailed: the shard could not be encoded.
             EncoderLost: the device's process has ended.
         """
-        slot, stays = self._free.get(), True
+        slot = self._free.get()
+        stays = True
         try:
             return slot(tar, sha256, path)
         except EncoderLost:
@@ -297,7 +301,8 @@ class EncoderPool:
             process.join()
 
 
-PIPELINE, VAE = "pipeline", "vae"  # subfolders of the copy
+PIPELINE = "pipeline"
+VAE = "vae"  # subfolders of the copy
 
 
 @dataclass(frozen=True)

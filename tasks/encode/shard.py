@@ -178,7 +178,9 @@ class ShardEncoder:
         *,
         embeds: bool = True,
     ) -> None:
-        self.encoder, self._settings, self._batch_size = encoder, settings, batch_size
+        self.encoder = encoder
+        self._settings = settings
+        self._batch_size = batch_size
         self._encode_captions = _encode_captions if embeds else _tokenize_captions
         self._buckets = bucket_sizes(settings, encoder.info["size_step"])
         self._ahead = 2 * max(batch_size, decoders)

@@ -64,7 +64,8 @@ def build(
     """
     given = (recipe, images, model_folder, vae_folder)
     shards = encode_missing(*given, draft.store, f"{draft.path}/{REPORTS}", progress)
-    info, limits = describe_encoders(model_folder, vae_folder), caption_limits(model_folder)
+    info = describe_encoders(model_folder, vae_folder)
+    limits = caption_limits(model_folder)
     summary = summarise(shards, info["vae_scale_factor"], limits)
     check(summary, recipe.encode.max_bad)
     if summary["uncaptioned"]:
@@ -113,12 +114,14 @@ def encode_missing(
     settings = TransformSettings.of(recipe)
     bucket_sizes(settings, info["size_step"])
     digest = digest_encoders(model_folder, vae_folder)
-    dtype, text = recipe.encode.dtype, recipe.encode.text
+    dtype = recipe.encode.dtype
+    text = recipe.encode.text
     tasks = {}
     for entry in images.files:
         if entry.path.endswith(".tar"):
             key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings, text)
-            tar, samples = images.url(entry.path), entry.meta["samples"]
+            tar = images.url(entry.path)
+            samples = entry.meta["samples"]
             tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
     if not tasks:
         raise EncodeFailed("encode: the images artifact has no image shard")

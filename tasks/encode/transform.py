@@ -63,7 +63,8 @@ def nearest_bucket(size: Size, buckets: list[Size]) -> Size:
 #: teach the model to paint from the caption alone.
 FULL_MASKS = 0.25
 #: Minimum and maximum side of the other masks, as fractions of the picture's side.
-MIN_SIDE, MAX_SIDE = 0.125, 0.75
+MIN_SIDE = 0.125
+MAX_SIDE = 0.75
 
 
 def draw_mask(seed: int, sha256: bytes, number: int, size: tuple[int, int]) -> NDArray[np.bool_]:
@@ -271,7 +272,8 @@ def _before_download(
 
     Returns (height, width) in pixels of the original, and (top, left) in pixels of `image`.
     """
-    height, width = meta.get("original_height"), meta.get("original_width")
+    height = meta.get("original_height")
+    width = meta.get("original_width")
     if not (isinstance(height, int) and isinstance(width, int) and height > 0 and width > 0):
         return (image.height, image.width), (0.0, 0.0)
     if reshapes == "border":

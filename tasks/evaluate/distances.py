@@ -70,7 +70,8 @@ LEAST_BEYOND = 5
 #: A share this near to 0 or 1 is all or none: it is a sum of weights, whose last bits differ.
 ROUNDING = 1e-9
 #: Streams of weights: sampled pictures (or held-out losses), and reference pictures.
-PICTURES, REFERENCES = 0, 1
+PICTURES = 0
+REFERENCES = 1
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def mean(values: NDArray[Any], resampling: Resampling) -> Estimate:
     if len(values) == 0:
         raise ValueError("the mean needs at least one value")
     resampled = resampling.weights(len(values)) @ values
-    average, drawn = float(values.mean()), resampling.clusters
+    average = float(values.mean())
+    drawn = resampling.clusters
     return Estimate(average, len(values), resampled, is_mean=True, prompts=drawn)
 
 
@@ -322,7 +324,8 @@ def _independent(estimate: Estimate) -> float:
 
     At 0 and 1 the resamples may have no variance; the pictures then count as independent.
     """
-    p, variance = estimate.value, _variance(estimate.resampled, estimate.prompts)
+    p = estimate.value
+    variance = _variance(estimate.resampled, estimate.prompts)
     if not estimate.counted:
         return estimate.n
     known = ROUNDING < p < 1.0 - ROUNDING and variance > ROUNDING**2
@@ -331,7 +334,9 @@ def _independent(estimate: Estimate) -> float:
 
 def _wilson(estimate: Estimate, level: float) -> Interval:
     """Wilson's score interval (1927), valid at 0 and 1 too."""
-    z, n, p = quantile(level, 0), _trials(estimate, level), estimate.value
+    z = quantile(level, 0)
+    n = _trials(estimate, level)
+    p = estimate.value
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     return max(centre - half, 0.0), min(centre + half, 1.0)
@@ -343,7 +348,8 @@ def _newcombe(a: Estimate, b: Estimate, factor: float, value: float, level: floa
     Newcombe subtracts n / 2 from n² times a positive covariance of two pictures, or all of it if it
     is less: two models that agree on all of few pictures may differ on others.
     """
-    (low_a, high_a), (low_b, high_b) = _wilson(a, level), _wilson(b, level)
+    (low_a, high_a) = _wilson(a, level)
+    (low_b, high_b) = _wilson(b, level)
     spread = a.resampled.std() * b.resampled.std()
     both = ((a.resampled - a.resampled.mean()) * (b.resampled - b.resampled.mean())).mean()
     if both > 0:  # of means of n pictures, which is 1 / n of that of pictures
@@ -374,11 +380,13 @@ def cmmd(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) 
     Jayasumana et al. 2024 (arXiv 2401.09603): 1000 times the squared MMD with a Gaussian kernel of
     sigma 10, on unit-length features. The V-statistic is exactly 0 for equal sets.
     """
-    x, y = normalise(images), normalise(reference)
+    x = normalise(images)
+    y = normalise(reference)
 
     def distance(wx: Float64, wy: Float64) -> Float64:
         """Distances [B] for weights [B, N] and [B, M], whose rows sum to 1."""
-        xx, yy = _mean(_gaussian, x, x, wx, wx), _mean(_gaussian, y, y, wy, wy)
+        xx = _mean(_gaussian, x, x, wx, wx)
+        yy = _mean(_gaussian, y, y, wy, wy)
         return CMMD_SCALE * (xx + yy - 2.0 * _mean(_gaussian, x, y, wx, wy))
 
     found = _estimate(distance, len(x), len(y), resampling)
@@ -394,7 +402,8 @@ def kid(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -
     Raises:
         ValueError: N or M is below 2.
     """
-    x, y = images.astype(np.float64), reference.astype(np.float64)
+    x = images.astype(np.float64)
+    y = reference.astype(np.float64)
     if min(len(x), len(y)) < 2:
         raise ValueError("the kernel distance needs at least two pictures in each set")
 
@@ -416,7 +425,8 @@ def frechet(images: NDArray[Any], reference: NDArray[Any], resampling: Resamplin
     Raises:
         ValueError: N or M is below 2.
     """
-    x, y = images.astype(np.float64), reference.astype(np.float64)
+    x = images.astype(np.float64)
+    y = reference.astype(np.float64)
     value = frechet_distance(x, y)
     size = min(len(x), len(y), x.shape[1])
     most = max(MIN_RESAMPLES, FRECHET_BUDGET / max(size, 64) ** 3)
@@ -509,7 +519,8 @@ def _estimate(
 
 def _within(points: NDArray[Any], manifold: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether each of points [N, D] lies in the ball of each of manifold [M, D]: bool [N, M]."""
-    x, y = points.astype(np.float64), manifold.astype(np.float64)
+    x = points.astype(np.float64)
+    y = manifold.astype(np.float64)
     k = min(NEIGHBOURS, len(y) - 1)
     radii = np.concatenate(  # column 0 is the point itself
         [np.partition(_squared_distances(y[rows], y), k, axis=1)[:, k] for rows in _blocks(len(y))]

@@ -163,10 +163,12 @@ def progress_callback(progress: Progress) -> Callable[[Event], None]:
 
     def on_event(event: Event) -> None:
         if event["event"] == "drawn":
-            done, total = event["done"], event["total"]
+            done = event["done"]
+            total = event["total"]
             progress(done, total, f"{done:,} of {total:,} pictures drawn")
         elif event["event"] == "losses":
-            number, count = event["model"], event["models"]
+            number = event["model"]
+            count = event["models"]
             log.info("%s: held-out losses of model %d of %d", progress.stage, number, count)
         elif event["event"] == "result" and event.get("drawn"):
             compiled = event["compile_seconds"]
@@ -218,7 +220,8 @@ def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
 
 def digest_pipeline(folder: Path) -> str:
     """sha256 of the parts of a pipeline folder that affect its pictures."""
-    digest, unusual = digest_model(folder, DRAWING_PARTS), unusual_texts(folder)
+    digest = digest_model(folder, DRAWING_PARTS)
+    unusual = unusual_texts(folder)
     return digest_json({"pipeline": digest, "texts": unusual}) if unusual else digest
 
 
@@ -276,8 +279,12 @@ def _members(store: Store, shard: Shard) -> Iterator[tuple[str, bytes]]:
 
 CELL = (96, 256)  # minimum and maximum width of a cell, pixels
 COLUMNS = 10
-MARGIN, LABEL, LINE, LINES = 6, 64, 13, 4
-INK, PAPER = (40, 30, 25), (250, 246, 240)
+MARGIN = 6
+LABEL = 64
+LINE = 13
+LINES = 4
+INK = (40, 30, 25)
+PAPER = (250, 246, 240)
 
 #: A prompt, and model -> its picture u8 [H, W, 3], in row order.
 Column = tuple[str, Mapping[str, NDArray[np.uint8]]]
@@ -309,7 +316,8 @@ def _draw_block(
     cell: tuple[int, int],
 ) -> None:
     pen = ImageDraw.Draw(page)
-    small, large = ImageFont.load_default(11), ImageFont.load_default(14)
+    small = ImageFont.load_default(11)
+    large = ImageFont.load_default(14)
     pen.text((MARGIN, top), f"prompts: {name}", INK, large)
     first_row = top + LINE + MARGIN + LINES * LINE
     cells = []
@@ -350,7 +358,8 @@ def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Compariso
     Args:
         champion: a comparable evaluation of the champion.
     """
-    prompts, chosen = list[str](), list[int]()
+    prompts = list[str]()
+    chosen = list[int]()
     sets = artifact.manifest["settings"]["prompts"].values()
     for given in sets:
         share = max(1, SHOWN // len(sets))

@@ -71,7 +71,8 @@ def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
 
 def _check_input_size(folder: Path, setting: str) -> None:
     """Raise WrongInput if the image processor of a CLIPModel gives no pictures of its size."""
-    model, config = read_config(folder / "config.json"), _processor_config(folder)
+    model = read_config(folder / "config.json")
+    config = _processor_config(folder)
     vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
     side = vision.get("image_size", CLIP_SIDE)
     cropped = config.get("do_center_crop", True)
@@ -120,7 +121,8 @@ def digest_image_encoder(folder: Path) -> str:
     It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
     Others have the digest of their files, as in releases without it.
     """
-    digest, processor = digest_model(folder), _processor(folder)  # its class has defaults, too
+    digest = digest_model(folder)
+    processor = _processor(folder)  # its class has defaults, too
     cropped = getattr(processor, "do_center_crop", False)
     keeps = "shortest_edge" in dict(processor.size) and not cropped
     if keeps or getattr(processor, "crop_pct", None) is not None:
@@ -154,7 +156,8 @@ def _check_call(folder: Path, setting: str) -> None:
     from transformers import AutoModel
 
     local = {"local_files_only": True, "trust_remote_code": False}
-    missing, kind = list[str](), ""
+    missing = list[str]()
+    kind = ""
     try:
         processor = _processor(folder)
         model, report = AutoModel.from_pretrained(  # shapes alone
@@ -204,7 +207,8 @@ class Clip:
     def __init__(self, folder: Path, device: str = "auto", setting: str = "evaluate.clip") -> None:
         from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-        self._device, self._setting = _device(device), setting
+        self._device = _device(device)
+        self._setting = setting
         try:
             model = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
@@ -213,7 +217,8 @@ class Clip:
             raise WrongInput(
                 f"{setting}: {folder} does not load as a CLIPModel: {one_line(error)}"
             ) from None
-        tokens, rows = len(self._tokenizer), model.config.text_config.vocab_size
+        tokens = len(self._tokenizer)
+        rows = model.config.text_config.vocab_size
         if not 256 < tokens <= rows:
             raise WrongInput(
                 f"{setting}: {folder}: the tokenizer has {tokens} tokens only,"
@@ -339,7 +344,8 @@ class Pixels:
 
     def images(self, pictures: Iterable[Picture]) -> Float32:
         """Features f32 [N, 32 * 32 * 3]."""
-        size, box = (PIXEL_SIDE, PIXEL_SIDE), Image.Resampling.BOX
+        size = (PIXEL_SIDE, PIXEL_SIDE)
+        box = Image.Resampling.BOX
         small = [np.asarray(Image.fromarray(p).resize(size, box), np.float32) for p in pictures]
         stacked = np.stack(small) if small else np.zeros((0, *size, 3), np.float32)
         centred = stacked - stacked.mean(axis=(1, 2), keepdims=True)

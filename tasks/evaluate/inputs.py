@@ -101,7 +101,9 @@ VERSION = 5
 
 def sampling_spec(given: EvalInputs) -> SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
-    recipe, latents, settings = given.recipe, given.latents, given.recipe.evaluate
+    recipe = given.recipe
+    latents = given.latents
+    settings = given.recipe.evaluate
     has_holdout = open_latents(latents.uri).held_out > 0
     return SamplingSpec(
         runtime=recipe.runtime,

@@ -61,7 +61,10 @@ log = logging.getLogger("kiln")
 
 BATCH = 256  # pictures in memory
 #: Names of the encoders of pictures. IMAGE may have the model of CLIP, and sees whole pictures.
-CLIP, IMAGE, PIXELS, INCEPTION = "clip", "image", "pixels", "inception"
+CLIP = "clip"
+IMAGE = "image"
+PIXELS = "pixels"
+INCEPTION = "inception"
 References = Mapping[str, ReferenceFeatures]  # by encoder
 
 
@@ -90,8 +93,11 @@ class MetricSuite:
     @classmethod
     def of(cls, given: EvalInputs, store: Store, progress: Report) -> MetricSuite:
         """The metrics of a recipe. Raises WrongInput if a model fails to load."""
-        recipe, settings, sets = given.recipe, given.recipe.evaluate, prompt_sets(given.recipe)
-        prompts, models = all_prompts(sets), given.measuring.preference_models
+        recipe = given.recipe
+        settings = given.recipe.evaluate
+        sets = prompt_sets(given.recipe)
+        prompts = all_prompts(sets)
+        models = given.measuring.preference_models
         clip = Clip(given.measuring.clip, settings.device)
         clip.tell_cut_prompts(prompts)
         image: ImageEncoder = WholePictures(clip)
@@ -157,7 +163,8 @@ class MetricSuite:
         """Features by each encoder and scores by each judge, one row per picture."""
         features: dict[str, list[Float32]] = {name: [] for name in self.encoders}
         scores: dict[str, list[Scores]] = {name: [] for name in self.judges}
-        prompts, start = all_prompts(self.sets), 0
+        prompts = all_prompts(self.sets)
+        start = 0
         for pictures in batches(read_pictures(store, drawn), BATCH):
             for name, encoder in self.encoders.items():
                 features[name].append(encoder.images(pictures))
@@ -190,13 +197,15 @@ class MetricSuite:
         if min(len(self.held_out[CLIP].features), len(chosen)) < LEAST_COMPARED:
             return {}
         resampling = self._by_prompt(tuple(self.prompts[n] for n in chosen))
-        by_clip, by_image = features[CLIP][chosen], features[IMAGE][chosen]
+        by_clip = features[CLIP][chosen]
+        by_image = features[IMAGE][chosen]
         reference = self.held_out[IMAGE].features
         found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, resampling)}
         for name, distance in DISTANCES.items():
             found[name] = distance(by_image, reference, resampling)
         if INCEPTION in features:
-            drawn, reference = features[INCEPTION][chosen], self.held_out[INCEPTION].features
+            drawn = features[INCEPTION][chosen]
+            reference = self.held_out[INCEPTION].features
             for name, distance in INCEPTION_DISTANCES.items():
                 found[name] = distance(drawn, reference, resampling)
         return found
@@ -288,9 +297,11 @@ def _references(
         "limit": limit,
     }
     pictures = reference_pictures(images, settings, factor, split, limit)
-    name, count = "held-out", latents.held_out
+    name = "held-out"
+    count = latents.held_out
     if split == "train":
-        name, count = "training", latents.training
+        name = "training"
+        count = latents.training
 
     def tell(done: int) -> None:
         total = max(done, min(limit, count))

@@ -15,11 +15,15 @@ from tasks.evaluate.distances import Estimate, Resampling, normalise, share
 from tasks.evaluate.features import ReferenceFeatures
 from tasks.panels import picture_grid, to_png
 
-FEATURES, PIXELS = "memorized", "memorized_pixels"  # names of the metrics
+FEATURES = "memorized"
+PIXELS = "memorized_pixels"  # names of the metrics
 PAIRS = 8  # closest pairs that are shown
 BLOCK = 512  # samples per matrix product
-SIDE, GAP, LINE = 128, 4, 14  # of a picture in the strip of pairs, pixels
-INK, PAPER = (40, 30, 25), (250, 246, 240)
+SIDE = 128
+GAP = 4
+LINE = 14  # of a picture in the strip of pairs, pixels
+INK = (40, 30, 25)
+PAPER = (250, 246, 240)
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,10 @@ class NearestTraining:
 
 def nearest(samples: NDArray[Any], training: NDArray[Any]) -> Nearest:
     """The row of training [K, D] with the largest cosine to each of samples [N, D]; K is over 0."""
-    x, y = normalise(samples), normalise(training)
-    index, similarity = np.zeros(len(x), np.intp), np.zeros(len(x))
+    x = normalise(samples)
+    y = normalise(training)
+    index = np.zeros(len(x), np.intp)
+    similarity = np.zeros(len(x))
     for start in range(0, len(x), BLOCK):
         cosine = x[start : start + BLOCK] @ y.T
         best = cosine.argmax(axis=1)
@@ -90,7 +96,8 @@ def copies_table(facts: Mapping[str, Any], shares: Mapping[str, Any]) -> list[di
         ("pixels", PIXELS, "pixel_similarity"),
     ):
         closest = [pair["similarity"] for pair in facts["closest_pairs"] if pair["by"] == by]
-        share, threshold = shares[name], facts["thresholds"][limit]
+        share = shares[name]
+        threshold = facts["thresholds"][limit]
         rows.append(
             {
                 "compared by": by,
@@ -122,7 +129,8 @@ def render_pairs(pairs: Sequence[tuple[Pair, NDArray[np.uint8], NDArray[np.uint8
     grid = picture_grid(cells, len(cells), len(pairs), gap=GAP, paper=PAPER)
     page = Image.new("RGB", (grid.width + 2 * GAP, grid.height + 3 * LINE + 2 * GAP), PAPER)
     page.paste(grid, (GAP, 3 * LINE + GAP))
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(11)
+    pen = ImageDraw.Draw(page)
+    font = ImageFont.load_default(11)
     pen.text((GAP, 2), "samples above, nearest training pictures below", INK, font)
     for column, (pair, *_) in enumerate(pairs):
         text = f"{pair.by} {pair.similarity:.3f}"

@@ -159,7 +159,8 @@ def holdout_losses(losses: NDArray[np.float64], resampling: Resampling) -> dict[
     return {HOLDOUT_LOSS: mean(losses.mean(axis=1), resampling), **bands}
 
 
-CLIP_SCORE, CMMD = "clip_score", "cmmd"
+CLIP_SCORE = "clip_score"
+CMMD = "cmmd"
 #: Distances need this many pictures of a model, and as many held-out ones.
 LEAST_COMPARED = 2
 #: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
@@ -258,7 +259,8 @@ def prompt_numbers(sets: PromptSets) -> tuple[int, ...]:
 
 def slices_by_set(sets: PromptSets) -> dict[str, slice]:
     """Prompt set name -> the slice of its pictures in `all_prompts`."""
-    found, start = {}, 0
+    found = {}
+    start = 0
     for name, prompts in sets.items():
         found[name] = slice(start, start + len(prompts))
         start += len(prompts)
@@ -286,7 +288,9 @@ class SampleScorer:
         clip: Path,
         prompts: Sequence[str],
     ) -> None:
-        self._judges, self._folder, self._prompts = open_judges(judges, {}, "cpu"), clip, prompts
+        self._judges = open_judges(judges, {}, "cpu")
+        self._folder = clip
+        self._prompts = prompts
 
     def __call__(self, strip: bytes) -> dict[str, float]:
         """The mean CLIPScore ("clip_score") and the mean score of each judge, by name.

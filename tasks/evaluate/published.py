@@ -123,7 +123,8 @@ def _digest(folder: Path, found: EvalModel) -> str:
     if found.weights.lora is not None:
         own = digest_model(folder, (LORA_WEIGHTS, *found.weights.parts))
         return digest_eval_model(found.folder, found.vae, own)
-    pipeline, texts = digest_pipeline(folder), tuple(found.weights.parts)
+    pipeline = digest_pipeline(folder)
+    texts = tuple(found.weights.parts)
     return digest_json({"pipeline": pipeline, "texts": texts}) if texts else pipeline
 
 
@@ -227,7 +228,8 @@ def _build_published(
 
     A rule that names another metric then has no comparable value, and fails unless it is forced.
     """
-    spec, store = sampling_spec(given), draft.store
+    spec = sampling_spec(given)
+    store = draft.store
     if not same_loss(given, model):
         spec = replace(spec, latents=None)  # the model may not even accept our latents
     with draw.scratch(draft) as folder:
@@ -258,7 +260,8 @@ def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     Raises StorageError if a remote store does not give them.
     """
     place = Store(uri)
-    fs, root = place.fs, place.root
+    fs = place.fs
+    root = place.root
     with storing(place):
         try:
             manifest = read_record(fs, f"{root}/{MANIFEST}")

@@ -44,7 +44,8 @@ def reference_pictures(
     """
     if split == "holdout" and settings.holdout == 0:
         return  # there is none, so no tar need be searched
-    buckets, count = bucket_sizes(settings, factor), 0
+    buckets = bucket_sizes(settings, factor)
+    count = 0
     for entry in sorted(images.files, key=lambda entry: entry.path):
         if not entry.path.endswith(".tar"):
             continue
@@ -69,7 +70,8 @@ def find_pictures(
     factor: int,
 ) -> dict[tuple[str, str], NDArray[np.uint8]]:
     """Chosen pictures by (path of the tar, sample key); only their tars are read."""
-    buckets, found = bucket_sizes(settings, factor), {}
+    buckets = bucket_sizes(settings, factor)
+    found = {}
     for entry in images.files:
         keys = {key for path, key in wanted if path == entry.path}
         if not keys:

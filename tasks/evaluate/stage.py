@@ -97,7 +97,8 @@ def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
     given = recipe.evaluate
     sides = {"height": given.height, "width": given.width}
     initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base, vae)
-    family, config = detect_family(base), read_denoiser_config(base)
+    family = detect_family(base)
+    config = read_denoiser_config(base)
     scale = describe_encoders(base, vae)["vae_scale_factor"]
     check_sides(given.judges, *initial_noise.image_size(sides, family, config, scale))
 
@@ -107,7 +108,8 @@ def build(
     given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: RunJob = run_job
 ) -> dict[str, Any]:
     """Sample with both models, and write metrics, pictures and the grid into the draft."""
-    spec, store = sampling_spec(given), draft.store
+    spec = sampling_spec(given)
+    store = draft.store
     if spec.latents is None:
         log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
     cuts = tell_cut_prompts(STAGE, given.model().folder, spec.prompts)
@@ -172,7 +174,8 @@ def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metr
 
 def read_estimates(evaluated: Artifact, models: Sequence[str] = MODELS) -> dict[str, Estimates]:
     """Model -> its metrics, of some models of an evaluation."""
-    metrics, resampled = json.loads(evaluated.read(METRICS))["metrics"], evaluated.read(BOOTSTRAP)
+    metrics = json.loads(evaluated.read(METRICS))["metrics"]
+    resampled = evaluated.read(BOOTSTRAP)
     return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}
 
 
@@ -203,7 +206,8 @@ def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
         champion: a comparable evaluation of the champion.
     """
     summary = artifact.summary
-    metrics, compared = summary["metrics"], summary["differences"]
+    metrics = summary["metrics"]
+    compared = summary["differences"]
     if champion is not None:
         own = champion.summary["metrics"]
         theirs = {n: {"champion": own[n]["tuned"]} for n in own if "tuned" in own[n]}

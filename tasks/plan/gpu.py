@@ -88,7 +88,10 @@ class Planner:
     def __init__(
         self, recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None]
     ) -> None:
-        self._recipe, self._model, self._vae, self._say = recipe, model, vae, say
+        self._recipe = recipe
+        self._model = model
+        self._vae = vae
+        self._say = say
         self._found: dict[str, StepMemory] = {}
         self.seconds = 0.0
 
@@ -168,7 +171,8 @@ class Planner:
 
     def peaks(self, recipe: Recipe) -> Peaks:
         """Peak memory of a variant of the recipe."""
-        settings, step = recipe.train, self.step(recipe.train)
+        settings = recipe.train
+        step = self.step(recipe.train)
         average = 0 if settings.ema_decay is None else step.ema
         state = {
             "weights": step.weights,
@@ -430,7 +434,8 @@ class GpuPlan(TrainingPlan):
 
         It holds each value in four bytes, those of 8-bit moments too.
         """
-        weights, average = 4 * self.step.parameters, self.recipe.train.ema_decay is not None
+        weights = 4 * self.step.parameters
+        average = self.recipe.train.ema_decay is not None
         return weights + self.step.optimizer + weights * average
 
     @property
@@ -494,7 +499,8 @@ def plan_for(
         raise WrongInput("train.fsdp: a GPU plan knows unsharded weights only: set 1")
     planner = Planner(recipe, model, vae, say)
     planner.compute(planner.requests(recipe))
-    peaks, step = planner.peaks(recipe), planner.step(recipe.train)
+    peaks = planner.peaks(recipe)
+    step = planner.step(recipe.train)
     info = describe_encoders(model, vae)
     plan = GpuPlan(recipe, gpu, step, peaks, info, planner.seconds)
     largest = planner.largest_micro_batch(recipe, plan.usable, enlarges=search)

@@ -66,7 +66,8 @@ class TrainingPlan(ABC):
     @property
     def steps(self) -> int | None:
         """Steps of the run; None for `train.epochs` without `plan.pictures`."""
-        train, pictures = self.recipe.train, self.recipe.plan.pictures
+        train = self.recipe.train
+        pictures = self.recipe.plan.pictures
         if train.epochs is not None and pictures is None:
             return None
         return train.with_steps(pictures or 0).steps
@@ -300,7 +301,8 @@ def _drawn_bytes(recipe: Recipe) -> int:
 
 def _published_bytes(recipe: Recipe, model: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
-    publish, train = recipe.publish, recipe.train
+    publish = recipe.publish
+    train = recipe.train
     width = 4 if publish.dtype == "float32" else 2
     parts = sorted(folder for folder in model.iterdir() if folder.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
@@ -319,9 +321,11 @@ def _trained_parameters(settings: Train, model: Path) -> int:
 def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -> int:
     if settings.method == "full" or not shapes:
         return sum(map(math.prod, shapes.values()))
-    family, layers = detect_family(model), layers_of(shapes)
+    family = detect_family(model)
+    layers = layers_of(shapes)
     chosen = choose_layers(part, layers, settings.lora, family.attention_layers)
-    rank, rows = settings.lora.rank, settings.lora.dora
+    rank = settings.lora.rank
+    rows = settings.lora.dora
     weights = (shapes[f"{name}.weight"] for name in chosen)
     sizes = ((shape[0], math.prod(shape[1:])) for shape in weights)
     return sum(rank * (out + into) + out * rows for out, into in sizes)

@@ -199,8 +199,11 @@ def _largest(measure: Callable[[Size], StepCost], start: Size) -> Size | None:
     A secant search: memory is assumed linear in the batch, and each guess is compiled, until the
     largest batch that fits and the smallest that fails are adjacent.
     """
-    hbm, fitting, failing = start.where.chip.hbm_bytes, 0, 0
-    guess, before = start.per_chip, (0, 0)  # next batch per chip; the previous one and its bytes
+    hbm = start.where.chip.hbm_bytes
+    fitting = 0
+    failing = 0
+    guess = start.per_chip
+    before = (0, 0)  # next batch per chip; the previous one and its bytes
     while True:
         plan = measure(start.with_per_chip(guess))
         if _fits(plan, start.where):
@@ -209,7 +212,8 @@ def _largest(measure: Callable[[Size], StepCost], start: Size) -> Size | None:
             failing = guess
         if failing and failing - fitting == 1:
             return start.with_per_chip(fitting) if fitting else None
-        low, high = fitting + 1, failing - 1 if failing else 8 * fitting
+        low = fitting + 1
+        high = failing - 1 if failing else 8 * fitting
         if plan.fits or plan.total > hbm:  # otherwise the excess is unknown, so bisect
             count, held = before if before[1] else (0, plan.arguments)
             slope = max((plan.total - held) / (guess - count), 1.0)

@@ -87,7 +87,8 @@ class _Merging:
     """Merges a part's adapters into its weights, tensor by tensor."""
 
     def __init__(self, part: str, adapters: Mapping[str, Adapter]) -> None:
-        self._part, self._unused = part, dict(adapters)
+        self._part = part
+        self._unused = dict(adapters)
 
     def __call__(self, name: str, tensor: Any) -> Any:
         adapter = self._unused.pop(stored_name(self._part, name.removesuffix(".weight")), None)

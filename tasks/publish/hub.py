@@ -51,7 +51,8 @@ def sign_version(registry: Registry, version: Version, key: str) -> None:
     Raises:
         SignatureError: the key is unusable, or a file is not as published.
     """
-    config, root = _signer(key), f"{registry.root}/{version.name}"
+    config = _signer(key)
+    root = f"{registry.root}/{version.name}"
     fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)
     if fault is not None:
         raise SignatureError(f"{registry.name} {version.name} is not signed: {fault}")

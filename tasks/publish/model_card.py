@@ -119,7 +119,8 @@ class Weights:
         vae_place: str | None = None,
     ) -> Weights:
         """Of the folder `out`, in which the weights are; `vae_place` is `model.vae`."""
-        has_lora, own = tuned.lora is not None, tuned.parts.get("scheduler")
+        has_lora = tuned.lora is not None
+        own = tuned.parts.get("scheduler")
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
         return cls(
             pipeline=merged or not has_lora,
@@ -170,7 +171,8 @@ def shown_license(recipe: Recipe, base: Path) -> str:
 
 def license_conflict(recipe: Recipe, base: Path) -> str | None:
     """One line if `publish.license` differs from the licence in the base's card."""
-    given, card = recipe.publish.license, base_card(base)
+    given = recipe.publish.license
+    card = base_card(base)
     theirs = card.get("license")
     if given is None or theirs is None or given == theirs:
         return None
@@ -207,7 +209,8 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    given, vae = recipe.evaluate, recipe.model.vae
+    given = recipe.evaluate
+    vae = recipe.model.vae
     scores = [given.negative_aesthetic_score, given.aesthetic_score]
     card = ModelCard.from_template(
         _metadata(recipe, base, measured, weights),
@@ -245,7 +248,8 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
     """ModelCardData: what the Hugging Face hub shows beside a model and searches by."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    shown, found = license_of(recipe, base), base_card(base)
+    shown = license_of(recipe, base)
+    found = base_card(base)
     if found.get("license") != shown:  # the name and link are those of another licence
         found = {}
     return ModelCardData(
@@ -289,7 +293,8 @@ def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
 
 def _adapter_rows(recipe: Recipe, weights: Weights) -> list[tuple[str, str, str]]:
     """(tool, file, use) of the tools, other than diffusers, that read the adapters."""
-    lora, folder = recipe.train.lora, "lora/" if weights.pipeline else ""
+    lora = recipe.train.lora
+    folder = "lora/" if weights.pipeline else ""
     kohya_file = f"{folder}{recipe.publish.name}{KOHYA_SUFFIX}"
     names = weights.family.kohya if weights.family is not None and weights.kohya else None
     load = "copy it to `models/loras`, and add the node *Load LoRA*"
@@ -336,7 +341,8 @@ def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, An
 
 def _base(recipe: Recipe, digest: str | None) -> str:
     """The base, with its revision, or with the digest of the weights of a local folder."""
-    named, revision = base_name(recipe.model.path), recipe.model.revision
+    named = base_name(recipe.model.path)
+    revision = recipe.model.revision
     if revision is not None:
         return f"{named}, revision {revision}"
     if digest is not None and is_local(recipe.model.path):

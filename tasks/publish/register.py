@@ -166,7 +166,8 @@ def _warning(what: str) -> Iterator[None]:
 
 def show_version(model: str, registered: dict[str, Any]) -> list[Panel]:
     """The model's URL in the registry, the champion, and links to the model's stages."""
-    url, champion = registered["model"], registered["champion"]
+    url = registered["model"]
+    champion = registered["champion"]
     facts = {
         "model": url,
         "version": url.rpartition("/")[2],

@@ -53,7 +53,8 @@ from tasks.stage import REPORT
 
 log = logging.getLogger("kiln")
 ALIAS = "champion"
-HISTORY, COPY = "history.json", "history.copy.json"
+HISTORY = "history.json"
+COPY = "history.copy.json"
 ROLLED_BACK = "rolled back"
 Moves = list[dict[str, Any]]  # {version, why, at, token} and facts, oldest first
 
@@ -70,8 +71,10 @@ class Champions:
     """The history below `root`; its last entry is the champion."""
 
     def __init__(self, fs: AbstractFileSystem, root: str) -> None:
-        self._fs, self._alias = fs, f"{root}/{ALIAS}"
-        self._history, self._copy = f"{root}/{HISTORY}", f"{root}/{COPY}"
+        self._fs = fs
+        self._alias = f"{root}/{ALIAS}"
+        self._history = f"{root}/{HISTORY}"
+        self._copy = f"{root}/{COPY}"
 
     def moves(self) -> Moves:
         """Changes of the champion.
@@ -220,7 +223,8 @@ def not_rolled_back(moves: Moves) -> list[str]:
     return stack
 
 
-CHAMPION, CANDIDATE = "champion", "candidate"  # aliases
+CHAMPION = "champion"
+CANDIDATE = "candidate"  # aliases
 SAME_MODEL = "key_without_champion"  # fact of a move of the champion
 
 
@@ -410,7 +414,8 @@ class Registry:
 
         Their numbers are never used again.
         """
-        names, needed = self._version_names(), _newest_first(self.history())[:2]
+        names = self._version_names()
+        needed = _newest_first(self.history())[:2]
         complete = [name for name in names if self.has(name)]
         for name in names[: names.index(complete[-1])] if complete else []:
             if name not in (*complete, *needed):
@@ -538,7 +543,8 @@ class Registry:
         return f"v{number}"
 
     def _has_other_files(self, name: str, artifact: Artifact) -> bool:
-        root, own = f"{self.root}/{name}", {entry.path for entry in artifact.files} | {REPORT}
+        root = f"{self.root}/{name}"
+        own = {entry.path for entry in artifact.files} | {REPORT}
         found = [str(entry["name"])[len(root) + 1 :] for entry in files(self.fs, root)]
         return any(path not in own and not path.endswith(".tmp") for path in found)
 
@@ -582,7 +588,8 @@ class Registry:
                 self.fs.rm_file(entry["name"])
 
     def _copy(self, artifact: Artifact, entry: FileEntry, root: str, lock: Lock) -> FileEntry:
-        source, target = artifact.url(entry.path), f"{root}/{entry.path}"
+        source = artifact.url(entry.path)
+        target = f"{root}/{entry.path}"
         if self.store.is_local or entry.size > SMALL:
             etag = copy_checked(source, entry.sha256, self.fs, target, lock.check)
             return replace(entry, etag=etag)

@@ -78,7 +78,8 @@ def _verdict(recipe: Recipe, published: Artifact) -> dict[str, str]:
 
 def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
     """The line of facts under the title, after the verdict."""
-    published, run = artifacts[-1], artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
+    published = artifacts[-1]
+    run = artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
     trained = artifacts[2].summary if len(artifacts) > 2 else {}
     steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
     chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""

@@ -60,7 +60,8 @@ def lineage_nodes(artifact: Artifact) -> dict[str, Node]:
 def _add(artifact: Artifact, nodes: dict[str, Node]) -> str:
     if artifact.key in nodes:
         return artifact.key
-    parents, inputs = artifact.manifest["run"].get("parents", {}), []
+    parents = artifact.manifest["run"].get("parents", {})
+    inputs = []
     for name, digest in sorted(artifact.manifest["inputs"].items()):
         parent = parents.get(name)
         found = artifact.store.load(parent["stage"], parent["key"]) if parent else None
@@ -122,8 +123,10 @@ class Rejected(Exception):
         compared_with: str | None = None,
         champion_evaluation: Artifact | None = None,
     ) -> None:
-        self.verdicts, self.measured = verdicts, dict(measured or {})
-        self.compared_with, self.champion_evaluation = compared_with, champion_evaluation
+        self.verdicts = verdicts
+        self.measured = dict(measured or {})
+        self.compared_with = compared_with
+        self.champion_evaluation = champion_evaluation
         failed = [promotion_gate.failure(v) for v in verdicts if not v.passed]
         super().__init__("the gate rejected the model: " + "; ".join(failed))
 
@@ -242,7 +245,8 @@ def build(
         Rejected: a rule or the smoke test failed; the draft is empty.
         TransientError: the champion is not the one that the draft's key names.
     """
-    recipe, inputs = given.recipe, draft.parts.inputs
+    recipe = given.recipe
+    inputs = draft.parts.inputs
     check_champion(recipe, given.trained, given.evaluated, given.base, draft.parts.as_dict())
     champion = _champion_before(recipe, inputs)
     models, again = _measured(recipe, given.evaluated, champion, champion_metrics)
@@ -354,7 +358,8 @@ def _write_folder(
     out: Path,
 ) -> None:
     """Write the weights, and beside them card, licences, recipe and metrics."""
-    recipe, base = given.recipe, given.base
+    recipe = given.recipe
+    base = given.base
     with local_weights(given.trained) as tuned:
         _write_weights(given, tuned, out)
         weights = model_card.Weights.of(
@@ -378,7 +383,8 @@ def _write_folder(
 
 def _write_weights(given: Publication, tuned: TrainedWeights, out: Path) -> None:
     """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy of them."""
-    settings, lora = given.recipe.publish, tuned.lora
+    settings = given.recipe.publish
+    lora = tuned.lora
     alone = lora is not None and not settings.merge
     if not alone:
         instead = tuned.parts | ({} if given.vae is None else {"vae": given.vae})

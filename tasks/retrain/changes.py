@@ -95,7 +95,8 @@ def plan_changes(
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
         rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
     found = _Compared(recipe, kept, rest)
-    matched, lost = set[bytes](), set[bytes]()
+    matched = set[bytes]()
+    lost = set[bytes]()
     for key in sorted(old.keys() - kept.keys()):
         hashes = _row_hashes(images, old[key])
         (matched if found.match(key, hashes) else lost).update(hashes)
@@ -119,7 +120,8 @@ def _cut(recipe: Recipe, rows: Rows) -> list[ShardSpec]:
     """Shards of rows, the last of which may be small."""
     prefixes = [int.from_bytes(row_hash[:4], "big") for row_hash in rows]
     ends = shard_ends(np.array(prefixes, np.uint32), recipe.download.shard_size)
-    items, starts = list(rows.items()), [0, *ends]
+    items = list(rows.items())
+    starts = [0, *ends]
     parts = [items[a:b] for a, b in zip(starts, [*ends, len(items)], strict=True)]
     return [_spec(recipe, part) for part in parts if part]
 
@@ -191,7 +193,8 @@ def last_stamp(recipe: Recipe) -> str | None:
 def remember(recipe: Recipe, found: str) -> None:
     """Store a stamp. Raises OSError if the registry cannot be written."""
     registry = registry_of(recipe)
-    path, data = f"{registry.root}/{FILE}", json.dumps({"stamp": found}).encode()
+    path = f"{registry.root}/{FILE}"
+    data = json.dumps({"stamp": found}).encode()
     make_folder_of(registry.fs, path)
     while not swap(registry.fs, path, read(registry.fs, path), data):
         pass  # another watcher stored its stamp at this moment

@@ -30,7 +30,8 @@ LEAST_STEPS_PER_WARMUP_STEP = 10
 
 def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
     """The recipe with the steps of a retraining, in proportion to the selected samples."""
-    settings, summary = recipe.retrain, selection.summary
+    settings = recipe.retrain
+    summary = selection.summary
     planned = recipe.train.model_copy(update={"epochs": settings.epochs})
     proportional = planned.with_steps(summary["new"] + summary["replayed"]).steps
     steps = min(proportional, settings.max_steps)

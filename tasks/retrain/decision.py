@@ -76,7 +76,8 @@ def why_unchanged(
         return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
     if champion is None:  # its registry was deleted
         return None
-    version, now = found["version"], champion.version
+    version = found["version"]
+    now = champion.version
     return f"{version} of these rows was published before, and {now} is champion again"
 
 

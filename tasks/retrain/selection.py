@@ -100,7 +100,8 @@ class _Embeds(Sequence[NDArray[np.uint16]]):
     """Embeddings of captions, read while they are written: those of a T5 are megabytes each."""
 
     def __init__(self, shard: LatentShard, rows: list[int]) -> None:
-        self._shard, self._rows = shard, rows
+        self._shard = shard
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -194,7 +195,8 @@ def _cut(
     [entry] = shard.files
     url = latents.url(f"../{SHARDS}/{entry.path}")
     ref = ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
-    info, cache_bytes = json.loads(latents.read(INFO)), recipe.train.cache_bytes
+    info = json.loads(latents.read(INFO))
+    cache_bytes = recipe.train.cache_bytes
     with tempfile.TemporaryDirectory(prefix="kiln-replay-") as folder:
         path = Path(folder, "shard.safetensors")
         groups = cut_shard(ref, info, count, seed, path, cache_bytes=cache_bytes)
