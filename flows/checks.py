@@ -48,6 +48,7 @@ from runtimes.objective.noise_schedule import (
 )
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import (
+    Base,
     describe_encoders,
     folder_extras,
     read_denoiser_config,
@@ -96,7 +97,7 @@ def check_models(recipe: Recipe) -> tuple[Path, Path | None]:
     _check_position_embeddings(recipe, model, largest, factor)
     evaluate.check_drawn_size(recipe, model, vae)
     _check_weights(model, vae)
-    check_tokenizers(model)
+    check_tokenizers(Base.open(model))
     _check_objective(recipe, model)
     _check_schedulers(recipe, model)
     train.check(recipe, model)
