@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from bench.job_command_line import read_train_job
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.objective.noise_schedule import read_schedule
 from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.registry import open_runtime
 from runtimes.train.training_run import learning_rate
@@ -34,10 +34,10 @@ Arrays = dict[str, NDArray[np.float32]]
 def compare(job: TrainJob, record: Path) -> dict[str, Any]:
     """Maximum relative differences of loss and gradient norm over all recorded steps."""
     settings = Train(**job.train)
-    schedule = read_schedule(Path(job.model) / "scheduler", settings)
-    objective = Objective.of(settings, schedule, LatentScale(1.0))
+    base = Base.of(job)
+    objective = Objective.of(settings, base.schedule(settings), LatentScale(1.0))
     runtime = open_runtime(job.runtime)
-    runtime.load(job)
+    runtime.load(job, base)
     losses = []
     norms = []
     for step, arrays in enumerate(_recorded(record)):

@@ -23,6 +23,7 @@ from bench.job_command_line import read_train_job
 from bench.overhead import BareSteps
 from bench.report import spread
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
 
@@ -55,7 +56,7 @@ def theirs(job: TrainJob, mode: str, *, whole: bool = False) -> RunSteps:
     settings = Train(**job.train)
     step = _script_step(f"{job.model}/unet", settings)
     latents = open_job_latents(job.latents)
-    loader = make_loader(job, settings, latents)
+    loader = make_loader(job, Base.of(job), settings, latents)
     count = sum(latents.groups().values()) // settings.global_batch_size if whole else 1
     batches = [loader.batch(number) for number in range(count)]
     dataset = cycle(

@@ -18,6 +18,7 @@ from bench.job_command_line import run
 from bench.report import spread
 from configs.settings.train import Train
 from runtimes.data.loader import open_job_latents
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Stop
 from runtimes.registry import open_runtime
@@ -29,10 +30,11 @@ class BareSteps:
 
     def __init__(self, job: TrainJob) -> None:
         settings = Train(**job.train)
-        self.batch = make_loader(job, settings, open_job_latents(job.latents)).batch(0)
+        base = Base.of(job)
+        self.batch = make_loader(job, base, settings, open_job_latents(job.latents)).batch(0)
         self._rate = settings.learning_rate
         self.runtime = open_runtime(job.runtime)
-        self.runtime.load(job)
+        self.runtime.load(job, base)
 
     def seconds(self, steps: int) -> float:
         """Seconds of `steps` steps, without a synchronization between them."""

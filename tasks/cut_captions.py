@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from runtimes.pipeline_folder.folder import Base
+
 #: Text encoder -> {"tokens": its limit, "cut": captions above it}.
 Cuts = dict[str, dict[str, int]]
 SHOWN = 60  # characters of a prompt in the log
@@ -42,7 +44,7 @@ def tell_cut_prompts(stage: str, model_folder: Path, prompts: Iterable[str]) -> 
     from runtimes.torch_models.tokenize import text_tokenizers  # seconds to import
 
     distinct = list(dict.fromkeys(prompts))
-    tokenizers = text_tokenizers(model_folder)
+    tokenizers = text_tokenizers(Base.open(model_folder))
     is_cut = {
         tokenizer.encoder.component: np.array(tokenizer.counts(distinct)) > tokenizer.length
         for tokenizer in tokenizers

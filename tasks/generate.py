@@ -23,7 +23,7 @@ from runtimes import registry as runtimes_registry
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base, describe_encoders
 from runtimes.process.job import GenerateJob
 from runtimes.sample.initial_noise import check_size
 from tasks.cut_captions import cut_facts, tell_cut_prompts
@@ -153,7 +153,7 @@ def check(settings: Generate, model: EvalModel) -> None:
             f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0"
         )
     asked = {"height": settings.height, "width": settings.width}
-    check_size(asked, model.folder, model.vae)
+    check_size(asked, Base.open(model.folder, model.vae))
 
 
 def settings_for_key(settings: Generate) -> dict[str, Any]:

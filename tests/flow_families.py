@@ -20,7 +20,7 @@ from training import history, roll_back, train, weights
 
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters, to_kohya
 from runtimes.families import FAMILIES
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base, describe_encoders
 from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
@@ -129,7 +129,7 @@ def assert_jax_encodes_as_torch(model: Path, prompts: tuple[str, ...]) -> None:
 
     job = EncodeJob("jax", str(model), None, 4, "cpu", "float32")
     found, _ = of_jax.open_encoder(job).texts(prompts)
-    expected, _ = Encoder(model).texts(prompts)
+    expected, _ = Encoder(Base.open(model)).texts(prompts)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
@@ -224,7 +224,7 @@ def assert_adapters_load(
         count: of the transformer's adapted layers.
     """
     runtime, batch = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     expected = predicted(runtime._network, batch)
     files = {LORA_WEIGHTS: Path(job.out)}
     ours = read_adapters(Path(job.out) / LORA_WEIGHTS)

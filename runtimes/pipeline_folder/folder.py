@@ -19,7 +19,7 @@ from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
 from runtimes.families.extra_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
 from runtimes.objective.noise_schedule import Schedule, read_schedule, read_scheduler_config
-from runtimes.process.job import HasModel, HasNetwork
+from runtimes.process.job import HasModel
 
 
 class Config(dict[str, Any]):
@@ -100,7 +100,7 @@ class Base:
     @classmethod
     def of(cls, job: HasModel) -> Base:
         """Open the pipeline of a job or request. Raises WrongInput."""
-        return cls.open(job.model_folder, job.vae_folder)
+        return cls.open(Path(job.model), None if job.vae is None else Path(job.vae))
 
     def part(self, name: str) -> Path:
         """The folder of a part, such as `scheduler`."""
@@ -506,11 +506,6 @@ def trained_config(
             raise WrongInput("train.aesthetic_score: the base has classes of its own")
         config["class_embed_type"] = "timestep"
     return config
-
-
-def job_config(job: HasNetwork, settings: Train) -> dict[str, Any]:
-    """The config of the denoiser that a job or request trains. Raises WrongInput."""
-    return trained_config(read_denoiser_config(job.model_folder), settings, job.denoiser_config)
 
 
 def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.contract import WrongInput
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import describe_encoders, read_denoiser_config
+from runtimes.pipeline_folder.folder import Base, describe_encoders, read_denoiser_config
 from runtimes.sample import initial_noise
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
@@ -96,7 +96,9 @@ def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
     """Raise WrongInput for a picture size that the model or a judge does not support."""
     given = recipe.evaluate
     sides = {"height": given.height, "width": given.width}
-    initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base, vae)
+    initial_noise.check_size(
+        {f"evaluate.{name}": n for name, n in sides.items()}, Base.open(base, vae)
+    )
     family = detect_family(base)
     config = read_denoiser_config(base)
     scale = describe_encoders(base, vae)["vae_scale_factor"]

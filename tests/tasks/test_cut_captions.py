@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.pipeline_folder.folder import caption_limits
+from runtimes.pipeline_folder.folder import Base, caption_limits
 from runtimes.torch_models.tokenize import text_tokenizers
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 
@@ -42,7 +42,9 @@ def test_a_limit_beyond_which_another_encoder_reads_is_a_note(tiny_sd3: Path, to
     assert [facts["cut"] for facts in cuts.values()] == [0, 0, 1]
     ((level, line),) = told()
     assert level == logging.INFO and "1 of 2 prompts are cut at 20 tokens" in line
-    assert [t.length for t in text_tokenizers(tiny_sd3)] == [*caption_limits(tiny_sd3).values()]
+    assert [t.length for t in text_tokenizers(Base.open(tiny_sd3))] == [
+        *caption_limits(tiny_sd3).values()
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from PIL import Image
 from training import losses, roll_back, train, weights
 
 from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import describe_encoders, text_length
+from runtimes.pipeline_folder.folder import Base, describe_encoders, text_length
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
@@ -49,7 +49,7 @@ def job(patchwork: Path, write_latents: Callable[..., str], tmp_path: Path, make
 
 def test_captions_are_encoded_as_its_pipeline_does(patchwork: Path) -> None:
     assert detect_family(patchwork).name == "patchwork"
-    ours, pooled = Encoder(patchwork, device="cpu").texts(PROMPTS)
+    ours, pooled = Encoder(Base.open(patchwork), device="cpu").texts(PROMPTS)
     pipe = FluxPipeline.from_pretrained(patchwork)
     length = text_length(patchwork)
     theirs, their_pooled, _ = pipe.encode_prompt(list(PROMPTS), None, max_sequence_length=length)

@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers_script import (
-    Script,
-    assert_figures,
-    levels,
-    prompt_and_pooled_embeds,
-    start_noise,
-)
+from diffusers_script import Script, assert_figures, levels, prompt_and_pooled_embeds, start_noise
 from flow_families import (
     GUIDANCE,
     SIZE,
@@ -41,6 +35,7 @@ from jobs import MakeJob, trained
 
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.pipeline_folder.folder import (
+    Base,
     describe_encoders,
     digest_encoders,
     text_length,
@@ -124,7 +119,7 @@ def test_schnell_has_the_figures_of_diffusers_script(
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Path) -> None:
-    encoder, pipe = Encoder(model, device="cpu"), FluxPipeline.from_pretrained(model)
+    encoder, pipe = Encoder(Base.open(model), device="cpu"), FluxPipeline.from_pretrained(model)
     ours, pooled = encoder.texts(PROMPTS)
     length = text_length(model)
     with torch.no_grad():  # as the pipeline calls it
@@ -234,7 +229,7 @@ def test_kohya_s_names_and_products_are_those_of_the_original_code(
     adapters = {"rank": 3, "alpha": 5.0, "target_modules": ["to_q", "to_v", "proj_mlp"]}
     job = flux_job(tiny_flux, method="lora", lora=adapters, learning_rate=1e-2)
     runtime, _ = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     found = {name: tuple(array.shape) for name, array in as_kohya("flux", job).items()}
     width, mlp = 32, 128
     assert found == {

@@ -20,7 +20,7 @@ from configs.settings.train import Train
 from runtimes.contract import WrongInput
 from runtimes.families.extra_inputs import ExtraInputs, added_weights
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import read_config, read_denoiser_config, trained_config
+from runtimes.pipeline_folder.folder import Base, read_config, read_denoiser_config, trained_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.encoders import Encoder
@@ -60,7 +60,7 @@ def test_masks_are_drawn_by_the_picture_and_a_quarter_hides_everything() -> None
 
 
 def test_masks_and_scores_are_encoded_beside_the_pictures(tiny_sdxl: Path, tmp_path: Path) -> None:
-    encoder = Encoder(tiny_sdxl, device="cpu")
+    encoder = Encoder(Base.open(tiny_sdxl), device="cpu")
     facts = ShardEncoder(encoder, SETTINGS, 2).encode(samples(), tmp_path / "shard")
     assert facts["groups"] == {"train/8x8": 4} and facts["bad_reasons"] == {"no aesthetic score": 1}
     shard = LatentShard(tmp_path / "shard")
@@ -161,7 +161,7 @@ def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path
 
     sampler = {"seed": 5, "num_inference_steps": 4, "guidance_scale": 3.0, "batch_size": 2}
     sampler |= {"height": None, "width": None}
-    drawing = Sampler(tmp_path / "out", {}, open_device("cpu"))
+    drawing = Sampler(Base.open(tmp_path / "out"), {}, open_device("cpu"))
     found = drawing.draw(["a cat", "a dog"], sampler, first=0)
 
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", safety_checker=None)
@@ -185,7 +185,7 @@ def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path
     ).images
     assert np.abs(found.astype(int) - (expected * 255).round().astype(int)).max() <= 1
     unet.conv_in.weight.data[:, 4:] = 0
-    blind = Sampler(tmp_path / "out", {"unet": unet}, open_device("cpu"))
+    blind = Sampler(Base.open(tmp_path / "out"), {"unet": unet}, open_device("cpu"))
     assert (blind.draw(["a cat", "a dog"], sampler, first=0) != found).any()
 
 
@@ -197,7 +197,7 @@ def test_a_score_that_is_asked_for_reaches_the_picture(tiny_sdxl: Path) -> None:
     torch.nn.init.normal_(unet.class_embedding.linear_2.weight.data, std=0.3)
     sampler: dict[str, Any] = {"seed": 5, "num_inference_steps": 3, "batch_size": 2}
     sampler |= {"height": None, "width": None, "negative_aesthetic_score": 2.5}
-    drawing = Sampler(tiny_sdxl, {"unet": unet}, open_device("cpu"))
+    drawing = Sampler(Base.open(tiny_sdxl), {"unet": unet}, open_device("cpu"))
 
     def draw(guidance: float, score: float, negative: float = 2.5) -> Any:
         given = {**sampler, "guidance_scale": guidance, "aesthetic_score": score}

@@ -16,7 +16,7 @@ from flow_families import assert_jax_encodes_as_torch
 from transformers import Qwen2Tokenizer
 
 from artifacts.models import digest_model
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base, describe_encoders
 from runtimes.torch_models.encoders import Encoder
 from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
@@ -48,7 +48,7 @@ def pads_left(request: pytest.FixtureRequest, tmp_path: Path) -> PadsLeft:
 @pytest.mark.parametrize("model", PIPELINES)
 def test_embeddings_are_those_of_encode_prompt(pads_left: PadsLeft, model: str) -> None:
     folder, (kind, length) = pads_left(model), PIPELINES[model]
-    ours, _ = Encoder(folder).texts(CAPTIONS)
+    ours, _ = Encoder(Base.open(folder)).texts(CAPTIONS)
     with torch.no_grad():
         pipe = kind.from_pretrained(folder)
         theirs, mask = pipe.encode_prompt(list(CAPTIONS), max_sequence_length=length)
