@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.published_configs import write_published_configs
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
-from runtimes.pipeline_folder.folder import vae_path
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
 from tasks.plan.gpu import (
     FILE,
@@ -46,11 +46,11 @@ def plan(recipe: Recipe, configs: dict[str, Path], store: Path) -> RecipeMemory:
         configs: folder by hub id.
         store: keeps the planned steps.
     """
-    base = recipe.model.path
-    model = configs.get(base, Path(base))
-    vae = None if recipe.model.vae is None else vae_path(model, configs[recipe.model.vae])
+    model = recipe.model
+    vae = None if model.vae is None else configs[model.vae]
+    base = Base.open(configs.get(model.path, Path(model.path)), vae)
     place = recipe.model_copy(update={"store": str(store)})
-    return record(plan_for(place, parse_gpu("H100"), model, vae))
+    return record(plan_for(place, parse_gpu("H100"), base))
 
 
 def record(plan: GpuPlan) -> RecipeMemory:

@@ -128,6 +128,7 @@ def _download(folder: Path) -> dict[str, Any]:
 def _encode(folder: Path) -> dict[str, Any]:
     """Peak memory (MiB) of the encoding of the downloaded pictures, and its seconds."""
     from artifacts.store import Store
+    from runtimes.pipeline_folder.folder import Base
     from tasks.encode import stage as encode
 
     recipe = _recipe(folder)
@@ -136,8 +137,9 @@ def _encode(folder: Path) -> dict[str, Any]:
     cpu_begun = time.process_time()
     images = store.find("download", (folder / "images").read_text())
     assert images is not None
-    draft = store.draft(encode.key_parts(recipe, images, BASE, None))
-    draft.commit(encode.build(recipe, images, BASE, None, draft, lambda *_: None), {})
+    base = Base.open(BASE)
+    draft = store.draft(encode.key_parts(recipe, images, base))
+    draft.commit(encode.build(recipe, images, base, draft, lambda *_: None), {})
     return {
         "encode_peak_mib": _peak_mib(),
         "encode_seconds": round(time.perf_counter() - begun, 1),

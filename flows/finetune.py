@@ -94,7 +94,7 @@ def download(run: Run) -> StageResult:
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
     pictures = images.load(run.store)
-    given = (run.recipe, pictures, run.base, run.vae)
+    given = (run.recipe, pictures, run.base)
     parts = encode_stage.key_parts(*given)
     progress = run.begin(parts)
     build = partial(encode_stage.build, *given, progress=progress)
@@ -132,7 +132,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
         with failing("train"):  # weights in the store may have been published before
             check_rivals_held_out(run.recipe, run.store, encoded)
     progress = run.begin(parts)
-    given = (run.recipe, encoded, run.base, run.vae, clip)
+    given = (run.recipe, encoded, run.base, clip)
     build = partial(train_stage.build, *given, progress=progress)
     parents = {"latents": encoded}
     result = build_or_reuse(
@@ -202,7 +202,7 @@ def publish(
     given = run.eval_inputs(pictures, encoded)
     lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
     publication = publish_stage.Publication(
-        run.recipe, tuned, measured, lineage, run.base, run.vae, run.force
+        run.recipe, tuned, measured, lineage, run.base, run.force
     )
     metrics = run.champion_metrics(given, measured, before[:3])
     build = partial(publish_stage.build, publication, metrics, progress=run.begin(parts))

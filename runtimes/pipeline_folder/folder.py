@@ -102,6 +102,12 @@ class Base:
         """Open the pipeline of a job or request. Raises WrongInput."""
         return cls.open(Path(job.model), None if job.vae is None else Path(job.vae))
 
+    @property
+    def job_fields(self) -> dict[str, Any]:
+        """The fields of a job or request by which another process opens this base."""
+        vae = None if self.vae_folder is None else str(self.vae_folder)
+        return {"model": str(self.folder), "vae": vae}
+
     def part(self, name: str) -> Path:
         """The folder of a part, such as `scheduler`."""
         return self.vae if name == "vae" else self.folder / name
@@ -374,68 +380,6 @@ def _pads_left(tokenizer: Path) -> bool:
         return False
     padding = head.partition('"padding"')[2].partition('"added_tokens"')[0]
     return '"Left"' in padding
-
-
-def read_index(model_folder: Path) -> Config:
-    """As `Base.index`."""
-    return Base.open(model_folder).index
-
-
-def read_part_config(model_folder: Path, part: str) -> Config:
-    """As `Base.config`."""
-    return read_config(model_folder / part / "config.json")
-
-
-def read_denoiser_config(model_folder: Path) -> Config:
-    """As `Base.denoiser`."""
-    return Base.open(model_folder).denoiser
-
-
-def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
-    """As `Base.encoders`."""
-    return dict(Base.open(model_folder, vae_folder).encoders)
-
-
-def absent_text_parts(model_folder: Path) -> tuple[str, ...]:
-    """As `Base.absent_text_parts`."""
-    return Base.open(model_folder).absent_text_parts
-
-
-def text_length(model_folder: Path) -> int:
-    """As `Base.text_length`."""
-    return Base.open(model_folder).text_length
-
-
-def caption_limits(model_folder: Path) -> dict[str, int]:
-    """As `Base.caption_limits`."""
-    return Base.open(model_folder).caption_limits
-
-
-def unusual_text_length(model_folder: Path) -> int | None:
-    """As `Base.unusual_text_length`."""
-    return Base.open(model_folder).unusual_text_length
-
-
-def unusual_texts(model_folder: Path) -> dict[str, str]:
-    """As `Base.unusual_texts`."""
-    return Base.open(model_folder).unusual_texts
-
-
-def text_class(model_folder: Path, part: str) -> str:
-    """As `Base.text_class`."""
-    return Base.open(model_folder).text_class(part)
-
-
-def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
-    """As `Base.digest_encoders`."""
-    return Base.open(model_folder, vae_folder).digest_encoders()
-
-
-def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
-    """As `Base.vae`."""
-    folder = model_folder if vae_folder is None else vae_folder
-    is_vae = vae_folder is not None and (folder / "config.json").is_file()
-    return folder if is_vae else folder / "vae"
 
 
 #: Keys in which a replacement must equal the base's config: the interface to VAE and text encoders,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +14,8 @@ from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
-from runtimes.objective.noise_schedule import FLOW, is_flow, read_scheduler_config
+from runtimes.objective.noise_schedule import FLOW, is_flow
+from runtimes.pipeline_folder.folder import Base
 from tasks import train
 from tasks.progress import Progress
 from tasks.stage import local_weights
@@ -51,7 +53,7 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changed)})
 
 
-def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
+def check_start(recipe: Recipe, base: Base, start: Artifact) -> None:
     """Raise WrongInput if the weights of `start` are of another base, or trained otherwise."""
     given = (start.manifest["settings"], train.settings_for_key(recipe))
     before, now = (_with_those_of(base, settings) for settings in given)
@@ -68,8 +70,7 @@ def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
 def build(
     recipe: Recipe,
     selection: Artifact,
-    base: Path,
-    vae: Path | None,
+    base: Base,
     clip: Path,
     start: Artifact,
     latents: Artifact,
@@ -82,15 +83,15 @@ def build(
         latents: of all rows of the source. Their held-out samples validate the run, whichever
             shards are selected: few selected shards may have none.
     """
-    given = (vae, clip, draft, progress)
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
-    with starting_model(base, start) as folder:
-        return train.build(recipe, selection, folder, *given, adapters=adapters, holdout=latents)
+    with starting_model(base, start) as model:
+        given = (recipe, selection, model, clip, draft, progress)
+        return train.build(*given, adapters=adapters, holdout=latents)
 
 
-def _with_those_of(base: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _with_those_of(base: Base, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with the base's prediction type and terminal SNR instead of null."""
-    own = read_scheduler_config(base / "scheduler")
+    own = base.scheduler
     resolved = {
         "prediction_type": FLOW if is_flow(own) else own.get("prediction_type", "epsilon"),
         "zero_terminal_snr": own.get("rescale_betas_zero_snr", False),
@@ -99,14 +100,14 @@ def _with_those_of(base: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def starting_model(base: Path, start: Artifact) -> Iterator[Path]:
-    """A pipeline folder: the base, with the trained parts of `start` instead of its own.
+def starting_model(base: Base, start: Artifact) -> Iterator[Base]:
+    """The base in another folder, with the trained parts of `start` instead of its own.
 
     The scheduler stays the base's: the recipe's settings define that of the trained model.
     """
     with local_weights(start) as weights, TemporaryDirectory(prefix="kiln-start-") as folder:
         trained = {name: path for name, path in weights.parts.items() if name != "scheduler"}
-        parts = {path.name: path for path in base.iterdir()} | trained
+        parts = {path.name: path for path in base.folder.iterdir()} | trained
         for name, part in parts.items():
             Path(folder, name).symlink_to(part.resolve())
-        yield Path(folder)
+        yield replace(base, folder=Path(folder))

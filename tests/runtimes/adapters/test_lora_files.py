@@ -23,9 +23,8 @@ from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters, to_kohya
 from runtimes.contract import StepBatch, WrongInput
-from runtimes.families import detect_family
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import Base, describe_encoders
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.sample.load_network import load_network
@@ -37,7 +36,8 @@ pytestmark = pytest.mark.slow
 
 def in_pipeline(job: TrainJob, pipe: Any, batch: StepBatch) -> torch.Tensor:
     """What the parts of a diffusers pipeline predict."""
-    network = Network.load(replace(job, train=Train().model_dump(mode="json")), Train())
+    plain = replace(job, train=Train().model_dump(mode="json"))
+    network = Network.load(plain, Base.of(job), Train())
     parts = {network.family.denoiser: getattr(pipe, network.family.denoiser)}
     if "input_ids" in batch.conditioning:
         parts |= {name: getattr(pipe, name) for name in network.family.clip_encoders}
@@ -69,7 +69,7 @@ def test_diffusers_loads_what_was_trained(
 ) -> None:
     given = CASES[case]
     if case.startswith("sd3"):
-        url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **describe_encoders(tiny_sd3))
+        url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **Base.open(tiny_sd3).encoders)
         given = {**given, "model": str(tiny_sd3), "latents": url}
     job = make_job(**given)
     runtime, batch = trained(job)
@@ -120,7 +120,7 @@ def check_both_layouts(job: TrainJob, folder: Path) -> None:
 
 def as_kohya(job: TrainJob) -> dict[str, torch.Tensor]:
     unet = json.loads((Path(job.model) / "unet/config.json").read_text())
-    names = detect_family(Path(job.model)).kohya
+    names = Base.of(job).family.kohya
     assert names is not None
     arrays = to_kohya(read_adapters(Path(job.out) / LORA_WEIGHTS), names, unet)
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}

@@ -34,13 +34,7 @@ from flow_families import (
 from jobs import MakeJob, trained
 
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
-from runtimes.pipeline_folder.folder import (
-    Base,
-    describe_encoders,
-    digest_encoders,
-    text_length,
-    unusual_text_length,
-)
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encoders import Encoder
 from runtimes.train.training_run import write_result
@@ -121,7 +115,7 @@ def test_schnell_has_the_figures_of_diffusers_script(
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Path) -> None:
     encoder, pipe = Encoder(Base.open(model), device="cpu"), FluxPipeline.from_pretrained(model)
     ours, pooled = encoder.texts(PROMPTS)
-    length = text_length(model)
+    length = Base.open(model).text_length
     with torch.no_grad():  # as the pipeline calls it
         theirs, their_pooled, _ = pipe.encode_prompt(
             list(PROMPTS), None, max_sequence_length=length
@@ -135,17 +129,18 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Pat
 def test_dev_has_512_rows_of_t5_and_schnell_256(model: Path, tmp_path: Path) -> None:
     """The authors' limits, since the published tokenizers have 512; the tests' has fewer."""
     copy = tmp_path / "copy"
-    assemble(model, {}, copy, dtype="float32")
+    assemble(Base.open(model), {}, copy, dtype="float32")
     path = copy / "tokenizer_2/tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 512}))
     guided = json.loads((copy / "transformer/config.json").read_text())["guidance_embeds"]
-    assert text_length(copy) == (512 if guided else 256) == describe_encoders(copy)["tokens"]
-    assert unusual_text_length(copy) == (None if guided else 256)
-    assert unusual_text_length(model) == text_length(model) == 20, "the tokenizer's own limit"
-    digest = digest_encoders(copy)
+    base, copied = Base.open(model), Base.open(copy)
+    assert copied.text_length == (512 if guided else 256) == copied.encoders["tokens"]
+    assert copied.unusual_text_length == (None if guided else 256)
+    assert base.unusual_text_length == base.text_length == 20, "the tokenizer's own limit"
+    digest = copied.digest_encoders()
     other = copy / "transformer/config.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"guidance_embeds": not guided}))
-    assert digest_encoders(copy) != digest, "dev and schnell have the same encoders"
+    assert Base.open(copy).digest_encoders() != digest, "dev and schnell have the same encoders"
 
 
 def of_diffusers(pipe: FluxPipeline, prompts: tuple[str, ...], **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from diffusers import QwenImagePipeline
 from flow_families import assert_latents_of_vae
 from flow_families_of_diffusers import PROMPTS
 
-from runtimes.pipeline_folder.folder import Base, unusual_text_length
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def test_the_plain_call_cuts_captions_that_the_training_reads(
     found = json.loads(config.read_text(encoding="utf-8"))
     for longest, shown in ((131072, 1024), (512, None)):
         config.write_text(json.dumps(found | {"model_max_length": longest}), encoding="utf-8")
-        assert unusual_text_length(model) == shown
+        assert Base.open(model).unusual_text_length == shown
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(

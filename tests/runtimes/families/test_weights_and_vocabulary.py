@@ -33,7 +33,7 @@ def change(path: Path, **settings: Any) -> None:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_whole_model_of_each_family_is_accepted(tiny_model: TinyModel, name: str) -> None:
     check_tokenizers(Base.open(tiny_model(name)))
-    for part in model_parts(tiny_model(name)):
+    for part in model_parts(Base.open(tiny_model(name))):
         check_weights(part)
 
 

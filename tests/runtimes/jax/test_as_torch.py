@@ -133,7 +133,8 @@ def test_the_vae_leaves_the_devices_after_sampling(
 
     monkeypatch.setattr(Sampler, "draw", draw)
     runtime = TheRuntime()
-    runtime.load(make_job(runtime="jax"))
+    job = make_job(runtime="jax")
+    runtime.load(job, Base.of(job))
     for _ in range(2):
         runtime.sample(["a"], SAMPLER)
         assert held() == found[-1]

@@ -21,7 +21,6 @@ from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.network import Network
 
 pytestmark = pytest.mark.slow
@@ -158,7 +157,7 @@ def test_the_runtime_selects_the_kernels_of_the_settings(
         assert torch.backends.cudnn.deterministic == enabled
         assert torch.backends.cudnn.benchmark != enabled
     finally:
-        TheRuntime().load(make_job("after"))  # resets the flags for other tests
+        start(make_job("after"))  # resets the flags for other tests
 
 
 def test_adapters_receive_activations_in_the_compute_dtype(make_job: MakeJob) -> None:

@@ -61,7 +61,7 @@ def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: P
     loaded = load_network(drawing, Base.of(job), torch.float32, CPU)
     expected = predicted(runtime._network, batch)
     torch.testing.assert_close(predicted(loaded, batch), expected, rtol=1e-6, atol=1e-6)
-    assemble(Path(job.model), folders, tmp_path / "published", dtype="float32")
+    assemble(Base.of(job), folders, tmp_path / "published", dtype="float32")
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "published")
     whole = Network(loaded.family, {part: getattr(pipe, part) for part in parts})
     torch.testing.assert_close(predicted(whole, batch), expected, rtol=1e-6, atol=1e-6)
@@ -141,7 +141,7 @@ def test_training_goes_on_from_what_was_published(
     parts = {} if method == "lora" else {p.name: p for p in out.iterdir() if p.is_dir()}
     adapters = read_adapters(out / LORA_WEIGHTS) if method == "lora" else None
     published = tmp_path / "published"
-    assemble(base, parts, published, dtype="float32", adapters=adapters)
+    assemble(Base.open(base), parts, published, dtype="float32", adapters=adapters)
     again, _ = start(make_job("again", model=str(published), train_text_encoder=True))
     torch.testing.assert_close(
         predicted(again._network, batch), predicted(runtime._network, batch), rtol=1e-5, atol=1e-5

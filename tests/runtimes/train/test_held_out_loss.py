@@ -66,7 +66,7 @@ def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
     with pytest.raises(WrongInput, match="the latents have no held-out samples"):
         make_holdout(job, Base.of(job), read_train_settings(job), open_latents(few))
     job = replace(job, holdout=latents_url)
-    given = (job, read_train_settings(job), open_latents(few))
+    given = (job, Base.of(job), read_train_settings(job), open_latents(few))
     with make_holdout(*given) or pytest.fail("none") as holdout:
         assert sorted({n for numbers, _ in holdout.batches() for n in numbers}) == [*range(5)]
 

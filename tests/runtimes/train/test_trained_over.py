@@ -111,7 +111,7 @@ def test_what_is_published_draws_as_it_was_evaluated(make_job: MakeJob, tmp_path
     pictures(job, Drawing(str(drawn), parts(job, "unet", "scheduler")))
     out = tmp_path / "published"
     instead = {name: Path(job.out, name) for name in ("unet", "scheduler")}
-    assemble(base, instead, out, dtype="float32")
+    assemble(Base.open(base), instead, out, dtype="float32")
     published = StableDiffusionXLPipeline.from_pretrained(out, add_watermarker=False)
     assert isinstance(published.scheduler, DDIMScheduler)
     noise = generator(7, Stream.PICTURE, 0).standard_normal((1, 4, 8, 8), dtype=np.float32)

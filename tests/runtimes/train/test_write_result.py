@@ -83,9 +83,10 @@ def test_expired_credentials_are_no_outage(
 
     monkeypatch.setattr("runtimes.train.training_run.write_arrays", expired)
     monkeypatch.setattr(time, "sleep", pytest.fail)
+    job = make_job(Train(), tmp_path, url_of("memory"))
     state = {"weights": {"unet.conv_in.weight": np.ones((2, 3), np.float32)}}
     with pytest.raises(PermissionError, match="has expired"):
-        write_result(make_job(Train(), tmp_path, url_of("memory")), state, ["{}"])
+        write_result(job, Base.of(job), state, ["{}"])
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])

@@ -171,7 +171,8 @@ def left_after_sampling(given: dict[str, Any]) -> list[bool]:
         found.append(all(model() is not None for model in models))
         return np.zeros((1, 8, 8, 3), np.uint8)
 
-    runtime.load(TrainJob(**given))
+    job = TrainJob(**given)
+    runtime.load(job, Base.of(job))
     Sampler.draw = draw  # type: ignore[method-assign]
     runtime.sample(["a"], SAMPLER)
     return [*found, any(model() is not None for model in models)]
