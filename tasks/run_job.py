@@ -41,6 +41,10 @@ LONGEST = 1000  # characters of a reason
 stopping = threading.Event()
 
 
+class JobStopped(Away):
+    """The process ended by a signal to stop, after a checkpoint: another try resumes."""
+
+
 class JobFailed(Failed):
     """The process failed; the message has its reason, or the lines of its log that tell it."""
 
@@ -66,7 +70,7 @@ def run_job(
         Refused: the job's settings are invalid.
         OSError: the job could not write, for example to a full disk.
         Away: a remote store did not respond, after several attempts.
-        Away: another process stopped the job, after a checkpoint.
+        JobStopped: another process stopped the job, after a checkpoint.
         LockLost: another builder took over the artifact; the job was killed.
         JobFailed: the job failed for another reason.
     """
@@ -198,7 +202,7 @@ def _failure(code: int, error: Event, lines: list[str]) -> Exception:
     if number:  # for example a full disk, which the stage handles
         return OSError(number, message)
     if code == STOPPED:
-        return Away("the runtime's process was stopped; run again to resume")
+        return JobStopped("the runtime's process was stopped; run again to resume")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     reason = message or _telling(lines)
     if code == -signal.SIGKILL and not message:  # what its log ends with is of something else

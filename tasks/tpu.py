@@ -35,7 +35,7 @@ from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob, write_job
 from runtimes.spmd.slices import check_rows, check_training, parse_accelerator_type
-from tasks.run_job import ChildOutput, Event, JobFailed, wait_for_result
+from tasks.run_job import ChildOutput, Event, JobFailed, JobStopped, wait_for_result
 
 Command = list[str]
 #: States of the TPU API's `Node.State` that lead to READY without intervention.
@@ -487,7 +487,7 @@ def _set_up(home: str) -> str:
 def _is_cut_off(error: Exception) -> bool:
     """Whether the job may go on where it was: ssh was lost, or a worker's, which stops all."""
     lost = isinstance(error, JobFailed) and error.code == SSH_LOST
-    return lost or type(error) is Away  # not an outage of the store
+    return lost or isinstance(error, JobStopped)
 
 
 def _train(job: str, tpu: Tpu) -> str:

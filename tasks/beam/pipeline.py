@@ -372,8 +372,9 @@ def _plain(error: Exception, known: tuple[type[Exception], ...]) -> Exception | 
     for kind in known:
         message = text if type(error) is kind else None
         if message is None:
-            found = re.search(rf"\b{kind.__name__}: (.+?)(?: \[while running|\n|$)", text)
-            message = found[1] if found else None
+            name = re.escape(f"{kind.__module__}.{kind.__qualname__}")  # as in tracebacks
+            match = re.search(rf"\b{name}: (.+?)(?: \[while running|\n|$)", text)
+            message = match[1] if match else None
         if message is not None:
             return kind(message.split(" [while running")[0])
     if FULL.search(text):

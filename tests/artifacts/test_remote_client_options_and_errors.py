@@ -260,7 +260,7 @@ def test_what_a_store_without_credentials_needs_is_told(
     error: Exception, kind: type[Exception]
 ) -> None:
     said = "^no valid credentials for memory:///closed .*: log in by its cloud's tool, or set "
-    with pytest.raises(Failed, match=said) as found, storing(Store("memory://closed")):
+    with pytest.raises(kind, match=said) as found, storing(Store("memory://closed")):
         raise error
     assert type(found.value) is kind
 

@@ -173,7 +173,7 @@ def test_a_full_disk_of_the_runner_is_waited_for() -> None:
 
 def test_what_a_worker_lacks_keeps_its_type_and_words() -> None:
     """Beam keeps the text of an error in another process alone."""
-    text = "Away: raise `ulimit -n` [while running 'ParDo']"
+    text = "configs.errors.Away: raise `ulimit -n` [while running 'ParDo']"
     found = _plain(RuntimeError(text), KNOWN)
     assert type(found) is Away
     assert str(found) == "raise `ulimit -n`"

@@ -242,21 +242,21 @@ def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "kind", "words"),
     [
-        (errno.ENOSPC, "no space left for /a/b: free some (try `kiln gc`), then run again"),
-        (errno.EDQUOT, "no space left for /a/b"),
-        (errno.EACCES, "no permission for /a/b: grant it, or choose another folder or URL"),
-        (errno.EROFS, "no permission for /a/b"),
+        (errno.ENOSPC, Away, "no space left for /a/b: free some (try `kiln gc`), then run again"),
+        (errno.EDQUOT, Away, "no space left for /a/b"),
+        (errno.EACCES, Failed, "no permission for /a/b: grant it, or choose another folder or URL"),
+        (errno.EROFS, Failed, "no permission for /a/b"),
     ],
 )
 def test_errors_of_a_full_or_closed_store_are_storage_errors(
-    store: Store, number: int, words: str
+    store: Store, number: int, kind: type[Exception], words: str
 ) -> None:
     def build(draft: Draft) -> dict[str, Any]:
         raise OSError(number, "as the system says", "/a/b")
 
-    with pytest.raises(Failed, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(kind, match=words.replace("(", r"\(").replace(")", r"\)")):
         build_or_reuse(store, parts(), build, parents={})
 
 
@@ -340,7 +340,7 @@ def test_an_unreadable_artifact_of_a_bucket_is_not_rebuilt(
 @pytest.mark.slow
 def test_an_unreachable_bucket_is_a_storage_error(url_of: UrlOf, s3_away: None) -> None:
     bucket = Store(url_of("s3"))
-    with pytest.raises(Failed, match=f"^{bucket.url} cannot be used now .*Could not connect"):
+    with pytest.raises(Away, match=f"^{bucket.url} cannot be used now .*Could not connect"):
         build_or_reuse(bucket, parts(), write, parents={})
 
 

@@ -14,7 +14,7 @@ from configs.errors import Away
 from configs.settings.recipe import Tpu
 from runtimes.process.job import TrainJob
 from tasks import tpu as gcloud
-from tasks.run_job import JobFailed
+from tasks.run_job import JobFailed, JobStopped
 from tasks.tpu import Slice, SliceUnavailable
 
 OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job
@@ -211,7 +211,7 @@ def test_a_slice_whose_creation_does_not_end_is_deleted(cloud: Cloud, end: str) 
     ("failure", "outage"),
     [
         (JobFailed("ssh is lost", gcloud.SSH_LOST), 4),
-        (Away("stopped, since another worker's connection is lost"), 0),
+        (JobStopped("stopped, since another worker's connection is lost"), 0),
     ],
 )
 def test_a_lost_connection_or_an_outage_gives_no_slice_up(
