@@ -220,7 +220,7 @@ class TheRuntime(BaseRuntime):
 
 
 def load_network(job: TrainJob, base: Base, settings: Train, mesh: Mesh) -> Network:
-    """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
+    """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises Refused."""
     plain = settings.model_copy(update={"gradient_checkpointing": "none"})
     network = Network.load(job, base, plain)
     recompute_blocks(network, settings, mesh)

@@ -14,8 +14,8 @@ from typing import Any
 
 from artifacts.models import digest_model
 from artifacts.records import digest_json, parse_json
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
 from runtimes.families.extra_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
 from runtimes.objective.noise_schedule import Schedule, read_schedule, read_scheduler_config
@@ -23,24 +23,24 @@ from runtimes.process.job import HasModel
 
 
 class Config(dict[str, Any]):
-    """A config file's settings; one that is missing raises WrongInput with the file's path."""
+    """A config file's settings; one that is missing raises Refused with the file's path."""
 
     path: Path
 
     def __missing__(self, name: str) -> Any:
-        raise WrongInput(f"{self.path}: {name} is missing")
+        raise Refused(f"{self.path}: {name} is missing")
 
 
 def read_config(path: Path) -> Config:
-    """Read a config file. Raises WrongInput if it is missing or not a JSON object."""
+    """Read a config file. Raises Refused if it is missing or not a JSON object."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except OSError:
-        raise WrongInput(f"{path}: not there; a model's config was expected") from None
+        raise Refused(f"{path}: not there; a model's config was expected") from None
     except ValueError:
-        raise WrongInput(f"{path}: not valid JSON") from None
+        raise Refused(f"{path}: not valid JSON") from None
     if not isinstance(found, dict):
-        raise WrongInput(f"{path}: not a model's config")
+        raise Refused(f"{path}: not a model's config")
     config = Config(found)
     config.path = path
     return config
@@ -72,7 +72,7 @@ TEXT_BATCH = 32
 class Base:
     """A pipeline folder of a known family, opened. A config is read once, when it is needed.
 
-    Every property raises WrongInput for a config that is missing or invalid.
+    Every property raises Refused for a config that is missing or invalid.
     """
 
     folder: Path
@@ -90,7 +90,7 @@ class Base:
                 with `vae/`.
 
         Raises:
-            WrongInput: model_index.json is missing or invalid, or the family is unknown.
+            Refused: model_index.json is missing or invalid, or the family is unknown.
         """
         family = detect_family(folder)
         if vae_folder is not None and not (vae_folder / "config.json").is_file():
@@ -99,7 +99,7 @@ class Base:
 
     @classmethod
     def of(cls, job: HasModel) -> Base:
-        """Open the pipeline of a job or request. Raises WrongInput."""
+        """Open the pipeline of a job or request. Raises Refused."""
         return cls.open(Path(job.model), None if job.vae is None else Path(job.vae))
 
     @property
@@ -142,7 +142,7 @@ class Base:
         return read_scheduler_config(self.part("scheduler"))
 
     def schedule(self, settings: Train | None = None) -> Schedule:
-        """The noise schedule, with the changes of the settings. Raises WrongInput."""
+        """The noise schedule, with the changes of the settings. Raises Refused."""
         return read_schedule(self.part("scheduler"), settings)
 
     @cached_property
@@ -160,11 +160,11 @@ class Base:
         """
         try:
             info = _describe(self)
-        except WrongInput:
+        except Refused:
             raise
         except (TypeError, ValueError, OverflowError) as error:
             reason = f"a setting of its configs is invalid: {error}"
-            raise WrongInput(f"{self.folder}: {reason}") from None
+            raise Refused(f"{self.folder}: {reason}") from None
         _check_description(self.folder, info)
         return info
 
@@ -188,12 +188,12 @@ class Base:
         return str(self.class_of(part))
 
     def check_text_encoders(self) -> None:
-        """Raise WrongInput for a text encoder that is missing, or of another class."""
+        """Raise Refused for a text encoder that is missing, or of another class."""
         for encoder in self.family.text_encoders:
             kind = self.class_of(encoder.component)
             if kind in encoder.classes or (kind is None and encoder.optional):
                 continue
-            raise WrongInput(
+            raise Refused(
                 f"{self.folder}: its {encoder.component} is {kind or 'missing'}, "
                 f"{' or '.join(encoder.classes)} was expected"
             )
@@ -319,12 +319,12 @@ def _describe_frozen(base: Base, factor: int) -> dict[str, Any]:
         info["caption_tokens"] = base.text_length
         states = _width(base.config(frozen.component), frozen)
         if states != width:
-            raise WrongInput(
+            raise Refused(
                 f"{base.folder}: its {frozen.component} gives {states} numbers a token, its "
                 f"transformer takes {width}"
             )
     if clip["prompt_dim"] > width:
-        raise WrongInput(
+        raise Refused(
             f"{base.folder}: its CLIP encoders give {clip['prompt_dim']} numbers a token, its "
             f"transformer takes {width}"
         )
@@ -342,18 +342,18 @@ def _width(config: Config, encoder: TextEncoder) -> int:
 
 
 def _check_description(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise WrongInput for entries of `Base.encoders` that are not numbers, or not positive."""
+    """Raise Refused for entries of `Base.encoders` that are not numbers, or not positive."""
     for name in _SIZES:
         size = 1 if name == "pooled_dim" and info[name] is None else info[name]
         if type(size) is not int or not 0 < size < 2**31:
-            raise WrongInput(f"{folder}: its configs give {name} {info[name]!r}")
+            raise Refused(f"{folder}: its configs give {name} {info[name]!r}")
     for name in ("scaling_factor", "shift_factor"):
         if not _is_finite(info[name]):
-            raise WrongInput(f"{folder}: its VAE's {name} is {info[name]!r}, not a number")
+            raise Refused(f"{folder}: its VAE's {name} is {info[name]!r}, not a number")
     patch = info["size_step"] // info["vae_scale_factor"]
     for name in ("latents_mean", "latents_std"):
         if not _is_per_channel(info[name], info["latent_channels"], patch):
-            raise WrongInput(f"{folder}: its VAE's {name} are not numbers, one per channel")
+            raise Refused(f"{folder}: its VAE's {name} are not numbers, one per channel")
 
 
 def _is_finite(value: Any) -> bool:
@@ -404,12 +404,12 @@ _SHARED = (
 
 
 def folder_extras(folder: Path) -> ExtraInputs:
-    """The extra inputs of the denoiser in a folder. Raises WrongInput."""
+    """The extra inputs of the denoiser in a folder. Raises Refused."""
     return ExtraInputs.from_config(read_config(folder / "config.json"))
 
 
 def replacement_config(settings: Train) -> dict[str, Any] | None:
-    """The config that replaces the base's denoiser's; None if none does. Raises WrongInput."""
+    """The config that replaces the base's denoiser's; None if none does. Raises Refused."""
     path = settings.denoiser_config
     return None if path is None else read_config(Path(path))
 
@@ -424,7 +424,7 @@ def trained_config(
         instead: config of a randomly initialised denoiser that replaces the base's.
 
     Raises:
-        WrongInput: the extra inputs of config and settings contradict each other, the denoiser's
+        Refused: the extra inputs of config and settings contradict each other, the denoiser's
             class does not support them, or `instead` does not fit the base's pipeline.
     """
     if instead is not None:
@@ -434,11 +434,11 @@ def trained_config(
     asked = ExtraInputs.from_settings(settings)
     for name in ("inpainting", "aesthetic_score"):
         if getattr(has, name) and not getattr(asked, name):
-            raise WrongInput(f"the base's denoiser has this input: set train.{name}: true")
+            raise Refused(f"the base's denoiser has this input: set train.{name}: true")
         if getattr(asked, name) and config.get("_class_name", UNET) != UNET:
-            raise WrongInput(f"train.{name} is for UNets, the base's is {config['_class_name']}")
+            raise Refused(f"train.{name} is for UNets, the base's is {config['_class_name']}")
         if getattr(asked, name) and not getattr(has, name) and settings.method == "lora":
-            raise WrongInput(
+            raise Refused(
                 f"train.{name}: the base lacks the weights, and adapters cannot add them: set "
                 "train.method: full, or choose a base that has them"
             )
@@ -447,7 +447,7 @@ def trained_config(
     if asked.aesthetic_score:
         own = config.get("class_embed_type") not in (None, "timestep")
         if own or config.get("num_class_embeds") is not None:
-            raise WrongInput("train.aesthetic_score: the base has classes of its own")
+            raise Refused("train.aesthetic_score: the base has classes of its own")
         config["class_embed_type"] = "timestep"
     return config
 
@@ -464,13 +464,13 @@ def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """Raise WrongInput if a replacement's config does not fit the base's pipeline."""
+    """Raise Refused if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
         given = config.get(name)
         wanted = base.get(name)
         if (given or None) != (wanted or None):  # diffusers leaves out some settings that are false
             actual = "is missing" if name not in config else f"is {given}"
-            raise WrongInput(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
+            raise Refused(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
 
 
 def vae_overflows(config: Mapping[str, Any], *, float16: bool) -> bool:

@@ -18,8 +18,9 @@ from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.families.extra_inputs import fully_masked
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.pipeline_folder.weights import weight_variant
@@ -95,7 +96,7 @@ class Sampler(PipelineSampler):
         offload: whether text encoders are on the device layer by layer; so is the denoiser given.
 
     Raises:
-        WrongInput: a component is missing or cannot be loaded.
+        Refused: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Sampler(PipelineSampler):
             kind = getattr(diffusers, family.pipelines[0])
             pipe = kind.from_pretrained(base.folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-            raise WrongInput(
+            raise Refused(
                 f"model {base.folder}: the pipeline does not load: {one_line(error)}"
             ) from None
         self._device_hooks = device_hooks
@@ -237,7 +238,7 @@ class ThePipeline(BasePipeline):
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """Open the encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises Refused."""
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
     base = Base.of(job)

@@ -55,7 +55,7 @@ def sharded_encoder(mesh: Mesh, batch_size: int, base: Base, **more: Any) -> Pad
 
 
 def open_encoder(job: EncodeJob) -> PaddedEncoder:
-    """Open the encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises Refused."""
     upload = start(job.device, job.compiled).upload
     mesh = Mesh(fsdp=1, hosts=1)
     more = {"dtype": job.dtype, "save_compiled": upload, "embeds": job.embeds}
@@ -75,7 +75,7 @@ class Sampler:
         dtype: of the encoders, the VAE and the denoiser's inputs.
 
     Raises:
-        WrongInput: a component is missing or cannot be loaded.
+        Refused: a component is missing or cannot be loaded.
     """
 
     def __init__(

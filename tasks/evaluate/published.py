@@ -21,20 +21,12 @@ import numpy as np
 import yaml
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.models import (
-    IGNORED,
-    ModelAway,
-    ModelNotFound,
-    cache_folder,
-    digest_model,
-    digest_model_file,
-    resolve_model,
-)
+from artifacts.models import IGNORED, cache_folder, digest_model, digest_model_file, resolve_model
 from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
 from artifacts.remote_stores import is_forbidden, is_outage
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz, to_npz
@@ -61,8 +53,8 @@ def load_published_model(folder: Path) -> EvalModel:
 
     Raises:
         Damaged: a file is not the one that its manifest names; a folder without one is not checked.
-        ModelNotFound, ModelAway: the base of the adapters is missing, or does not answer now.
-        WrongInput: the folder has neither a pipeline nor adapters.
+        Refused, Away: the base of the adapters is missing, or does not answer now.
+        Refused: the folder has neither a pipeline nor adapters.
     """
     _check_files(folder)
     found = find_parts(folder)
@@ -77,7 +69,7 @@ def find_parts(folder: Path) -> EvalModel:
         return EvalModel("", base, TrainedWeights(_trained_texts(base), None), evaluated)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
-        raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
+        raise Refused(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
     return EvalModel("", _base_of(folder), TrainedWeights(own, lora), evaluated)
 
@@ -164,8 +156,8 @@ def _base_of(folder: Path) -> Base:
         place = model.get("vae")
         vae = None if place is None else resolve_model(os.fspath(place))
     except (KeyError, TypeError):
-        raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
-    except (ModelNotFound, ModelAway) as error:
+        raise Refused(f"{folder}/{RECIPE} does not name the base of its adapters") from None
+    except (Refused, Away) as error:
         raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None
     return Base.open(path, vae)
 
@@ -256,7 +248,7 @@ def _finite(estimates: Estimates) -> Estimates:
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable.
 
-    Raises StorageError if a remote store does not give them.
+    Raises Failed if a remote store does not give them.
     """
     place = Store(uri)
     fs = place.fs

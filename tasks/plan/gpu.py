@@ -25,10 +25,10 @@ from typing import Any
 
 from artifacts.records import digest_json
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.process.planner import GpuStepRequest, StepMemory
 from runtimes.sample.initial_noise import image_size
@@ -117,7 +117,7 @@ class Planner:
         """Whether the base can be trained so: adapters add no inputs to a denoiser."""
         try:
             trained_config(self._base.denoiser, train, replacement_config(train))
-        except WrongInput:
+        except Refused:
             return False
         return True
 
@@ -465,7 +465,7 @@ def plan_gpu_training(
         say: receives a message before each computation, which takes seconds to a minute.
 
     Raises:
-        ModelNotFound, WrongInput: the plan does not support the recipe or the GPU.
+        Refused: the plan does not support the recipe or the GPU.
         PlanFailed: the planner failed.
     """
     there = parse_gpu(gpu)
@@ -482,7 +482,7 @@ def plan_for(
 ) -> GpuPlan:
     """`plan_gpu_training` for an opened base; its configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
-        raise WrongInput("train.fsdp: a GPU plan knows unsharded weights only: set 1")
+        raise Refused("train.fsdp: a GPU plan knows unsharded weights only: set 1")
     planner = Planner(recipe, base, say)
     planner.compute(planner.requests(recipe))
     peaks = planner.peaks(recipe)
@@ -501,7 +501,7 @@ def check_fits(
     *,
     small: int = SMALL,
 ) -> None:
-    """Raise WrongInput for a recipe that cannot train or be evaluated on a GPU.
+    """Raise Refused for a recipe that cannot train or be evaluated on a GPU.
 
     A recipe that may fit is accepted, with a warning if the plan says that it does not. A model
     that is small beside the memory is not planned, since that costs seconds to a minute.
@@ -521,9 +521,9 @@ def check_fits(
         log.warning("the memory of training is unknown: %s", error)
         return
     if plan.least_training > memory:
-        raise WrongInput(plan.refusal())
+        raise Refused(plan.refusal())
     if host is not None and plan.peaks.host > host:
-        raise WrongInput(
+        raise Refused(
             f"evaluate.offload keeps {plan.peaks.host / GIB:.1f} GiB of weights in the host's "
             f"memory, which has {host / GIB:.1f} GiB: set false, or use a larger host"
         )

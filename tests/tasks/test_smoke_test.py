@@ -16,12 +16,13 @@ from diffusers import (
 from toy_recipes import digits
 from transformers import CLIPImageProcessor
 
+from configs.errors import Away
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
-from tasks.stage import BASE, TransientError
+from tasks.stage import BASE
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +187,7 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-    with pytest.raises(TransientError, match=said):
+    with pytest.raises(Away, match=said):
         smoke_test.check(tmp_path, Base.open(tmp_path), digits(tmp_path))
 
 
