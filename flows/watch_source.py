@@ -16,7 +16,6 @@ from artifacts.store import Store
 from configs.errors import Away
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
-from flows.checks import writable_store
 from flows.prefect_run import (
     NO_OVERRIDES,
     Overrides,
@@ -25,6 +24,7 @@ from flows.prefect_run import (
     revealed,
     run_name,
 )
+from tasks.doors import check_writable
 from tasks.retrain.changes import EVENT, is_retraining, last_stamp, remember, source_resource, stamp
 from tasks.stage import storing
 
@@ -59,7 +59,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
                 log.info("watch: %s has changed, and a retraining runs: waiting", resource)
                 report = {"source": resource, "changed": False, "waits": True}
                 return Completed(name="Waiting", data=report)
-            writable_store(checked)  # else each run would announce the change
+            list(check_writable("store", checked.store))  # else each run would announce the change
             _announce(resource, found)
             remember(checked, found)  # an event that was refused is emitted again
     log.info("watch: %s has changed", resource)
