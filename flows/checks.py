@@ -59,9 +59,11 @@ def prepare(
 def checks_of(doors: Doors) -> Iterator[Check]:
     """The checks of all doors, in order."""
     yield from doors.settings()
-    yield from doors.places()
-    if len(doors.here) < len(doors.built):
+    is_sent = len(doors.here) < len(doors.built)
+    if is_sent:
         yield Check("server", _lasting_server)
+    yield from doors.places()
+    if is_sent:
         sent = partial(check_deployments, doors.recipe, doors.built)
         yield Check("deployments", sent, remote=True)
     yield from doors.machine()

@@ -88,12 +88,8 @@ class Doors:
     def places(self) -> Iterator[Check]:
         """Store, registry, source, work pools and Beam's workers."""
         recipe = self.recipe
-        yield Check("store", partial(check_writable, "store", recipe.store))
-        if recipe.publish.registry is not None:
-            setting = "publish.registry"
-            yield Check("registry", partial(check_writable, setting, recipe.publish.registry))
-        if publish.STAGE in self.built:  # a damaged champion would fail it after all other stages
-            yield Check("champion", self._champion, remote=True)
+        yield Check("store", self._stores)
+        if publish.STAGE in self.built:
             login = partial(check_login, needed=recipe.publish.hub is not None)
             yield Check("hub login", login, remote=True)
         yield Check("work pools", partial(check_places, recipe, self.built))
@@ -104,12 +100,7 @@ class Doors:
     def machine(self) -> Iterator[Check]:
         """Runtime, devices and the settings that they support."""
         if {"encode", "train", "evaluate"} & set(self.here):
-            yield Check("runtime", lambda: registry.check_installed(self.recipe.runtime))
-            devices = devices_here(self.recipe, self.here)
-            for setting, device in devices.items():
-                yield Check(setting, partial(self._device, setting, device))
-        if "train" in self.here:
-            yield Check("runtime's settings", self._runtime_settings)
+            yield Check("runtime", self._runtime)
 
     def models(self) -> Iterator[Check]:
         """The models, opened at most once, and whether they fit the machine."""
@@ -123,8 +114,13 @@ class Doors:
         if publish.STAGE in self.built:
             yield from map(note, warnings_of_few_prompts(self.recipe))
 
-    def _champion(self) -> None:
-        publish.registry_of(self.recipe).champion()
+    def _stores(self) -> Iterator[Finding]:
+        recipe = self.recipe
+        yield from check_writable("store", recipe.store)
+        if recipe.publish.registry is not None:
+            yield from check_writable("publish.registry", recipe.publish.registry)
+        if publish.STAGE in self.built:  # a damaged champion would fail it after all other stages
+            publish.registry_of(recipe).champion()
 
     def _source(self) -> Iterator[Finding]:
         download.check(self.recipe)
@@ -138,18 +134,20 @@ class Doors:
             check_options(options)
         check_workers(self.recipe, self.here)
 
-    def _device(self, setting: str, device: str) -> None:
-        if device not in ("auto", "cpu") or self.recipe.runtime != "torch":
-            registry.check_devices(self.recipe.runtime, {setting: device})
-
-    def _runtime_settings(self) -> None:
+    def _runtime(self) -> None:
         recipe = self.recipe
+        registry.check_installed(recipe.runtime)
+        devices = devices_here(recipe, self.here)
+        if set(devices.values()) <= {"auto", "cpu"} and not _may_refuse(recipe):
+            return  # always available; a probe would import the runtime, which takes seconds
+        registry.check_devices(recipe.runtime, devices)
+        if "train" not in self.here:
+            return
         settings = recipe.train
         if recipe.tpu is not None:
             tpu.check(recipe.tpu, recipe.store, settings)
             settings = settings.model_copy(update={"fsdp": 1})  # tpu.check compares it
-        if _needs_probe(recipe):
-            registry.check_settings(recipe.runtime, settings)
+        registry.check_settings(recipe.runtime, settings)
 
     def _memory(self) -> Iterator[Finding]:
         """Whether training fits the largest GPU of this machine, if it trains on one."""
@@ -197,8 +195,8 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
     try:
         store.check_writable()
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        why = f"no folder can be made at {store.url} ({error.strerror}): choose another"
-        raise Refused(why, setting=setting) from None
+        why = f"no folder can be made at {store.url} ({error.strerror})"
+        raise Refused(why, setting=setting, remedy=remedy) from None
     except Exception as error:
         converted = storage_error(store, error)
         if converted is error and not isinstance(error, OSError):
@@ -224,12 +222,11 @@ def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
     return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
 
 
-def _needs_probe(recipe: Recipe) -> bool:
-    """Whether the runtime may refuse a setting: asking it imports it, which takes seconds."""
+def _may_refuse(recipe: Recipe) -> bool:
+    """Whether the runtime refuses some values of the settings that differ from the defaults."""
     settings = recipe.train
     return (
         recipe.runtime != "torch"
-        or settings.device not in ("auto", "cpu")
         or (settings.processes > 1 and settings.device != "cpu")
         or settings.fsdp not in (1, "all")
         or settings.optimizer == "adamw_8bit"

@@ -144,7 +144,7 @@ class Models:
 
     def _check_measuring(self) -> Iterator[Finding]:
         named = self.recipe.evaluate.inception
-        if named is not None and not self.fetch:
+        if named is not None:
             with naming("evaluate.inception"):
                 where = check_file_available(named)
             yield fine(f"evaluate.inception: {without_secrets(named)} ({where})")
