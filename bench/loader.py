@@ -6,7 +6,6 @@ arrays in float32; grain reads with a thread per core. A sample of SDXL at 1024 
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -31,8 +30,7 @@ from artifacts.latent_shards import (
     write_latent_shard,
 )
 from artifacts.store import KeyParts, Store
-from bench.report import Row, log, machine, publish, spread, versions
-from bench.training_step_workloads import Context
+from bench.report import Rounds, Row, finish, log, option_parser, spread
 from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -50,13 +48,11 @@ SHUFFLED = 256  # samples of WebDataset's shuffle buffer
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the three loaders in turns and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.loader", description=__doc__)
+    parser = option_parser("loader", __doc__, rounds=5)
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="work folder; default: a temporary one")
     parser.add_argument("--quick", action="store_true", help="64 pixels, 64 samples, one round")
-    parser.add_argument("--json", type=Path, help="also write the last line to this file")
     options = parser.parse_args(arguments)
     samples, rounds = (64, 1) if options.quick else (options.samples, options.rounds)
     with tempfile.TemporaryDirectory(prefix="kiln-", dir=options.folder) as scratch:
@@ -67,15 +63,12 @@ def main(arguments: Sequence[str]) -> int:
             "webdataset": webdataset_batches(url, Path(scratch), options.batch_size),
             "grain": grain_batches(url, Path(scratch), options.batch_size),
         }
-        context = Context(Path(scratch), None, rounds, samples // options.batch_size)
-        row = compare(loaders, context.steps, options.batch_size, context)
-    packages = ("numpy", "webdataset", "grain", "array_record")
-    facts = {"machine": machine(os.cpu_count() or 1), "versions": versions(packages)}
-    publish("loader", [row], facts, options.json)
-    return 0
+        steps = samples // options.batch_size
+        row = compare(loaders, steps, options.batch_size, Rounds(Path(scratch), rounds))
+    return finish("loader", [row], options, ("numpy", "webdataset", "grain", "array_record"))
 
 
-def compare(loaders: dict[str, Epoch], steps: int, size: int, context: Context) -> Row:
+def compare(loaders: dict[str, Epoch], steps: int, size: int, turns: Rounds) -> Row:
     """Samples per second of each loader, over an epoch per round, after an epoch to warm up.
 
     An epoch begins anew in each round, so that nobody reads ahead while others are measured.
@@ -91,7 +84,7 @@ def compare(loaders: dict[str, Epoch], steps: int, size: int, context: Context) 
 
     for name in loaders:
         rate(name)
-    found = context.alternate(*(partial(rate, name) for name in loaders))
+    found = turns.alternate(*(partial(rate, name) for name in loaders))
     rates = dict(zip(loaders, found, strict=True))
     figures = {f"{name}_samples_per_second": spread(rates[name]) for name in loaders}
     ratios = {}

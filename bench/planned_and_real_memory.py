@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import benchmark_inputs
-from bench.train_cuda import SD2_UNET, SDXL_UNET
+from bench.train_rows import SD2_CONFIGS, SDXL_CONFIGS
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.process.job import TrainJob
@@ -143,8 +143,8 @@ def _cases(scratch: Path, cuda: bool) -> Iterator[tuple[str, Path, int, int, dic
         )
         return
     bf16 = {"mixed_precision": "bf16"}
-    yield "sd2", benchmark_inputs.write_full_size(scratch / "sd2", SD2_UNET), 512, 32, bf16
-    yield "sdxl", benchmark_inputs.write_full_size(scratch / "sdxl", SDXL_UNET), 1024, 4, bf16
+    yield "sd2", benchmark_inputs.write_full_size(scratch / "sd2", SD2_CONFIGS), 512, 32, bf16
+    yield "sdxl", benchmark_inputs.write_full_size(scratch / "sdxl", SDXL_CONFIGS), 1024, 4, bf16
 
 
 if __name__ == "__main__":
