@@ -45,6 +45,7 @@ from tasks.plan.plan import (
     TrainingPlan,
     ask_planner,
     cache_key,
+    checkpoint_bytes,
     config_folders,
     load_or_compute,
 )
@@ -430,13 +431,8 @@ class GpuPlan(TrainingPlan):
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint on disk: weights, moments and average of trained arrays.
-
-        It holds each value in four bytes, those of 8-bit moments too.
-        """
-        weights = 4 * self.step.parameters
-        average = self.recipe.train.ema_decay is not None
-        return weights + self.step.optimizer + weights * average
+        """Bytes of a checkpoint on disk."""
+        return checkpoint_bytes(self.recipe.train, self.step.parameters, self.step.optimizer)
 
     @property
     def step_seconds(self) -> float | None:
