@@ -155,13 +155,16 @@ def write_weights(pipeline: Path, parts: Sequence[str]) -> Path:
     return pipeline
 
 
-def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> str:
+def write_random_latents(
+    folder: Path, model: Path, samples: int, size: int, shards: int = 1, captions: int = CAPTIONS
+) -> str:
     """Write a latents artifact of random numbers for a pipeline; its URL.
 
     A step takes as long as with encoded pictures of `size` x `size` pixels.
 
     Args:
         model: pipeline folder; its config files suffice.
+        captions: of each shard; its pictures share them in turns.
     """
     from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
     from artifacts.store import KeyParts, Store
@@ -173,6 +176,8 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
     side = size // info["vae_scale_factor"]
     channels = info["latent_channels"]
     encoders = len(family_named(info["family"]).clip_encoders)
+    count = samples // shards
+    texts = 1 + min(captions, count)
 
     def normal(*shape: int) -> Any:
         return random.standard_normal(shape, dtype=np.float32)
@@ -186,21 +191,22 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
             crop_top_left=(0, 0),
             target_size=(size, size),
             flip=False,
-            caption_rows=(1 + number % CAPTIONS,),
+            caption_rows=(1 + number % (texts - 1),),
         )
 
-    texts = Texts(
-        normal(1 + CAPTIONS, info["tokens"], info["prompt_dim"]),
-        normal(1 + CAPTIONS, info["pooled_dim"]) if info["pooled_dim"] else None,
-        random.integers(512, size=(1 + CAPTIONS, encoders, TOKENS)),
-    )
     group = f"train/{side}x{side}"
     store = Store(str(folder / "store"))
     draft = store.draft(KeyParts("encode", 1, {"info": info, "samples": samples}, {}))
     path = folder / "shard.safetensors"
-    write_latent_shard(path, {group: [sample(number) for number in range(samples)]}, texts)
-    counts = {"groups": {group: samples}, "bad": 0}
-    shard = store.commit_shard("encode", f"{0:064x}", {".safetensors": str(path)}, counts)
-    draft.add_shard(shard)
+    for shard in range(shards):
+        rows = Texts(
+            normal(texts, info["tokens"], info["prompt_dim"]),
+            normal(texts, info["pooled_dim"]) if info["pooled_dim"] else None,
+            random.integers(512, size=(texts, encoders, TOKENS)),
+        )
+        write_latent_shard(path, {group: [sample(number) for number in range(count)]}, rows)
+        counts = {"groups": {group: count}, "bad": 0}
+        files = {".safetensors": str(path)}
+        draft.add_shard(store.commit_shard("encode", f"{shard:064x}", files, counts))
     draft.write("latents.json", json.dumps(info).encode())
     return str(draft.commit({}, {}).uri)

@@ -96,19 +96,14 @@ def _empty_page_cache(folder: str) -> None:
 
 def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
     """Rates in GB/s of a run of some processes."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RANK: "1"}
+    shared["WORLD_SIZE"] = str(processes)
     command = [sys.executable, "-m", "bench.checkpoint", folder, "--gigabytes", str(gigabytes)]
     command += ["--rounds", str(rounds)]
     children = [
         subprocess.Popen(
             command,
-            env={
-                **os.environ,
-                **shared,
-                "WORLD_SIZE": str(processes),
-                "RANK": str(rank),
-                RANK: "1",
-            },
+            env={**os.environ, **shared, "RANK": str(rank)},
             stdout=subprocess.PIPE,
         )
         for rank in range(processes)

@@ -44,7 +44,6 @@ from bench.training_step_workloads import THREADS, Context, run_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
 from runtimes.registry import open_encoder
-from runtimes.torch.device import make_deterministic
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.encoders import EncoderPool, EncoderProcess, EncodingPlan
 from tasks.encode.transform import TransformSettings, transform
@@ -244,21 +243,16 @@ def published_row(context: Context, name: str, *, encoders: Encoders) -> Row:
     """`NAME_vs_diffusers`: pictures per second of our encoders, divided by those of theirs."""
     import torch
 
+    from runtimes.torch.device import make_deterministic
+
     if encoders.device == "cuda" and not torch.cuda.is_available():
         raise Skip("no CUDA device")
     folder = benchmark_inputs.write_published(
         context.folder / name, encoders.hub_id, encoders.parts
     )
     count = encoders.batch
-    encoder: Any = open_encoder(
-        EncodeJob(
-            "torch",
-            str(folder),
-            batch_size=count,
-            device=encoders.device,
-            dtype=encoders.dtype,
-        )
-    )
+    place = {"device": encoders.device, "dtype": encoders.dtype}
+    encoder: Any = open_encoder(EncodeJob("torch", str(folder), batch_size=count, **place))
     random = np.random.default_rng(0)
     pixels = random.uniform(-1, 1, (count, 3, encoders.side, encoders.side)).astype(np.float32)
     captions = [f"a picture of the number {n}" for n in range(TEXT_BATCH)]

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
@@ -105,9 +105,9 @@ def measure(job: TrainJob, steps: int, warm_up: int, lock: Path) -> dict[str, An
     Args:
         steps: timed steps.
         warm_up: steps before them.
-        lock: file of `_shared` and `_alone`.
+        lock: file whose lock all variants share.
     """
-    with _shared(lock):
+    with _locked(lock, fcntl.LOCK_SH):  # no other variant is timed
         begin = time.perf_counter()
         bare = BareSteps(job)
         loaded = time.perf_counter()
@@ -115,7 +115,7 @@ def measure(job: TrainJob, steps: int, warm_up: int, lock: Path) -> dict[str, An
         warm = time.perf_counter()
         flops = bare.runtime.flops(bare.batch)
         peak = bare.runtime.peak_flops()
-    with _alone(lock):
+    with _locked(lock, fcntl.LOCK_EX):  # no other variant uses the device
         bare.seconds(1)  # the device may have been idle
         seconds = bare.seconds(steps) / steps
         images = job.train["global_batch_size"]
@@ -140,16 +140,6 @@ def _locked(lock: Path, kind: int) -> Iterator[None]:
     with lock.open("a") as file:
         fcntl.flock(file, kind)
         yield
-
-
-def _shared(lock: Path) -> AbstractContextManager[None]:
-    """Context of loading and compiling: no other variant is timed."""
-    return _locked(lock, fcntl.LOCK_SH)
-
-
-def _alone(lock: Path) -> AbstractContextManager[None]:
-    """Context of timed steps: no other variant uses the device."""
-    return _locked(lock, fcntl.LOCK_EX)
 
 
 def _profile(bare: Any) -> str:

@@ -21,10 +21,7 @@ from runtimes.pipeline_folder.folder import vae_path
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
 from tasks.plan.gpu import (
     FILE,
-    GpuPlan,
     RecipeMemory,
-    digest_settings,
-    executed_flops,
     plan_for,
     shipped_plans,
 )
@@ -44,27 +41,7 @@ def plan(recipe: Recipe, store: Path) -> RecipeMemory:
     model = published(recipe.model.path)
     vae = None if recipe.model.vae is None else vae_path(model, published(recipe.model.vae))
     place = recipe.model_copy(update={"store": str(store)})
-    return record(plan_for(place, parse_gpu("H100"), model, vae))
-
-
-def record(plan: GpuPlan) -> RecipeMemory:
-    """The record of a plan; it does not depend on the GPU."""
-    recipe = plan.recipe
-    peaks = plan.peaks
-    steps = plan.steps
-    return RecipeMemory(
-        recipe=recipe.name,
-        settings=digest_settings(recipe),
-        training=sum(peaks.training.values()),
-        samples=peaks.samples,
-        sampling=peaks.sampling,
-        checkpoint=peaks.checkpoint,
-        parameters=plan.step.parameters,
-        checkpoint_bytes=plan.checkpoint_bytes,
-        flops_per_image=executed_flops(plan.step),
-        images=None if steps is None else steps * recipe.train.global_batch_size,
-        product_dtype=recipe.train.product_dtype,
-    )
+    return plan_for(place, parse_gpu("H100"), model, vae).record
 
 
 def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:

@@ -148,7 +148,7 @@ def _encode(folder: Path, _: int) -> None:
     draft.commit(encode.build(recipe, images, BASE, None, draft, lambda *_: None), {})
 
 
-def shard_figures(folder: Path, shards: int, measured: Measured) -> dict[str, Any]:
+def shard_figures(folder: Path, shards: int, measured: Measured, _: str) -> dict[str, Any]:
     """Of the commit of an artifact, its load and check, and a garbage collection."""
     _write_files(Store(str(folder)), shards)
     names = ("commit", "load", "verify", "gc_mark", "gc_collect")
@@ -209,23 +209,20 @@ STEPS: dict[str, Step] = {
     **{"gc_mark": _mark, "gc_collect": _collect},
 }
 #: Step -> the module that it imports before the clock starts.
-IMPORTED = {
-    "plan": "tasks.download",
-    "download": "tasks.download",
-    "encode": "tasks.encode.stage",
-}
-#: What -> default counts, and those of `--quick`.
-COUNTS = {
-    "list": ((1_000_000,), (10_000,)),
-    "rows": ((1_000, 100_000, 1_000_000), (400, 1_000)),
-    "shards": ((40_000, 400_000), (100, 1_000)),
+IMPORTED = {"plan": "tasks.download", "download": "tasks.download", "encode": "tasks.encode.stage"}
+#: What -> its figures, default counts, and those of `--quick`. The figures are of the folder, the
+#: count, the steps' measurement, and the format of a list or the host of pictures.
+SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[int], Sequence[int]]] = {
+    "list": (list_figures, (1_000_000,), (10_000,)),
+    "rows": (row_figures, (1_000, 100_000, 1_000_000), (400, 1_000)),
+    "shards": (shard_figures, (40_000, 400_000), (100, 1_000)),
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure each count; the steps in child processes."""
     parser = report.option_parser("scale", __doc__)
-    parser.add_argument("what", choices=COUNTS)
+    parser.add_argument("what", choices=SCENARIOS)
     parser.add_argument("--counts", type=int, nargs="+", help="of rows or shards")
     parser.add_argument("--quick", action="store_true", help="few")
     parser.add_argument("--format", choices=COPY, default="parquet", help="of a list")
@@ -245,16 +242,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _rows(options: argparse.Namespace) -> Iterator[report.Row]:
     what = options.what
-    counts = options.counts or COUNTS[what][options.quick]
+    figures, full, quick = SCENARIOS[what]
     with tempfile.TemporaryDirectory(prefix="kiln-", dir=options.folder) as scratch:
         server = photo_server(Path(scratch), is_quick=options.quick)
-        with server if what == "rows" else nullcontext("") as host:
-            more = {"list": [options.format], "rows": [host], "shards": []}[what]
-            for count in counts:
+        with server if what == "rows" else nullcontext(options.format) as place:
+            for count in options.counts or (quick if options.quick else full):
                 folder = Path(scratch, str(count))
                 folder.mkdir()
-                figures = FIGURES[what](folder, count, _child(folder, count), *more)
-                yield report.Row(f"{count:,} {what}", figures=figures)
+                measured = figures(folder, count, _child(folder, count), place)
+                yield report.Row(f"{count:,} {what}", figures=measured)
 
 
 def _child(folder: Path, count: int) -> Measured:
@@ -266,15 +262,6 @@ def _child(folder: Path, count: int) -> Measured:
         return dict(report.run_module("bench.scale", *words, environment=environment))
 
     return measured
-
-
-#: What -> its figures, of the folder, the count, the steps' measurement, and the list's format or
-#: the host of the pictures.
-FIGURES: dict[str, Callable[..., dict[str, Any]]] = {
-    "list": list_figures,
-    "rows": row_figures,
-    "shards": shard_figures,
-}
 
 
 if __name__ == "__main__":

@@ -430,6 +430,25 @@ class GpuPlan(TrainingPlan):
         return self.recipe.train.processes
 
     @property
+    def record(self) -> RecipeMemory:
+        """What a stored plan keeps; it does not depend on the GPU."""
+        peaks = self.peaks
+        train = self.recipe.train
+        return RecipeMemory(
+            recipe=self.recipe.name,
+            settings=digest_settings(self.recipe),
+            training=sum(peaks.training.values()),
+            samples=peaks.samples,
+            sampling=peaks.sampling,
+            checkpoint=peaks.checkpoint,
+            parameters=self.step.parameters,
+            checkpoint_bytes=self.checkpoint_bytes,
+            flops_per_image=executed_flops(self.step),
+            images=None if self.steps is None else self.steps * train.global_batch_size,
+            product_dtype=train.product_dtype,
+        )
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint on disk."""
         return checkpoint_bytes(self.recipe.train, self.step.parameters, self.step.optimizer)

@@ -149,7 +149,7 @@ def test_grain_reads_with_a_thread_per_core(
         return options(**chosen)
 
     monkeypatch.setattr(grain, "ReadOptions", noted)
-    url = loader.write_shards(tmp_path, samples=4, side=8, shards=2)
+    url = benchmark_inputs.write_random_latents(tmp_path, loader.SDXL, 4, 64, shards=2)
     (batch,) = loader.grain_batches(url, tmp_path, 4)()
     assert batch["mean"].shape == (4, 4, 8, 8)
     assert given == [os.cpu_count()]
@@ -173,7 +173,7 @@ def test_encoders_take_turns_and_theirs_runs_as_in_a_script(
     encoder = SimpleNamespace(images=lambda _: calls.append("ours"), texts=lambda _: None)
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(torch.backends.cudnn, name, False)
-    monkeypatch.setattr(encode, "make_deterministic", make_deterministic)
+    monkeypatch.setattr("runtimes.torch.device.make_deterministic", make_deterministic)
     monkeypatch.setattr(encode, "open_encoder", lambda _: encoder)
     monkeypatch.setattr(encode, "_encode_as_diffusers_scripts", theirs)
     small = replace(encode.SD2, side=8, batch=1, batches=1, device="cpu", dtype="float32")
