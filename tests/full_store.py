@@ -22,7 +22,7 @@ def fill(root: Path, artifacts: int) -> None:
     present = list(store.artifacts())
     of_stages = [artifact for artifact in present if artifact.stage in STAGES]
     missing = max(0, artifacts - len(present))
-    for number, artifact in enumerate(islice(_repeated(of_stages), missing)):
+    for number, artifact in enumerate(islice(_repeated(of_stages), missing), len(present)):
         key = digest_json([artifact.key, number])
         _write(root / artifact.stage / key / MANIFEST, {**artifact.manifest, "key": key})
         _write(root / artifact.stage / SHARDS / f"{key}.json", {"format": 2, "files": []})
