@@ -14,7 +14,6 @@ torchrun, mpirun or msrun has started them all. Rank 0 alone emits events and wr
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -29,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -205,14 +205,15 @@ def only_writer(work: str) -> Iterator[None]:
     else:
         path = Path(tempfile.gettempdir()) / f"kiln-{hashlib.sha256(work.encode()).hexdigest()}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logging.getLogger("kiln").warning(
-                "another process writes %s: waiting for its lock", work
-            )
-            fcntl.flock(stream, fcntl.LOCK_EX)
+    lock = FileLock(path)
+    finally:
+        lock.release()
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        logging.getLogger("kiln").warning("another process writes %s: waiting for its lock", work)
+        lock.acquire()
+    try:
         yield
 
 
