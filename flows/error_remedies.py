@@ -168,7 +168,7 @@ REMEDIES = {
     "EncodeFailed": "Add pictures, or change the named setting of `encode`.",
     "EncoderFailed": "Look at the log above the message. Run again.",
     "ImagesNotFinite": "Draw in `bfloat16` or `float32`; NaN weights cannot draw in any dtype.",
-    "EncoderLost": "Prefect retries. If it happens again, lower `encode.batch_size`.",
+    "ProcessLost": "Prefect retries. If an encoder ends again, lower `encode.batch_size`.",
     "Diverged": "Lower `train.learning_rate` or set `train.divergence` "
     "([training.md](training.md)).",
     "CheckpointError": "Look at the reason: mostly a full disk or no permission. Run again.",
@@ -199,7 +199,7 @@ REMEDIES = {
     "SignatureError": "Correct the key, or do not use this model "
     "([publishing.md](publishing.md#signatures)).",
     "PushFailed": "Check token, repository and network. The model stays in the registry.",
-    "PlanFailed": "Read the last line of the message; for TPUs run `make setup-plan`.",
+    "Unanswered": "Read the last line of the message; for TPUs run `make setup-plan`.",
     "DoesNotFit": "Use the settings of the message ([gpu.md](gpu.md)).",
     "TopologyMissing": "Add `--gpu` or `--topology`.",
     "TwoPlaces": "Give `--gpu` or `--topology`, not both.",
