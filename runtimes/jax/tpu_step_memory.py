@@ -16,8 +16,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.questions import StepCost, TpuStepRequest, answer
 from runtimes.spmd.slices import TpuSlice, parse_slice
 
@@ -40,7 +40,7 @@ MOST_VIRTUAL = 16
 
 
 def step_cost(request: TpuStepRequest) -> StepCost:
-    """Compile the step of a request. Raises WrongInput."""
+    """Compile the step of a request. Raises Refused."""
     since = time.monotonic()
     where = parse_slice(request.topology)
     settings = Train(**request.train)
@@ -119,7 +119,7 @@ def _devices(where: TpuSlice) -> tuple[str, list[Any]]:
     """Name of the compiler, and the devices to compile for."""
     if find_spec("libtpu") is None:
         if where.chips > MOST_VIRTUAL:
-            raise WrongInput(
+            raise Refused(
                 f"topology {where.name}: {where.chips} chips need libtpu: make setup-plan"
             )
         flag = f"--xla_force_host_platform_device_count={where.chips}"

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runtimes.contract import WrongInput
+from configs.errors import Failed, Refused
 from runtimes.process.job import HasNetwork
 
 QUOTED = 20  # lines of a log that an error quotes
 
 
-class Unanswered(RuntimeError):
+class Unanswered(Failed):
     """The process ended without an answer; the message has the last lines of its log.
 
     Attributes:
@@ -51,7 +51,7 @@ def ask(
         seconds: time limit; None: none.
 
     Raises:
-        WrongInput: the process refuses its arguments, see `answer`.
+        Refused: the process refuses its arguments, see `answer`.
         Unanswered: it failed.
         OSError: it cannot be started.
     """
@@ -68,16 +68,16 @@ def ask(
     except (ValueError, IndexError, TypeError):
         raise Unanswered(module, done.returncode, done.stderr) from None
     if "wrong_input" in answered:
-        raise WrongInput(answered["wrong_input"])
+        raise Refused(answered["wrong_input"])
     return answered
 
 
 def answer(compute: Callable[[], Any]) -> None:
-    """Print the dataclass that `compute` returns, or its WrongInput, for `ask`; None: nothing."""
+    """Print the dataclass that `compute` returns, or its Refused, for `ask`; None: nothing."""
     try:
         computed = compute()
         answered = {} if computed is None else asdict(computed)
-    except WrongInput as error:
+    except Refused as error:
         answered = {"wrong_input": str(error)}
     print(json.dumps(answered))
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.secrets import one_line, without_secrets
-from runtimes.contract import WrongInput
 from tasks.evaluate.features import BATCH, Float32, Picture, batches
 from tasks.run_job import ConnectedProcess
 
@@ -44,7 +44,7 @@ def open_inception(weights: str) -> Any:
     The file is read as tensors alone: torch-fidelity itself would run code that is pickled there.
 
     Raises:
-        WrongInput: torch-fidelity does not load, or the file does not fit the network.
+        Refused: torch-fidelity does not load, or the file does not fit the network.
     """
     import torch
 
@@ -54,7 +54,7 @@ def open_inception(weights: str) -> Any:
     try:
         from torch_fidelity import feature_extractor_inceptionv3 as theirs
     except (ImportError, RuntimeError) as error:
-        raise WrongInput(
+        raise Refused(
             "evaluate.inception: torch-fidelity does not load: install "
             f"requirements/fidelity.txt again: {one_line(error)}"
         ) from None
@@ -63,7 +63,7 @@ def open_inception(weights: str) -> Any:
         theirs.load_state_dict_from_url = lambda *_, **__: state
         return theirs.FeatureExtractorInceptionV3("inception-v3-compat", [str(FEATURES)])
     except Exception as error:  # torch.load of another format raises many kinds
-        raise WrongInput(
+        raise Refused(
             f"evaluate.inception: {weights} has no weights of torch-fidelity's InceptionV3:"
             f" {one_line(error)}"
         ) from None
@@ -79,7 +79,7 @@ def serve(connection: Connection, weights: str, device: str) -> None:
         # One process owns a Gaudi, and the sampling processes need it.
         where = choose_device("auto" if device.startswith("hpu") else device)
         network = open_inception(weights).to(where)
-    except WrongInput as error:
+    except Refused as error:
         connection.send_bytes(str(error).encode())
         return
     connection.send_bytes(b"")
@@ -99,10 +99,10 @@ ENVIRONMENT = "-fidelity"
 
 
 def fidelity_folder() -> Path:
-    """The folder of torch-fidelity's packages. Raises WrongInput if it is not installed."""
+    """The folder of torch-fidelity's packages. Raises Refused if it is not installed."""
     folder = Path(sys.prefix + ENVIRONMENT)
     if not (folder / "torch_fidelity").is_dir():
-        raise WrongInput(
+        raise Refused(
             "evaluate.inception: torch-fidelity is not installed: run `make setup-fidelity`, or "
             "outside of .venv `python -m pip install --no-deps --target "
             f"{folder} --requirement requirements/fidelity.txt`"
@@ -118,12 +118,12 @@ def check_inception(weights: Path, named: str) -> None:
         named: the file in the recipe.
 
     Raises:
-        WrongInput: it does not load.
+        Refused: it does not load.
     """
     try:
         Inception(weights, "cpu").close()
-    except WrongInput as error:
-        raise WrongInput(str(error).replace(str(weights), without_secrets(named))) from None
+    except Refused as error:
+        raise Refused(str(error).replace(str(weights), without_secrets(named))) from None
 
 
 class Inception:
@@ -137,7 +137,7 @@ class Inception:
         device: as for Clip.
 
     Raises:
-        WrongInput: torch-fidelity is not installed, or the file is no such weights file.
+        Refused: torch-fidelity is not installed, or the file is no such weights file.
         ProcessLost: the process ended.
     """
 
@@ -151,7 +151,7 @@ class Inception:
         )
         if message := self._process.receive().decode():
             self.close()
-            raise WrongInput(message)
+            raise Refused(message)
 
     def images(self, pictures: Iterable[Picture]) -> Float32:
         """Features f32 [N, 2048], not normalised. Picture sizes may differ.

@@ -18,10 +18,10 @@ from typing import Any
 from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family, family_named
 from runtimes.pipeline_folder.folder import describe_encoders, vae_path
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
@@ -124,7 +124,7 @@ def config_folders(recipe: Recipe) -> tuple[Path, Path | None]:
     """Local folders of the base, and of a separate VAE; of a model on the hub with configs alone.
 
     Raises:
-        ModelNotFound: the base or the VAE does not exist.
+        Refused: the base or the VAE does not exist.
     """
     model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
     separate = recipe.model.vae
@@ -218,7 +218,7 @@ def estimate_disk(
         trials: of a sweep, the recipes that are trained and measured; one of them is published.
 
     Raises:
-        WrongInput: the base's configs are invalid, or a prompt file cannot be read.
+        Refused: the base's configs are invalid, or a prompt file cannot be read.
     """
     info = describe_encoders(model, vae)
     trained = [(one, _trained_parameters(one.train, model)) for one in trials or (recipe,)]
@@ -303,5 +303,5 @@ def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     try:
         return weight_shapes(folder)
-    except WrongInput:  # another stage reports a damaged file
+    except Refused:  # another stage reports a damaged file
         return {}

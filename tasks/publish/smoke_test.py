@@ -57,11 +57,11 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
         vae: folder of the VAE that replaces the base's own.
 
     Raises:
-        TransientError: the process was killed, or ran out of memory or time, on a busy machine.
+        Away: the process was killed, or ran out of memory or time, on a busy machine.
     """
     # The script has no project to import from.
+    from configs.errors import Away
     from runtimes.process.questions import Unanswered, ask
-    from tasks.stage import TransientError
 
     job = json.dumps(describe(folder, base, vae, recipe))
     environment = {"HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
@@ -69,12 +69,12 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
         ask(__file__, job, environment=environment, seconds=SECONDS)
     except Unanswered as error:
         if error.code is None:
-            raise TransientError(f"smoke test: no picture after {SECONDS} s: run again") from None
+            raise Away(f"smoke test: no picture after {SECONDS} s: run again") from None
         if error.code < 0:
             name = signal.Signals(-error.code).name
-            raise TransientError(f"smoke test: killed by {name}: run again") from None
+            raise Away(f"smoke test: killed by {name}: run again") from None
         if (lack := OF_THE_MACHINE.search(error.log)) is not None:
-            raise TransientError(f"smoke test: {lack[0]}: run again") from None
+            raise Away(f"smoke test: {lack[0]}: run again") from None
         raise SmokeTestFailed(error.last) from None
 
 

@@ -11,9 +11,9 @@ import pytest
 from kiln_command import ROOT, is_running
 from waiting import wait_until
 
+from configs.errors import Away
 from tasks import run_job
 from tasks.run_job import ConnectedProcess, ProcessLost
-from tasks.stage import TransientError
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -43,7 +43,7 @@ def test_the_error_of_a_dead_process_has_the_last_line_of_its_log(echo: Connecte
     for number in (0, 1, 0):
         with pytest.raises(ProcessLost, match=r"^the echo ended with -9: the driver is gone$"):
             echo.ask(b"first", number)
-    assert issubclass(ProcessLost, TransientError)
+    assert issubclass(ProcessLost, Away)
 
 
 def test_a_closed_process_ends_by_itself(echo: ConnectedProcess) -> None:

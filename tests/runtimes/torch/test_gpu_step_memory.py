@@ -15,8 +15,8 @@ from kiln_command import ROOT
 
 from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.process.questions import GpuStepRequest, StepMemory
@@ -284,7 +284,7 @@ def test_the_module_answers_in_json_also_for_wrong_input(tiny_sdxl: Path, tmp_pa
         return ask_process("-m", "runtimes.torch.gpu_plan", request)
 
     assert StepMemory.from_json(answer(tiny_sdxl)).parameters > 0
-    with pytest.raises(WrongInput, match=r"model_index\.json"):
+    with pytest.raises(Refused, match=r"model_index\.json"):
         answer(tmp_path)
 
 
