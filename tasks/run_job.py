@@ -45,6 +45,8 @@ TELLING = re.compile(
 QUOTED = 3
 KEPT = 200
 LONGEST = 1000  # characters of a reason
+#: Seconds for a connected process to end by itself.
+END_SECONDS = 10.0
 #: Set while a job writes its last checkpoint; another SIGTERM to this process would kill the job.
 stopping = threading.Event()
 
@@ -253,9 +255,6 @@ def _signal_group(child: subprocess.Popen[str], number: int) -> None:
         os.killpg(child.pid, number)
 
 
-END_SECONDS = 10.0
-
-
 class ProcessLost(Away):
     """The process has ended; the message has the last line of its log."""
 
@@ -332,7 +331,8 @@ class ConnectedProcess:
             self._log.seek(0)
             text = self._log.read().strip()
         log.debug("%s", text)
-        return ProcessLost(f"{self._what} ended with {code}: {text.rpartition(chr(10))[2]}")
+        last = text.rpartition("\n")[2]
+        return ProcessLost(f"{self._what} ended with {code}: {last}")
 
 
 def _end(connections: Iterable[Connection], child: subprocess.Popen[bytes]) -> None:

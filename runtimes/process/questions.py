@@ -31,7 +31,8 @@ class Unanswered(Failed):
 
     def __init__(self, module: str, code: int | None, log: str) -> None:
         lines = log.strip().splitlines()
-        super().__init__(f"{module} ended with {code}: {chr(10).join(lines[-QUOTED:])}")
+        quoted = "\n".join(lines[-QUOTED:])
+        super().__init__(f"{module} ended with {code}: {quoted}")
         self.code = code
         self.log = log
         self.last = lines[-1] if lines else f"exit status {code}"
