@@ -6,6 +6,7 @@ by the content of the request.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import describe_encoders, replacement_config
-from runtimes.process.planner import StepCost, TpuStepRequest
+from runtimes.process.questions import StepCost, TpuStepRequest, ask
 from runtimes.spmd.slices import TpuSlice, check_training, parse_slice
-from tasks.plan.plan import TrainingPlan, ask_planner, cache_key, config_folders, load_or_compute
+from tasks.plan.plan import TrainingPlan, cache_key, config_folders, load_or_compute
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 5
@@ -138,7 +139,7 @@ def plan_slice_training(
 
     Raises:
         Refused: the plan does not support the recipe or the slice.
-        PlanFailed: the compiler failed.
+        Unanswered: the compiler failed.
     """
     where = parse_slice(topology)
     size = _size(recipe, where)
@@ -246,4 +247,6 @@ def _compile(request: TpuStepRequest) -> StepCost:
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return StepCost(**ask_planner("runtimes.jax.tpu_step_memory", asdict(request), environment))
+    text = json.dumps(asdict(request))
+    step = ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
+    return StepCost(**step)

@@ -18,7 +18,8 @@ from runtimes.families import detect_family
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.plan.plan import estimate_disk, in_words
+from tasks.plan.plan import estimate_disk
+from tasks.progress import bytes_in_words
 
 Here = Callable[..., str]  # of conftest.py
 #: Estimates are at most so many times the bytes of a run, and at least these.
@@ -42,7 +43,7 @@ def base(recipe: Recipe) -> Path:
     ],
 )
 def test_a_number_of_bytes_never_rounds_to_a_thousand_of_its_unit(size: float, words: str) -> None:
-    assert in_words(size) == words
+    assert bytes_in_words(size) == words
 
 
 @pytest.fixture
