@@ -4,9 +4,9 @@
 <registry>/<name>/history.json   every change of the champion, oldest first; the last one holds
 <registry>/<name>/champion       follows it: a symlink if local, else an object with the name
 
-A publication takes the next number, writes the files, then the manifest; a damaged version is
-published anew under another number. The history changes by compare-and-swap
-(artifacts/compare_and_swap.py), so no change is lost; the alias `champion` changes after it.
+A publication takes the next number, writes the files, then the manifest. It deletes what a killed
+one left under another number, and publishes a damaged version anew. The history changes by
+compare-and-swap (artifacts/compare_and_swap.py), so no change is lost; the alias follows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import EllipsisType
@@ -28,7 +27,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.compare_and_swap import VersionedContent, create, read, remove, swap
-from artifacts.filesystems import delete_tree, entries, name_of, subfolders
+from artifacts.filesystems import delete_tree, subfolders
 from artifacts.gc import record_registry
 from artifacts.lock import Lock, hold
 from artifacts.records import (
@@ -346,17 +345,13 @@ class Registry:
         return version
 
     def keep(self, count: int) -> list[str]:
-        """Delete what is older than the newest `count` versions, and what killed deletions left.
-
-        The champion and the version that a rollback restores stay, damaged or not.
+        """Delete all but the newest `count` versions, the champion and the one before it.
 
         Returns the names of the deleted versions.
         """
         with hold(self.fs, f"{self.root}/{LOCK}") as lock:
-            readable = [version.name for version in self.versions()]
-            names = self._version_names()
-            older = names[: names.index(readable[-count:][0])] if readable else []
-            return [name for name in older if self._delete(name, readable, lock)]
+            names = [version.name for version in self.versions()]
+            return [name for name in names[:-count] if self._delete(name, names, lock)]
 
     def _delete(self, name: str, readable: Container[str], lock: Lock) -> bool:
         """Delete a version, its manifest first; False if it is needed, or becomes so by now.
@@ -452,23 +447,15 @@ class Registry:
         names = (name for name in subfolders(self.fs, self.root) if re.fullmatch(r"v\d+", name))
         return sorted(names, key=lambda name: int(name[1:]))
 
-    def _next_name(self) -> str:
-        """The name after every version that has a manifest, and every former champion."""
-        used = [name for name in self._version_names() if self._has_manifest(name)]
-        used += [move["version"] for move in self.history()]
-        return f"v{max((int(name[1:]) for name in used), default=0) + 1}"
-
-    def _has_manifest(self, name: str) -> bool:
-        held = entries(self.fs, f"{self.root}/{name}")  # raises where `exists` would say no
-        return MANIFEST in map(name_of, held)
-
     def _add(self, artifact: Artifact, lock: Lock) -> Version:
         """Copy every file, the manifest last, which makes the folder a version."""
-        name = self._next_name()
+        names = self._version_names()
+        used = [*names, *(move["version"] for move in self.history())]
+        name = f"v{max((int(name[1:]) for name in used), default=0) + 1}"
+        for left in names:  # by a killed publication or deletion
+            if self._manifest(left) is None:
+                self._delete(left, (), lock)
         root = f"{self.root}/{name}"
-        lock.check()
-        with suppress(FileNotFoundError):
-            delete_tree(self.fs, root)  # what a killed publisher left
         copied = [self._copy(artifact, entry, root, lock) for entry in artifact.files]
         self._add_report(artifact, name, lock)
         manifest = {**artifact.manifest, "files": stamped(self.fs, root, copied)}

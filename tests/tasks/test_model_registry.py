@@ -28,8 +28,9 @@ def test_a_registry_deletes_versions_of_its_own_model_only(kind: str, url_of: Ur
         for n in (1, 2, 3):
             found.publish(model(store, n))
     own.fs.rm_file(f"{own.root}/v1/manifest.json")
-    assert own.keep(1) == ["v1", "v2"]
-    assert subfolders(own.fs, own.root) == ["v3"]
+    assert own.keep(1) == ["v2"]
+    own.publish(model(store, 4))
+    assert subfolders(own.fs, own.root) == ["v3", "v4"]
     kept = [(f"{beside.root}/{v.name}", v.manifest["files"]) for v in beside.versions()]
     assert [first_fault(beside.fs, *version) for version in kept] == [None] * 3
 
@@ -63,15 +64,15 @@ def test_a_version_registered_without_a_report_gets_it_later(
         assert found.fs.cat_file(path) == held
 
 
-def test_a_version_without_a_manifest_is_overwritten(
+def test_a_version_without_a_manifest_is_deleted_by_the_next_publication(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
     found.publish(model(store, 1))
     found.fs.rm_file(f"{found.root}/v1/manifest.json")
     assert found.versions() == []
-    assert found.publish(model(store, 2)).name == "v1"
-    assert found.fs.cat_file(f"{found.root}/v1/model_index.json") == b"2"
+    assert found.publish(model(store, 2)).name == "v2"
+    assert subfolders(found.fs, found.root) == ["v2"]
 
 
 def test_old_versions_are_deleted_but_no_champion_that_a_rollback_restores(
@@ -131,7 +132,7 @@ def test_a_deletion_that_was_killed_is_completed_by_the_next(
     crown(store, found, 1, 2, 3, 4)
     for name in ("v1", "v3"):
         found.fs.rm_file(f"{found.root}/{name}/manifest.json")
-    assert found.keep(1) == ["v1"], "a rollback restores v2"
+    found.publish(model(store, 5))
     assert not found.fs.exists(f"{found.root}/v1")
     assert found.fs.exists(f"{found.root}/v3"), "it was the champion before the present one"
 
@@ -189,9 +190,10 @@ def test_what_an_interrupted_copy_of_another_model_left_is_deleted(
     draft = store.draft(KeyParts("publish", 1, {"lora": True}, {}))
     draft.write("pytorch_lora_weights.safetensors", b"adapters")
     adapters = draft.commit({}, {})
-    assert found.publish(adapters).name == "v1"
-    names = {str(path).rpartition("/")[2] for path in found.fs.find(f"{found.root}/v1")}
+    assert found.publish(adapters).name == "v2"
+    names = {str(path).rpartition("/")[2] for path in found.fs.find(f"{found.root}/v2")}
     assert names == {"manifest.json", "pytorch_lora_weights.safetensors"}
+    assert not found.fs.exists(f"{found.root}/v1/model_index.json")
 
 
 def test_a_version_has_no_temporary_file_of_a_killed_publisher(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_version_has_no_temporary_file_of_a_killed_publisher(tmp_path: Path) -
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"half of the wei")
-    assert found.publish(model(store, 1)).name == "v1" and not any(map(Path.exists, left))
+    assert found.publish(model(store, 1)).name == "v2" and not any(map(Path.exists, left))
 
 
 def test_the_error_for_an_unknown_version_lists_the_known_ones(
@@ -251,7 +253,7 @@ def test_a_file_that_arrives_late_changes_no_later_version(
     found = Registry(f"{store.url}/registry", "digits")
     requests = recorded_swaps(monkeypatch, "artifacts.lock.swap")
     found.publish(model(store, 1))
-    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    found.fs.rm(f"{found.root}/v1", recursive=True)  # its requests are still under way
     version = found.publish(model(store, 2))
     sent = [request for request in requests if "/v1/" in request[1]]
     assert version.name == "v1" and len(sent) == 4
