@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.exceptions import TyperException
 
+from configs.errors import Refused
 from configs.load_recipe import (
-    RecipeError,
     add_values,
     dump,
     json_schema,
@@ -38,7 +38,7 @@ from configs.settings.recipe import (
     warnings_without_effect,
     with_defaults_without_effect,
 )
-from flows.command_errors import error_as_json, usage_error
+from flows.command_errors import error_as_json, import_prefect, usage_error
 from runtimes.process.memory import collect_garbage_rarely
 
 FAILED = 1
@@ -416,10 +416,10 @@ def generate(
     with error_as_json(as_json):  # report wrong input before servers start
         settings = _parsed(override)
         if file is not None and "file" in settings:
-            raise RecipeError("generate: --from-file and -o file exclude each other")
+            raise Refused("generate: --from-file and -o file exclude each other")
         settings |= {} if file is None else {"file": file}
         if not prompts and "file" not in settings:
-            raise RecipeError("generate: it has no prompt: give one, or --from-file")
+            raise Refused("generate: it has no prompt: give one, or --from-file")
         read_settings(model, prompts, settings)
     from flows import runner
 
@@ -491,6 +491,7 @@ def place(
 ) -> None:
     """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
     loaded = load_recipe(recipe, _parsed(override))
+    import_prefect()
     from flows.work_pools import deploy_stages
 
     deploy_stages(loaded, folder, accelerators)
@@ -531,6 +532,7 @@ def doctor(
     checked = None if recipe is None else load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
+    import_prefect()
     from flows.doctor import examine
 
     arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]

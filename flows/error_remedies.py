@@ -195,6 +195,7 @@ REMEDIES = {
     "GarbageUnsure": "Do what the message says, then repeat `kiln gc`. Nothing was deleted.",
     "RegistryError": "Look at `kiln history NAME` and `kiln ls`.",
     "AliasNotWritten": "Run `kiln promote NAME VERSION` again; the next run mends it, too.",
+    "ChampionChanged": "Prefect retries: the gate compares with the new champion.",
     "SignatureError": "Correct the key, or do not use this model "
     "([publishing.md](publishing.md#signatures)).",
     "PushFailed": "Check token, repository and network. The model stays in the registry.",

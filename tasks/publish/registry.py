@@ -45,6 +45,7 @@ from artifacts.records import (
     write_atomic,
 )
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
+from configs.errors import Failed, Refused
 from configs.explain_errors import hint_of
 from configs.secrets import one_line
 from tasks.stage import REPORT
@@ -58,11 +59,7 @@ MODEL = "key_without_champion"  # of a move
 Moves = list[dict[str, Any]]  # {version, key_without_champion, why, at, token}, oldest first
 
 
-class RegistryError(ValueError):
-    """A model or version is missing, damaged or no champion; the message says which exist."""
-
-
-class AliasNotWritten(RuntimeError):
+class AliasNotWritten(Failed):
     """The champion has changed, but its alias could not follow."""
 
 
@@ -99,7 +96,7 @@ class Champions:
         self._history = f"{root}/{HISTORY}"
 
     def moves(self) -> Moves:
-        """Changes of the champion. Raises RegistryError if the history is damaged."""
+        """Changes of the champion. Raises Refused if the history is damaged."""
         return self._read()[1]
 
     def move(self, choose: Callable[[Moves], Version], why: str) -> Version:
@@ -150,7 +147,7 @@ class Champions:
         try:
             return state, list(decode_record(state.data, self._history)["moves"])
         except (Damaged, KeyError, TypeError):
-            raise RegistryError(
+            raise Refused(
                 f"{self._history} is damaged: restore it, or delete it and promote a version"
             ) from None
 
@@ -214,7 +211,7 @@ def _needed(moves: Moves, readable: Container[str]) -> set[str]:
 
 
 class Registry:
-    """The versions of one model name in a registry. Raises StoreError for an invalid URL."""
+    """The versions of one model name in a registry. Raises Refused for an invalid URL."""
 
     def __init__(self, url: str, name: str) -> None:
         self.store = Store(url)
@@ -242,13 +239,13 @@ class Registry:
         return [(name, fault) for name, fault in self._manifests() if isinstance(fault, str)]
 
     def champion(self) -> Version | None:
-        """The champion; None without one. Raises RegistryError if it is damaged."""
+        """The champion; None without one. Raises Refused if it is damaged."""
         name = last(self.history())
         if name is None:
             return None
         champion = self._version(name)
         if champion is None:
-            raise RegistryError(
+            raise Refused(
                 f"{self.name}: the champion {name} is damaged: restore it, or promote another"
             )
         return champion
@@ -280,7 +277,7 @@ class Registry:
             expected: the present champion's version, None for none; default: whichever it is.
 
         Raises:
-            RegistryError: the version does not exist, or the champion is neither `expected` nor
+            Refused: the version does not exist, or the champion is neither `expected` nor
                 this version already, as after a promotion whose answer was lost.
             AliasNotWritten: it is the champion, but the alias could not be written.
         """
@@ -288,15 +285,14 @@ class Registry:
         def chosen(moves: Moves) -> Version:
             champion = last(moves)
             if expected not in (..., champion) and champion != version:
-                raise RegistryError(
-                    f"{self.name}: the champion is {champion or 'none'}, not {expected}"
-                )
+                now = champion or "none"
+                raise Refused(f"{self.name}: the champion is {now}, not {expected}")
             return self.version(version)  # each time: `keep` may have deleted it
 
         return self._champions.move(chosen, why)
 
     def version(self, name: str) -> Version:
-        """The version with a name such as v2. Raises RegistryError if it does not exist."""
+        """The version with a name such as v2. Raises Refused if it does not exist."""
         # Any other name is no folder of a version.
         version = self._version(name) if re.fullmatch(r"v\d+", name) else None
         if version is None:
@@ -304,24 +300,24 @@ class Registry:
             if not names:
                 models = subfolders(self.fs, self.store.root) or ["none"]
                 hint = hint_of(self.name, models)
-                raise RegistryError(f"{self.name} {name}: no such model in the registry ({hint})")
-            raise RegistryError(f"{self.name} {name}: no such version (there are: {names})")
+                raise Refused(f"{self.name} {name}: no such model in the registry ({hint})")
+            raise Refused(f"{self.name} {name}: no such version (there are: {names})")
         return version
 
     def rollback(self) -> Version:
         """Restore the previous champion; repeated calls go back to the oldest that is kept.
 
         Raises:
-            RegistryError: there is no champion or no earlier one.
+            Refused: there is no champion or no earlier one.
         """
 
         def earlier(moves: Moves) -> Version:
             if not moves:
-                raise RegistryError(f"{self.name}: there is no champion to roll back from")
+                raise Refused(f"{self.name}: there is no champion to roll back from")
             current, *before = _newest_first(moves)
             version = next(filter(None, map(self._version, before)), None)
             if version is None:
-                raise RegistryError(f"{self.name}: no champion before {current} is kept")
+                raise Refused(f"{self.name}: no champion before {current} is kept")
             return version
 
         return self._champions.move(earlier, ROLLED_BACK)
@@ -335,13 +331,13 @@ class Registry:
         """The version `v2`, or that of the alias `champion` or `candidate`; "" is the champion.
 
         Raises:
-            RegistryError: it does not exist.
+            Refused: it does not exist.
         """
         if which not in ("", CHAMPION, CANDIDATE):
             return self.version(which)
         version = self.candidate() if which == CANDIDATE else self.champion()
         if version is None:
-            raise RegistryError(f"{self.name}: there is no {which or CHAMPION}")
+            raise Refused(f"{self.name}: there is no {which or CHAMPION}")
         return version
 
     def keep(self, count: int) -> list[str]:
@@ -409,7 +405,7 @@ class Registry:
         return moves[-1] if moves else None
 
     def history(self) -> Moves:
-        """Changes of the champion, oldest first. Raises RegistryError if they are damaged."""
+        """Changes of the champion, oldest first. Raises Refused if they are damaged."""
         return self._champions.moves()
 
     def _published(self, artifact: Artifact) -> Version | None:
@@ -461,7 +457,7 @@ class Registry:
         manifest = {**artifact.manifest, "files": stamped(self.fs, root, copied)}
         lock.check()
         if not create(self.fs, f"{root}/{MANIFEST}", encode_record(manifest)):
-            raise RegistryError(f"{self.name} {name}: another publisher made it: publish again")
+            raise Refused(f"{self.name} {name}: another publisher made it: publish again")
         return Version(name, self.url(name), manifest)
 
     def _add_report(self, artifact: Artifact, name: str, lock: Lock) -> None:

@@ -16,8 +16,9 @@ from waiting import at_once
 from artifacts import compare_and_swap as cas
 from artifacts.records import encode_record
 from artifacts.store import KeyParts, Store
+from configs.errors import Refused
 from tasks.publish import registry as publish_registry
-from tasks.publish.registry import HISTORY, Registry, RegistryError
+from tasks.publish.registry import HISTORY, Registry
 
 
 def test_the_champion_moves_and_rolls_back_step_by_step(
@@ -28,7 +29,7 @@ def test_the_champion_moves_and_rolls_back_step_by_step(
     crown(store, found, 1, 2, 3)
     steps = [found.champion().name, found.rollback().name, found.rollback().name]
     assert steps == ["v3", "v2", "v1"]
-    with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
+    with pytest.raises(Refused, match=r"no champion before v. is kept"):
         found.rollback()
     found.promote("v3")
     assert found.rollback().name == "v1"
@@ -44,7 +45,7 @@ def test_the_candidate_is_the_newest_version_unless_it_was_the_champion(
     store, found = registry
     assert found.candidate() is None
     crown(store, found, 1)
-    with pytest.raises(RegistryError, match="there is no candidate"):
+    with pytest.raises(Refused, match="there is no candidate"):
         found.find("candidate")
     found.publish(model(store, 2))
     assert found.find("candidate").name == "v2" and found.find("champion").name == "v1"
@@ -154,7 +155,7 @@ def test_a_promotion_gated_against_another_champion_is_refused(
     found.promote("v1", expected=None)
     found.promote("v2", expected="v1")
     for expected in ("v1", None):
-        with pytest.raises(RegistryError, match="digits: the champion is v2, not"):
+        with pytest.raises(Refused, match="digits: the champion is v2, not"):
             found.promote("v3", expected=expected)
     found.promote("v2", expected="v1")  # an equal run has promoted it
     assert [move["version"] for move in found.history()] == ["v1", "v2"]
@@ -181,7 +182,7 @@ def test_one_of_two_concurrent_promotions_succeeds(
     def promote(version: str) -> None:
         try:
             found.promote(version, expected="v1")
-        except RegistryError:
+        except Refused:
             refused.append(version)
 
     at_once(*(partial(promote, version) for version in ("v2", "v3")))
@@ -234,7 +235,7 @@ def test_a_damaged_history_is_one_error_and_changes_nothing(
     for damaged in damages(data):
         write_history(found, damaged)
         for act in (found.champion, found.rollback, lambda: found.promote("v1")):
-            with pytest.raises(RegistryError, match=r"history\.json is damaged: restore it"):
+            with pytest.raises(Refused, match=r"history\.json is damaged: restore it"):
                 act()
     assert [version.name for version in found.versions()] == ["v1", "v2"]
     write_history(found, data)
