@@ -85,15 +85,15 @@ def plan_changes(
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
         rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
-    found = _Compared(recipe, kept, rest)
+    compared = _Compared(recipe, kept, rest)
     matched = set[bytes]()
     lost = set[bytes]()
     for key in sorted(old.keys() - kept.keys()):
         hashes = _row_hashes(images, old[key])
-        (matched if found.match(key, hashes) else lost).update(hashes)
+        (matched if compared.match(key, hashes) else lost).update(hashes)
     fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
     cut = _cut(recipe, fetch)
-    shards = (*found.kept.values(), *cut)
+    shards = (*compared.kept.values(), *cut)
     layout = digest_json(sorted(shard.key for shard in shards))
     count = sum(shard.rows for shard in shards)
     return replace(plan, rows=count, shards=shards, layout=layout), Changes(
@@ -102,7 +102,7 @@ def plan_changes(
         new_rows=len(fetch.keys() - lost),
         removed_rows=len(lost - rest.keys()),
         rows_to_fetch=len(fetch),
-        kept_shards=len(found.kept),
+        kept_shards=len(compared.kept),
         new_shards=len(cut),
     )
 
@@ -125,7 +125,7 @@ def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
 def _row_lists(images: Artifact) -> dict[str, FileEntry]:
     """Key of each shard -> its parquet."""
     listed = [entry for entry in images.files if entry.path.endswith(".parquet")]
-    return {one.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: one for one in listed}
+    return {entry.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: entry for entry in listed}
 
 
 def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
