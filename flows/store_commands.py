@@ -147,10 +147,6 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked
         return
     for name, error in _damage(store, url):
         yield MODEL, name, error
-    for registry in _registries(store, url):
-        for name in registry.damaged_histories():
-            remedy = "it is damaged: `kiln promote` the champion again to mend it"
-            yield MODEL, f"{registry.name} {name}", remedy
     for found, version, _ in _models(store, url):
         root = f"{found.root}/{version.name}"
         check = partial(first_fault, found.fs, root, version.manifest["files"], deep=True)

@@ -53,8 +53,8 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
 
 def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
     """Raise Refused if the weights of `start` are of another base, or trained otherwise."""
-    given = (start.manifest["settings"], train.settings_for_key(recipe))
-    before, now = (_with_those_of(base, settings) for settings in given)
+    before = _with_those_of(base, start.manifest["settings"])
+    now = _with_those_of(base, train.settings_for_key(recipe))
     changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
     if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
@@ -82,10 +82,13 @@ def build(
         latents: of all rows of the source. Their held-out samples validate the run, whichever
             shards are selected: few selected shards may have none.
     """
-    given = (vae, clip, draft, progress)
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
     with starting_model(base, start) as folder:
-        return train.build(recipe, selection, folder, *given, adapters=adapters, holdout=latents)
+        return train.build(
+            *(recipe, selection, folder, vae, clip, draft, progress),
+            adapters=adapters,
+            holdout=latents,
+        )
 
 
 def _with_those_of(base: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -70,13 +70,13 @@ def why_unchanged(
     artifact = store.find(STAGE, key_parts(recipe, changes, champion, models).key)
     if artifact is None:
         return None
-    found = artifact.summary
-    if found["status"] == "rejected":
-        before = "the base" if champion is None else champion.version
-        return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
+    before = artifact.summary
+    if before["status"] == "rejected":
+        start = "the base" if champion is None else champion.version
+        return f"the gate rejected a model of these {changes.rows:,} rows and {start} before"
     if champion is None:  # its registry was deleted
         return None
-    version = found["version"]
+    version = before["version"]
     now = champion.version
     return f"{version} of these rows was published before, and {now} is champion again"
 
@@ -168,13 +168,13 @@ def _champions_metrics(
     if judged is not None or report["model"] is not None:
         uri = report["model"] if judged is None else judged.uri
         compared = _published(uri)["metrics"]
-        found = {name: one["champion"] for name, one in compared.items() if "champion" in one}
-        if found:  # a rule names the champion, which may have been measured again
-            return found
+        metrics = {n: models["champion"] for n, models in compared.items() if "champion" in models}
+        if metrics:  # a rule names the champion, which may have been measured again
+            return metrics
     before = _published(champion.uri)
     if before.get("fingerprint") != evaluated.summary["fingerprint"]:
         return {}
-    return {name: one["tuned"] for name, one in before["metrics"].items() if "tuned" in one}
+    return {n: models["tuned"] for n, models in before["metrics"].items() if "tuned" in models}
 
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:

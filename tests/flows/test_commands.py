@@ -50,7 +50,6 @@ TELLING = {
     "retrain": ["retrain", "digits", "-o", "retrain.reply=1"],
     "sweep": ["sweep", "digits", "--set", "encode.resolution=32,64"],
     "place": ["place", "digits"],
-    "watch": ["watch", "digits", "-o", "source.counts=1"],
     "generate": ["generate", "digits", "seven", "-o", "n_sample=1"],
     "promote": ["promote", "tiny", "v9", "--store", "{place}/store"],
     "rollback": ["rollback", "tiny", "--store", "{place}/store"],
@@ -60,7 +59,7 @@ TELLING = {
 }
 #: Here they are wrong input: nothing is done.
 WRONG = {
-    *("plan", "run", "retrain", "sweep", "place", "watch", "generate"),
+    *("plan", "run", "retrain", "sweep", "place", "generate"),
     *("promote", "rollback", "push", "sign"),
 }
 
