@@ -247,13 +247,9 @@ def registry_url(store: str, registry: str | None) -> str:
 
 
 def _key_without_champion(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """A version's key, whichever champion its gate compared it with.
-
-    Where alpha is written does not count either: earlier releases wrote it elsewhere.
-    """
-    own = {name: value for name, value in settings.items() if name != "alpha"}
+    """A version's key, whichever champion its gate compared it with."""
     others = {name: value for name, value in inputs.items() if name != "champion"}
-    return digest_json([own, others])
+    return digest_json([dict(settings), others])
 
 
 def _key_of(manifest: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from artifacts.store import Artifact, Draft
 from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.contract import WrongInput
@@ -17,12 +18,6 @@ from runtimes.objective.noise_schedule import FLOW, is_flow, read_scheduler_conf
 from tasks import train
 from tasks.progress import Progress
 from tasks.stage import local_weights
-
-#: Settings that the weights of a start fix.
-FIXED = (
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("prediction_type", "zero_terminal_snr"),
-)
 
 #: A warm-up takes a tenth of a retraining's steps at most.
 LEAST_STEPS_PER_WARMUP_STEP = 10
@@ -53,9 +48,14 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
 
 def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
     """Raise WrongInput if the weights of `start` are of another base, or trained otherwise."""
+    fixed = Train.names_with("fixed_by_weights")
     given = (start.manifest["settings"], train.settings_for_key(recipe))
     before, now = (_with_those_of(base, settings) for settings in given)
-    changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
+    changed = [
+        f"train.{name}"
+        for name in Train.model_fields
+        if name in fixed and before.get(name) != now.get(name)
+    ]
     if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
     if changed:
