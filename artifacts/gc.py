@@ -49,15 +49,12 @@ from artifacts.lock import (
 from artifacts.records import TICK, digest_json, encode_record, read_record, write_record
 from artifacts.remote_stores import ask_at_once, file_info
 from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Artifact, Store, is_key
+from configs.errors import Refused
 
 RUNS = "runs"
 REGISTRIES = "registries"
 COLLECTION = "gc.lock"
 log = logging.getLogger("kiln")
-
-
-class GarbageUnsure(ValueError):
-    """A damaged record hides the needed artifacts; nothing may be deleted until its repair."""
 
 
 def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
@@ -69,7 +66,7 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
     A collection that did not see the record has ended when this returns: what the run then finds in
     the store stays.
 
-    Raises GarbageUnsure if its record is damaged, and as the filesystem does.
+    Raises Refused if its record is damaged, and as the filesystem does.
     """
     path = f"{store.root}/{RUNS}/{run}.json"
     recorded = False
@@ -116,7 +113,7 @@ class RunRecord:
 def runs(store: Store) -> Iterator[RunRecord]:
     """The record of every run.
 
-    Raises GarbageUnsure if a record is damaged, and as the filesystem does.
+    Raises Refused if a record is damaged, and as the filesystem does.
     """
     listed = entries(store.fs, f"{store.root}/{RUNS}")
     found = {one["name"]: one for one in listed if one["name"].endswith(".json")}
@@ -146,9 +143,7 @@ def _read(store: Store, path: str) -> dict[str, Any] | None:
             if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
                 raise TypeError("the keys of a stage are a list of strings")
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise GarbageUnsure(
-            f"{path} is damaged: delete it if its run is no longer needed"
-        ) from None
+        raise Refused(f"{path} is damaged: delete it if its run is no longer needed") from None
     return record
 
 
@@ -168,7 +163,7 @@ def registries(store: Store) -> Iterator[tuple[str, str]]:
                 record = read_record(store.fs, path)
                 url = None if record is None else str(record["url"])
             except (KeyError, ValueError):
-                raise GarbageUnsure(f"{path} is damaged: write the registry's URL again") from None
+                raise Refused(f"{path} is damaged: write the registry's URL again") from None
             if url is not None:
                 yield path, url
 
@@ -204,7 +199,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
         published: manifests of every version in every registry.
 
     Raises:
-        GarbageUnsure: a record is damaged, so what it needs is unknown.
+        Refused: a record is damaged, so what it needs is unknown.
     """
     now = present_time(store.fs, store.root)
     held = {key for key in store.artifact_keys() if is_held(store, key, now)}
@@ -225,7 +220,7 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
     """The artifacts of `roots` and their ancestors but CONTINUED ones, without their files.
 
     Raises:
-        GarbageUnsure: a manifest is damaged, so its parents are unknown.
+        Refused: a manifest is damaged, so its parents are unknown.
     """
     found: dict[Key, Artifact] = {}
     pending = list(roots)
@@ -236,7 +231,7 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
         try:
             artifact = store.load(stage, key, with_files=False)
         except ValueError as error:
-            raise GarbageUnsure(
+            raise Refused(
                 f"{error}; its parents are unknown: "
                 "rebuild it, or move it away if another program wrote it"
             ) from None
@@ -314,7 +309,7 @@ class Collector:
         return len(self._marks.artifacts)
 
     def garbage(self) -> Iterator[Garbage]:
-        """Everything that is not needed, artifacts before shards. Raises GarbageUnsure."""
+        """Everything that is not needed, artifacts before shards. Raises Refused."""
         named: dict[str, set[str]] = {}  # stage -> names of shard files that an artifact names
         for stage, key in list(self._store.artifact_keys()):
             held = self._files(f"{stage}/{key}")
@@ -395,7 +390,7 @@ class Collector:
         try:
             return self._store.load(stage, key)
         except ValueError as error:
-            raise GarbageUnsure(
+            raise Refused(
                 f"{error}; its shards are unknown: "
                 "rebuild it, or move it away if another program wrote it"
             ) from None
@@ -432,7 +427,7 @@ class Collector:
         try:
             record = read_record(self._store.fs, path)
         except ValueError as error:
-            raise GarbageUnsure(f"{error}: delete it, and the shard is built again") from None
+            raise Refused(f"{error}: delete it, and the shard is built again") from None
         return {entry.path for entry in (record or {"files": []})["files"]}
 
     def _models(self) -> Iterator[Garbage]:

@@ -147,7 +147,7 @@ def add_member(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[Sample]:
     key = ""
-    parts = {}  # type: str, dict[str, bytes]
+    parts: dict[str, bytes] = {}
     for member in tar:
         stem, _, extension = member.name.partition(".")
         stream = tar.extractfile(member)

@@ -39,6 +39,7 @@ from artifacts.remote_stores import (
     web_cause,
 )
 from artifacts.store import Store
+from configs.errors import Away, Refused
 from configs.secrets import one_line
 
 log = logging.getLogger("kiln")
@@ -66,14 +67,6 @@ HUB_VARIANTS = ["*.bf16.safetensors", "*.bf16-*.safetensors", "*.fp16.safetensor
 HUB_VARIANTS += ["*.fp16-*.safetensors", "*.non_ema.safetensors"]
 
 
-class ModelNotFound(ValueError):
-    """The model's files cannot be found; the message states the searched location."""
-
-
-class ModelAway(RuntimeError):
-    """The hub, or a model's own store or server, does not answer now: retry."""
-
-
 def cache_folder() -> Path:
     """Local cache of remote models and shards: $KILN_CACHE, $XDG_CACHE_HOME or ~/.cache."""
     base = os.environ.get("KILN_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -94,9 +87,9 @@ def resolve_model(
         files: patterns of the files to fetch from the hub.
 
     Raises:
-        ModelNotFound: the location does not exist or cannot be fetched.
-        ModelAway: it does not answer now.
-        CacheUnusable: the cache of remote models cannot be written.
+        Refused: the location does not exist or cannot be fetched.
+        Away: it does not answer now.
+        Failed: the cache of remote models cannot be written.
     """
     if (folder := local_model(path)) is not None:
         return folder
@@ -109,17 +102,17 @@ def local_model(path: str) -> Path | None:
     """The folder of a local model; None for a hub id or a URL.
 
     Raises:
-        ModelNotFound: there is no such folder.
+        Refused: there is no such folder.
     """
     if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return Path(path).resolve()
     if os.path.isfile(path):
-        raise ModelNotFound(
+        raise Refused(
             f"model {path}: it is a file: give a folder (diffusers' from_single_file and "
             "save_pretrained make one of a checkpoint file)"
         )
     if "://" not in path and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
-        raise ModelNotFound(f"model {path}: no such folder (give a folder, a hub id or a URL)")
+        raise Refused(f"model {path}: no such folder (give a folder, a hub id or a URL)")
     return None
 
 
@@ -127,15 +120,15 @@ def resolve_file(path: str) -> Path:
     """A local copy of the file at a local path or fsspec URL, in the cache if it is remote.
 
     Raises:
-        ModelNotFound: there is no such file, or it cannot be fetched.
-        ModelAway: its store or server does not answer now.
-        CacheUnusable: the cache of remote models cannot be written.
+        Refused: there is no such file, or it cannot be fetched.
+        Away: its store or server does not answer now.
+        Failed: the cache of remote models cannot be written.
     """
     if "://" not in path:
         with asking_for(path):
             local = Path(path).expanduser()
         if not local.is_file():
-            raise ModelNotFound(f"file {path}: no such file (give a local path or a URL)")
+            raise Refused(f"file {path}: no such file (give a local path or a URL)")
         return local.resolve()
     with asking_for(path):
         fs, root, info = remote_file(path)
@@ -162,7 +155,7 @@ def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
 
 @contextmanager
 def asking_for(path: str) -> Iterator[None]:
-    """Convert the errors of a file's location to ModelNotFound or ModelAway.
+    """Convert the errors of a file's location to Refused or Away.
 
     The error of a full local disk is of neither.
     """
@@ -173,15 +166,15 @@ def asking_for(path: str) -> Iterator[None]:
             raise
         cause = web_cause(path, error)
         if isinstance(cause, FileNotFoundError):
-            raise ModelNotFound(f"file {path}: no such file") from None
+            raise Refused(f"file {path}: no such file") from None
         _check_away(f"file {path}", cause)
-        raise ModelNotFound(f"file {path}: {type(cause).__name__}: {one_line(cause)}") from None
+        raise Refused(f"file {path}: {type(cause).__name__}: {one_line(cause)}") from None
 
 
 def _check_away(what: str, error: Exception) -> None:
-    """Raise ModelAway for an outage."""
+    """Raise Away for an outage."""
     if is_outage(error):
-        raise ModelAway(f"{what}: cannot be fetched now ({one_line(error)}): {remedy(error)}")
+        raise Away(f"{what}: cannot be fetched now ({one_line(error)}): {remedy(error)}")
 
 
 def _is_web(url: str) -> bool:
@@ -267,9 +260,9 @@ def _fetch_url(url: str) -> Path:
         if not (known or is_forbidden(cause) or is_of_client(cause)):
             raise
         why = "no files there" if isinstance(cause, FileNotFoundError) else one_line(cause)
-        raise ModelNotFound(f"model {url}: {why}") from None
+        raise Refused(f"model {url}: {why}") from None
     if not files:
-        raise ModelNotFound(f"model {url}: no files there")
+        raise Refused(f"model {url}: no files there")
     version = _cached(url, sorted(files.items()))
     if (copy := _undamaged(version, url)) is not None:
         return copy
@@ -283,7 +276,7 @@ def _fetch_url(url: str) -> Path:
             denied = is_forbidden(cause) and target_of(cause) is None  # not of this disk
             if not (denied or isinstance(cause, ValueError) or is_of_client(cause)):
                 raise
-            raise ModelNotFound(f"model {url}: {one_line(cause)}") from None
+            raise Refused(f"model {url}: {one_line(cause)}") from None
         target = version.with_name(f"{version.name}-{digest_model(complete)}")
         try:
             complete.rename(target)
@@ -370,18 +363,18 @@ def _without_plain_weights(folder: Path) -> list[str]:
 
 
 def _check_blob(repo: str, path: Path) -> None:
-    """Raise ModelNotFound for a damaged file of the hub's cache, which names weights by sha256.
+    """Raise Refused for a damaged file of the hub's cache, which names weights by sha256.
 
     It costs little: the keys of stages have the digests, which a process computes once by path.
     """
     blob = path.resolve()
     if re.fullmatch("[0-9a-f]{64}", blob.name) and blob.name != digest_model_file(path):
-        raise ModelNotFound(f"model {repo}: {blob} is damaged: delete it to have it fetched again")
+        raise Refused(f"model {repo}: {blob} is damaged: delete it to have it fetched again")
 
 
-def hub_error(error: Exception, repo: str, revision: str | None) -> ModelNotFound | ModelAway:
+def hub_error(error: Exception, repo: str, revision: str | None) -> Refused | Away:
     """The error of a model that the hub's client did not get."""
-    kind = ModelAway if _is_away(error) else ModelNotFound
+    kind = Away if _is_away(error) else Refused
     return kind(f"model {repo}: no such folder, and {hub_refusal(error, repo, revision)}")
 
 
@@ -445,7 +438,7 @@ def check_model_available(path: str, *, revision: str | None) -> str:
         revision: branch, tag or commit on the hub.
 
     Raises:
-        ModelNotFound, ModelAway: it cannot be fetched; the message has the reason.
+        Refused, Away: it cannot be fetched; the message has the reason.
     """
     if local_model(path) is not None:
         return "local folder"
@@ -456,9 +449,9 @@ def check_model_available(path: str, *, revision: str | None) -> str:
 
 
 def check_on_hub(repo: str, *, revision: str | None) -> None:
-    """Raise ModelNotFound for a model that neither the hub's cache nor the hub has.
+    """Raise Refused for a model that neither the hub's cache nor the hub has.
 
-    Raises ModelAway if the hub does not answer.
+    Raises Away if the hub does not answer.
     """
     from huggingface_hub import snapshot_download
 
@@ -472,7 +465,7 @@ def check_file_available(path: str) -> str:
     """`local file` or `remote file`; a remote one is not fetched.
 
     Raises:
-        ModelNotFound, ModelAway: it cannot be fetched; the message has the reason.
+        Refused, Away: it cannot be fetched; the message has the reason.
     """
     if "://" not in path:
         resolve_file(path)
@@ -483,16 +476,16 @@ def check_file_available(path: str) -> str:
 
 
 def _check_folder(url: str) -> None:
-    """Raise ModelNotFound unless the folder has something; what is below it is not listed."""
+    """Raise Refused unless the folder has something; what is below it is not listed."""
     try:
         fs, root = fsspec.core.url_to_fs(url)
         found = bool(fs.ls(root, detail=False))
     except FileNotFoundError:
         found = False
     except Exception as error:  # each filesystem's client has errors of its own
-        raise ModelNotFound(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
+        raise Refused(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
     if not found:
-        raise ModelNotFound(f"model {url}: no files there")
+        raise Refused(f"model {url}: no files there")
 
 
 def _ask_hub(repo: str, revision: str | None) -> str:
@@ -507,14 +500,14 @@ def _ask_hub(repo: str, revision: str | None) -> str:
         listed = HfApi().model_info(repo, revision=revision, timeout=SECONDS).siblings or []
         names = sorted(files_to_fetch(file.rfilename for file in listed))
         if not any(name.endswith(".safetensors") for name in names):
-            raise ModelNotFound(
+            raise Refused(
                 f"model {repo}: on the hub it has no .safetensors weights by the names of "
                 "diffusers or transformers (from_single_file and save_pretrained make them of a "
                 "checkpoint file)"
             )
         # The hub lists the files of a gated model to everybody, and serves them to few.
         get_hf_file_metadata(hf_hub_url(repo, names[0], revision=revision), timeout=SECONDS)
-    except ModelNotFound:
+    except Refused:
         raise
     except (OSError, HTTPError, HFValidationError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
@@ -548,8 +541,8 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
         digest_of: the digest of a local folder; it may raise ValueError.
 
     Raises:
-        ModelNotFound: the store has no such model, or other bytes.
-        CacheUnusable: the cache cannot be written.
+        Refused: the store has no such model, or other bytes.
+        Failed: the cache cannot be written.
     """
     target = cache_folder() / "models" / digest
     with caching(cache_folder()):
@@ -571,12 +564,12 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
             fs, root = url_to_fs(url)
             names = fs.find(root)
             if not names:
-                raise ModelNotFound(f"model {url}: no files there")
+                raise Refused(f"model {url}: no files there")
             with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
                 complete = Path(temporary, "model")
                 fetch_files(fs, root, names, str(complete))
                 if digest_of(complete) != digest:
-                    raise ModelNotFound(
+                    raise Refused(
                         f"model {url}: it has other bytes than its name says: delete {url}.json, "
                         "and the next run copies it again"
                     )

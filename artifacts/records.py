@@ -36,6 +36,7 @@ from artifacts.remote_stores import (
     read_small_file,
     refusals,
 )
+from configs.errors import Failed
 
 #: Seconds of a tick of the clock that the kernel stamps files by, at the least.
 TICK = 0.01
@@ -144,10 +145,6 @@ _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 class Damaged(ValueError):
     """A committed file's bytes are no longer those that were committed."""
-
-
-class NewerFormat(RuntimeError):
-    """A record was written by a newer version of this package."""
 
 
 @dataclass(frozen=True, slots=True)  # a manifest can have a million
@@ -280,7 +277,7 @@ def read_record(
 
     Raises:
         Damaged: its bytes are not those that were written.
-        NewerFormat: a newer version wrote it.
+        Failed: a newer version wrote it.
 
     A remote store that does not give it raises as its client does: that is no damage.
     """
@@ -297,16 +294,14 @@ def read_record(
 
 
 def decode_record(data: bytes, path: str, *, with_files: bool = True) -> dict[str, Any]:
-    """The record that `encode_record` wrote. Raises Damaged and NewerFormat, as `read_record`."""
+    """The record that `encode_record` wrote. Raises Damaged and Failed, as `read_record`."""
     try:
         if _seal(memoryview(data)[SEAL_SIZE:]) != data[:SEAL_SIZE]:
             raise ValueError("its content is not what was written")
         end = data.index(FILES, SEAL_SIZE)
         record: dict[str, Any] = parse_json(b"{%b}" % data[SEAL_SIZE:end].rstrip(b","))
         if record.get("format", FORMAT) > FORMAT:
-            raise NewerFormat(
-                f"{path} was written by a newer version of kilnworks: update this one"
-            )
+            raise Failed(f"{path} was written by a newer version of kilnworks: update this one")
         if with_files:
             with without_collections():  # they would visit all entries again and again
                 record["files"] = list(_entries(data, end + len(FILES)))

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from configs.errors import Away, Failed
+
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = (
     *("aiobotocore", "aiohttp", "botocore", "gcsfs", "httpx", "httpx2", "huggingface_hub"),
@@ -249,14 +251,6 @@ def _raised_in(error: BaseException) -> str:
     return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
 
 
-class CacheUnusable(RuntimeError):
-    """The local cache cannot be written; the message has the reason and the remedy."""
-
-
-class CacheFull(CacheUnusable):
-    """The disk of the local cache is full: retry."""
-
-
 @contextmanager
 def caching(folder: Path, variable: str = "KILN_CACHE") -> Iterator[None]:
     """Convert errors of a cache's disk and folder; others, as those of a network, pass through.
@@ -265,19 +259,19 @@ def caching(folder: Path, variable: str = "KILN_CACHE") -> Iterator[None]:
         variable: the variable of the environment that names another folder.
 
     Raises:
-        CacheFull, CacheUnusable: the cache cannot be written.
+        Away, Failed: the cache cannot be written.
     """
     try:
         yield
     except OSError as error:
         if is_full(error):
-            raise CacheFull(
+            raise Away(
                 f"no space left for the cache {folder}: free space in it, or set {variable} to a "
                 "folder on another disk"
             ) from error
         if not _is_cause_of(folder, error):
             raise
-        raise CacheUnusable(
+        raise Failed(
             f"the cache {folder} cannot be written ({error.strerror}): set {variable} to a "
             "writable folder"
         ) from error

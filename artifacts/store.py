@@ -50,6 +50,7 @@ from artifacts.records import (
     write_record,
 )
 from artifacts.remote_stores import ask_at_once, make_folder_of, protocols
+from configs.errors import Refused
 from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
 
 
@@ -262,10 +263,6 @@ class Shard:
     is_new: bool = field(default=False, compare=False)  # built by this call of commit_shard
 
 
-class StoreError(ValueError):
-    """The URL is of no filesystem that can be used here; the message says why."""
-
-
 def is_key(name: str) -> bool:
     """Whether a folder's name is a key: a store may be among folders of others."""
     return re.fullmatch("[0-9a-f]{64}", name) is not None
@@ -274,19 +271,19 @@ def is_key(name: str) -> bool:
 class Store:
     """Artifacts below one fsspec URL.
 
-    Raises StoreError for a URL that cannot be used, such as that of a server that is not there.
+    Raises Refused for a URL that cannot be used, such as that of a server that is not there.
     """
 
     def __init__(self, url: str) -> None:
         self.fs: AbstractFileSystem
         if not url.strip():
-            raise StoreError("store: it has no name: give a folder or a URL")
+            raise Refused("store: it has no name: give a folder or a URL")
         try:
             # Listings that a client remembers say nothing of what others have done since.
             known = check_stored_url(check_unchained(url))
             self.fs, root = url_to_fs(known, use_listings_cache=False)
         except (ImportError, ValueError, OSError) as error:  # some clients connect or open at once
-            raise StoreError(f"store {without_secrets(url)}: {one_line(error)}") from None
+            raise Refused(f"store {without_secrets(url)}: {one_line(error)}") from None
         self.root = root.rstrip("/")
 
     @property
@@ -312,10 +309,10 @@ class Store:
         return self.url_of(f"{stage}/{SHARDS}/{path}")
 
     def check_writable(self) -> None:
-        """Raise OSError unless files can be written and deleted, StoreError unless created once.
+        """Raise OSError unless files can be written and deleted, Refused unless created once.
 
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
-        A bucket that does not exist is a StoreError, too: nobody creates a misspelt one.
+        A bucket that does not exist is a Refused, too: nobody creates a misspelt one.
         """
         probe = new_probe(self.fs, self.root)
         try:
@@ -323,18 +320,16 @@ class Store:
             create(self.fs, probe, b"kiln")
             exclusive = not create(self.fs, probe, b"twice")
         except NoSwap as error:
-            raise StoreError(f"store {self.url}: {error}") from None
+            raise Refused(f"store {self.url}: {error}") from None
         except FileNotFoundError:
             if not protocols(self.fs) & {"gs", "s3"}:
                 raise
-            raise StoreError(
+            raise Refused(
                 f"store {self.url}: its bucket does not exist: correct the name, or create it"
             ) from None
         self.fs.rm_file(probe)
         if not exclusive:
-            raise StoreError(
-                f"store {self.url}: it ignores the conditions of writes (If-None-Match)"
-            )
+            raise Refused(f"store {self.url}: it ignores the conditions of writes (If-None-Match)")
 
     def load(self, stage: str, key: str, *, with_files: bool = True) -> Artifact | None:
         """The artifact as its manifest says, files unchecked. ValueError if that is damaged.

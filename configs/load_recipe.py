@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
+from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
 from configs.secrets import is_secret, one_line, without_secrets
 from configs.settings.recipe import Recipe, with_defaults_without_effect
@@ -132,10 +133,6 @@ def _refused(why: str, place: Any) -> yaml.YAMLError:
 RECIPES = Path(__file__).parent
 
 
-class RecipeError(ValueError):
-    """A recipe is invalid; the message names the file, the setting and the remedy."""
-
-
 def recipe_names() -> list[str]:
     """Names of the recipes in this package."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
@@ -149,7 +146,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
         overrides: dotted setting, such as `train.steps` -> value.
 
     Raises:
-        RecipeError: the recipe or a setting is unknown, or a value has the wrong type or range.
+        Refused: the recipe or a setting is unknown, or a value has the wrong type or range.
     """
     path = find_recipe(name)
     settings = _read(path, seen=())
@@ -164,7 +161,7 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Recipe
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
         leaves = list(_leaves(overrides))
-        raise RecipeError(explain(path.name, error, settings, overridden=leaves)) from None
+        raise Refused(explain(path.name, error, settings, overridden=leaves)) from None
     return recipe
 
 
@@ -177,28 +174,28 @@ def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe, by name or path. Raises RecipeError if there is none."""
+    """The file of a recipe, by name or path. Raises Refused if there is none."""
     is_path = name.endswith((".yaml", ".yml"))
     path = Path(name) if is_path else RECIPES / f"{name}.yaml"
     if os.path.isfile(path):  # Path.is_file raises for a name that is too long
         return path
     if is_path:
-        raise RecipeError(f"recipe {name}: no such file")
+        raise Refused(f"recipe {name}: no such file")
     if os.path.isfile(f"{name}.yaml"):
-        raise RecipeError(f"recipe {name}: not found (did you mean {name}.yaml?)")
+        raise Refused(f"recipe {name}: not found (did you mean {name}.yaml?)")
     hint = hint_of(name, recipe_names())
-    raise RecipeError(f"recipe {name}: not found ({hint}; or give a path ending in .yaml)")
+    raise Refused(f"recipe {name}: not found ({hint}; or give a path ending in .yaml)")
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split `train.steps=100` into the dotted setting and its YAML value. Raises RecipeError."""
+    """Split `train.steps=100` into the dotted setting and its YAML value. Raises Refused."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
-        raise RecipeError(f"override {text!r}: write it as key=value, such as train.steps=100")
+        raise Refused(f"override {text!r}: write it as key=value, such as train.steps=100")
     try:
         return key.strip(), parse_option(value)
     except yaml.YAMLError:
-        raise RecipeError(f"override {key}: the value is not valid YAML") from None
+        raise Refused(f"override {key}: the value is not valid YAML") from None
 
 
 def dump(recipe: Recipe) -> str:
@@ -221,29 +218,29 @@ def _redacted(value: Any, name: str = "") -> Any:
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
-        raise RecipeError(f"{path.name}: `extends` forms a cycle")
+        raise Refused(f"{path.name}: `extends` forms a cycle")
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise RecipeError(f"{path}{line}: not valid YAML: {error.problem}") from None
+        raise Refused(f"{path}{line}: not valid YAML: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {one_line(error)}") from None
+        raise Refused(f"{path}: not valid YAML: {one_line(error)}") from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+        raise Refused(f"{path}: cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
-        raise RecipeError(f"{path.name}: a recipe is a mapping of settings")
+        raise Refused(f"{path.name}: a recipe is a mapping of settings")
     settings = anchored(settings, path.parent)
     parent = settings.pop("extends", None)
     if parent is None:
         return settings
     try:
         extended = find_recipe(str(parent))
-    except RecipeError as error:
+    except Refused as error:
         beside = os.path.isfile(path.parent / str(parent))
         hint = f" (did you mean ./{parent}?)" if beside else ""
-        raise RecipeError(f"{path.name}: extends: {error}{hint}") from None
+        raise Refused(f"{path.name}: extends: {error}{hint}") from None
     return _merge(_read(extended, (*seen, path)), settings, f"{path.name}: ")
 
 
@@ -277,7 +274,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any], where: str) -> dict[str, 
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict) and not _replaces(key, old, value):
             if old and not value:
-                raise RecipeError(
+                raise Refused(
                     f"{where}{key}: {{}} changes nothing of {', '.join(map(str, old))}: remove it, "
                     "or set what it shall change"
                 )
@@ -307,7 +304,7 @@ def _set(settings: dict[str, Any], dotted: str, value: Any) -> None:
         settings = settings[part]
         if not isinstance(settings, dict):
             where = ".".join(parents[: depth + 1])
-            raise RecipeError(f"override {dotted}: {where} is a value, not a section")
+            raise Refused(f"override {dotted}: {where} is a value, not a section")
     section = "".join(f"{name}." for name in parents)
     settings.update(_merge({last: settings.get(last)}, {last: value}, f"override {section}"))
 
@@ -335,11 +332,11 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
         overrides: dotted setting -> value, as of load_recipe; they may contain `sweep.values`.
 
     Raises:
-        RecipeError: the recipe or a trial is invalid, or two trials train equal weights.
+        Refused: the recipe or a trial is invalid, or two trials train equal weights.
     """
     values = load_recipe(name, overrides).sweep.values
     if not values:
-        raise RecipeError(
+        raise Refused(
             f"recipe {name}: nothing to sweep: set sweep.values, or add `--set "
             "train.learning_rate=1e-4,3e-5`"
         )
@@ -351,7 +348,7 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
         used = with_defaults_without_effect(trial.recipe)
         same = known.setdefault(json.dumps(used.train.key_settings()), trial)
         if same is not trial:
-            raise RecipeError(f"sweep: {same.label} and {trial.label} train equal weights")
+            raise Refused(f"sweep: {same.label} and {trial.label} train equal weights")
         trials.append(trial)
     return trials
 
@@ -359,12 +356,12 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
 def add_values(overrides: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
     """Overrides whose `sweep.values` have those of options `--set` too, as parse_values reads each.
 
-    Raises RecipeError, also for a setting that is named twice.
+    Raises Refused, also for a setting that is named twice.
     """
     grid: dict[str, list[Any]] = {}
     for name, values in map(parse_values, texts):
         if name in grid:
-            raise RecipeError(f"--set {name} is given twice: write {name}=value,value")
+            raise Refused(f"--set {name} is given twice: write {name}=value,value")
         grid[name] = values
     given = overrides.get("sweep.values", {})
     if not grid or not isinstance(given, dict):  # load_trials refuses what is no mapping
@@ -373,14 +370,14 @@ def add_values(overrides: Mapping[str, Any], texts: Sequence[str]) -> dict[str, 
 
 
 def parse_values(text: str) -> tuple[str, list[Any]]:
-    """Split `train.lora.rank=4,8` into the dotted setting and its values. Raises RecipeError."""
+    """Split `train.lora.rank=4,8` into the dotted setting and its values. Raises Refused."""
     name, sign, values = text.partition("=")
     try:
         parsed = parse_yaml(f"[{values}]")
     except yaml.YAMLError:
         parsed = None
     if not sign or not name.strip() or not isinstance(parsed, list):
-        raise RecipeError(f"--set {text!r}: write it as key=value,value")
+        raise Refused(f"--set {text!r}: write it as key=value,value")
     return name.strip(), parsed
 
 

@@ -12,16 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from artifacts.latent_shards import Latents
-from artifacts.models import (
-    ModelAway,
-    ModelNotFound,
-    check_on_hub,
-    local_model,
-    resolve_file,
-    resolve_model,
-)
+from artifacts.models import check_on_hub, local_model, resolve_file, resolve_model
 from artifacts.store import Store
-from configs.load_recipe import RecipeError
+from configs.errors import Away, Refused
 from configs.settings.data import Source
 from configs.settings.recipe import (
     STAGES,
@@ -35,7 +28,6 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from flows.run import Run
 from flows.send_stage import check_deployments
 from runtimes import registry
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.hosts.host import host_memory, usable_gpus
@@ -104,7 +96,7 @@ def check_models(recipe: Recipe) -> tuple[Path, Path | None]:
 
 
 def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor: int) -> None:
-    """Raise RecipeError for pictures whose sides exceed a denoiser's table of positions (SD3).
+    """Raise Refused for pictures whose sides exceed a denoiser's table of positions (SD3).
 
     Args:
         largest: the longest side of a bucket, in pixels.
@@ -120,29 +112,29 @@ def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor
     for setting, side, config in [*checks, ("evaluate.height and width", draws, trained)]:
         most = config.get("pos_embed_max_size")
         if most is not None and side > most * factor:
-            raise RecipeError(
+            raise Refused(
                 f"{setting}: sides of {side} pixels exceed the {most * factor} of the model's "
                 "position embeddings: lower them, or encode.max_aspect"
             )
 
 
 def _check_weights(model: Path, vae: Path | None) -> None:
-    """Raise ModelNotFound or WrongInput for weights that are missing, damaged or others."""
+    """Raise Refused for weights that are missing, damaged or others."""
     parts = [part for part in model_parts(model) if part.name != "vae" or vae is None]
     missing = [part.name for part in parts if not stored_weight_files(part)]
     if missing:
-        raise ModelNotFound(
+        raise Refused(
             f"model.path {model}: no .safetensors weights in {', '.join(missing)}: fetch them, or "
             "convert other files"
         )
     if vae is not None and not stored_weight_files(folder := vae_path(model, vae)):
-        raise ModelNotFound(f"model.vae {folder}: it has no .safetensors weights")
+        raise Refused(f"model.vae {folder}: it has no .safetensors weights")
     for part in parts if vae is None else [*parts, vae_path(model, vae)]:
         check_weights(part)
 
 
 def _check_objective(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for train settings that contradict the base or each other."""
+    """Raise Refused for train settings that contradict the base or each other."""
     folder = model / "scheduler"
     family = detect_family(model)
     denoiser = model / family.denoiser
@@ -160,14 +152,14 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
         return
     for rule in map(parse_rule, recipe.publish.gate):
         if rule.metric.startswith(HOLDOUT_LOSS) and rule.model == "base":
-            raise RecipeError(
+            raise Refused(
                 f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
                 "of the tuned model differ from the base's: remove the rule"
             )
 
 
 def _check_schedulers(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput for a scheduler that cannot draw the base or the tuned model."""
+    """Raise Refused for a scheduler that cannot draw the base or the tuned model."""
     own = read_scheduler_config(model / "scheduler")
     drawn = recipe.evaluate
     for config in (own, scheduler_config(own, recipe.train)):
@@ -233,7 +225,7 @@ def _models_of(recipe: Recipe) -> dict[str, tuple[str, str | None]]:
 
 
 def _is_here(setting: str, path: str, revision: str | None) -> bool:
-    """Whether a model is a local folder. Raises ModelNotFound if neither it nor the hub has it."""
+    """Whether a model is a local folder. Raises Refused if neither it nor the hub has it."""
     with _naming(setting):
         if local_model(path) is not None:
             return True
@@ -243,17 +235,17 @@ def _is_here(setting: str, path: str, revision: str | None) -> bool:
 
 
 def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
-    """A model's local folder. Raises ModelNotFound, with the setting's name."""
+    """A model's local folder. Raises Refused, with the setting's name."""
     with _naming(setting):
         return resolve_model(path, revision=revision)
 
 
 @contextmanager
 def _naming(setting: str) -> Iterator[None]:
-    """Put the setting's name before the message of a ModelNotFound, ModelAway or WrongInput."""
+    """Put the setting's name before the message of a Refused or Away."""
     try:
         yield
-    except (ModelNotFound, ModelAway, WrongInput) as error:
+    except (Refused, Away) as error:
         raise type(error)(f"{setting}: {error}") from None
 
 
@@ -277,11 +269,12 @@ def prepare(
         only: the single stage that this run builds; default: all up to `until`.
 
     Raises:
-        RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
-        RegistryError: the champion is damaged.
+        Refused: the recipe cannot run here.
+        Away: a place or a model does not answer now.
+        Refused: the champion is damaged.
     """
     if force is not None and not force.strip():
-        raise RecipeError("force: give a reason: the model card and the history name it")
+        raise Refused("force: give a reason: the model card and the history name it")
     recipe = _used(recipe)
     check_gate_and_prompts(recipe)
     store = writable_store(recipe)
@@ -319,7 +312,8 @@ def check_before_server(recipe: Recipe, until: StageName = "publish") -> None:
     """What `prepare` checks of a recipe, without what must be fetched first.
 
     Raises:
-        RecipeError, GateError, ModelNotFound, SourceError, WrongInput: the recipe cannot run here.
+        Refused: the recipe cannot run here.
+        Away: a place or a model does not answer now.
     """
     recipe = with_defaults_without_effect(recipe)  # `prepare` tells of them
     stages = stages_without_pool(recipe, STAGES[: 1 + STAGES.index(until)])
@@ -344,7 +338,7 @@ def check_gate_and_prompts(recipe: Recipe) -> None:
     """Check the gate's rules, the prompts of all sets, and the key of the signature.
 
     Raises:
-        GateError, WrongInput, SignatureError: one of them is unusable.
+        Refused: one of them is unusable.
     """
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
     evaluate.check(recipe)
@@ -353,7 +347,7 @@ def check_gate_and_prompts(recipe: Recipe) -> None:
 
 
 def writable_store(recipe: Recipe) -> Store:
-    """The store; it and the registry can be written. Raises RecipeError for one that cannot."""
+    """The store; it and the registry can be written. Raises Refused for one that cannot."""
     store = Store(recipe.store)
     places = {"store": store}
     other = recipe.publish.registry
@@ -364,17 +358,18 @@ def writable_store(recipe: Recipe) -> Store:
             place.check_writable()
         except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
             why = f"no folder can be made at {place.url} ({error.strerror}): choose another"
-            raise RecipeError(f"{setting}: {why}") from None
+            raise Refused(f"{setting}: {why}") from None
         except Exception as error:
             converted = storage_error(place, error)
             if converted is error and not isinstance(error, OSError):
                 raise
-            raise RecipeError(f"{setting}: {converted}") from error
+            kind = Away if isinstance(converted, Away) else Refused
+            raise kind(f"{setting}: {converted}") from error
     return store
 
 
 def _stages_here(recipe: Recipe, stages: Sequence[StageName]) -> Sequence[StageName]:
-    """The stages that are not sent to a work pool. Raises RecipeError for one that cannot be."""
+    """The stages that are not sent to a work pool. Raises Refused for one that cannot be."""
     check_places(recipe, stages)
     check_deployments(recipe, stages)
     return stages_without_pool(recipe, stages)
@@ -417,14 +412,14 @@ def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
 
 
 def _check_monitoring(recipe: Recipe) -> None:
-    """Raise RecipeError or WrongInput for a tracker or a held-out loss that cannot work."""
+    """Raise Refused for a tracker or a held-out loss that cannot work."""
     check_wandb(recipe.train.wandb)
     if recipe.train.holdout_loss.every_n_steps and not recipe.encode.holdout:
-        raise RecipeError("train.holdout_loss needs held-out samples: raise encode.holdout")
+        raise Refused("train.holdout_loss needs held-out samples: raise encode.holdout")
     rule = recipe.train.best_checkpoint
     known = [HOLDOUT_LOSS, *sample_metrics(recipe.evaluate.judges)]
     if rule is not None and rule.metric not in known:
-        raise RecipeError(
+        raise Refused(
             f"train.best_checkpoint.metric: {rule.metric} is not scored while training; it scores "
             f"{', '.join(known)}"
         )
@@ -436,7 +431,7 @@ def _is_remote(source: Source) -> bool:
 
 
 def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    """Raise BeamOptionsError or RecipeError for Beam options or workers that cannot work."""
+    """Raise Refused for Beam options or workers that cannot work."""
     for options in filter(None, (beam_options(recipe, stage) for stage in BEAM_STAGES)):
         from tasks.beam.pipeline import check_options  # seconds to import
 
@@ -447,7 +442,7 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
 def _check_memory(
     recipe: Recipe, model: Path, vae: Path | None, stages: Sequence[StageName]
 ) -> None:
-    """Raise WrongInput if a run of runtime torch cannot fit this machine and its largest GPU."""
+    """Raise Refused if a run of runtime torch cannot fit this machine and its largest GPU."""
     if must_fit_one_gpu(recipe) and (found := usable_gpus()):
         # Where another machine evaluates, it may have more memory.
         host = host_memory() if "evaluate" in stages else None
@@ -464,7 +459,7 @@ def must_fit_one_gpu(recipe: Recipe) -> bool:
 
 def _check_license(recipe: Recipe, base: Path) -> None:
     if recipe.publish.require_license and shown_license(recipe, base) == UNKNOWN_LICENSE:
-        raise RecipeError(
+        raise Refused(
             "publish.require_license: neither publish.license nor the base's card has a licence"
         )
     if (conflict := license_conflict(recipe, base)) is not None:
@@ -472,7 +467,7 @@ def _check_license(recipe: Recipe, base: Path) -> None:
 
 
 def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
-    """Raise GateError for rules on metrics that these latents do not support."""
+    """Raise Refused for rules on metrics that these latents do not support."""
     count = latents.held_out
     share = f"encode.holdout {recipe.encode.holdout:g}"
     hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"

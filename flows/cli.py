@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.exceptions import TyperException
 
+from configs.errors import Refused
 from configs.load_recipe import (
-    RecipeError,
     add_values,
     dump,
     json_schema,
@@ -428,10 +428,10 @@ def generate(
     with error_as_json(as_json):  # report wrong input before servers start
         settings = _parsed(override)
         if file is not None and "file" in settings:
-            raise RecipeError("generate: --from-file and -o file exclude each other")
+            raise Refused("generate: --from-file and -o file exclude each other")
         settings |= {} if file is None else {"file": file}
         if not prompts and "file" not in settings:
-            raise RecipeError("generate: it has no prompt: give one, or --from-file")
+            raise Refused("generate: it has no prompt: give one, or --from-file")
         read_settings(model, prompts, settings)
     from flows import runner
 

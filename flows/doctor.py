@@ -28,8 +28,9 @@ from typing import Any, Literal, get_args
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
-from artifacts.models import ModelAway, ModelNotFound, check_file_available, check_model_available
-from artifacts.store import Store, StoreError
+from artifacts.models import check_file_available, check_model_available
+from artifacts.store import Store
+from configs.errors import Away, Refused
 from configs.secrets import one_line, without_secrets
 from configs.settings.recipe import (
     Recipe,
@@ -39,8 +40,8 @@ from configs.settings.recipe import (
 )
 from flows.checks import check_gate_and_prompts, devices_here, must_fit_one_gpu, stages_without_pool
 from flows.run import free_bytes
-from flows.runner import HomeNotWritable, ServerAway, check_home, check_server, configured_server
-from runtimes.contract import Probe, WrongInput
+from flows.runner import check_home, check_server, configured_server
+from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import (
     cann_version,
@@ -63,7 +64,7 @@ from tasks import download
 from tasks.evaluate.inception import fidelity_folder
 from tasks.plan.gpu import RecipeMemory, memory_of, shipped_plans
 from tasks.publish.promotion_gate import warnings_of_few_prompts
-from tasks.stage import TransientError, package_versions, storage_error
+from tasks.stage import package_versions, storage_error
 
 #: Time limit in seconds of a check that needs a network; the clients of buckets have none.
 NETWORK_SECONDS = 60.0
@@ -344,7 +345,7 @@ def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
 def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
     try:
         check_gate_and_prompts(recipe)
-    except (ValueError, TransientError) as error:
+    except (ValueError, Away) as error:
         yield problem(str(error))
     else:
         yield fine("gate and prompts")
@@ -355,7 +356,7 @@ def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
     try:
         plan = memory_of(recipe)
         gpus = usable_gpus()
-    except (WrongInput, TransientError):  # a prompt file, which _gate_and_prompts reports
+    except (Refused, Away):  # a prompt file, which _gate_and_prompts reports
         return
     here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
     if not here or not gpus:
@@ -390,7 +391,7 @@ def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
     try:
         where = check_model_available(path, revision=revision)
         yield fine(f"{setting}: {without_secrets(path)} ({where})")
-    except (ModelNotFound, ModelAway) as error:
+    except (Refused, Away) as error:
         yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")
 
 
@@ -399,7 +400,7 @@ def _inception(recipe: Recipe, path: str) -> Iterator[Finding]:
         yield fine(f"evaluate.inception: {without_secrets(path)} ({check_file_available(path)})")
         if "evaluate" in stages_without_pool(recipe):
             fidelity_folder()
-    except (ModelNotFound, ModelAway, WrongInput) as error:
+    except (Refused, Away) as error:
         yield problem(str(error), "see docs/evaluation.md#features-of-inception")
 
 
@@ -408,7 +409,7 @@ def _source(recipe: Recipe) -> Iterator[Finding]:
     try:
         download.check(recipe)
         yield fine(f"source: {without_secrets(str(where))} opens")
-    except (download.SourceError, TransientError) as error:
+    except (download.SourceError, Away) as error:
         yield problem(str(error))
 
 
@@ -423,7 +424,7 @@ def _store(setting: str, url: str) -> Iterator[Finding]:
     mend = f"grant the permission, or set `{setting}` to another folder or URL"
     try:
         store = Store(url)
-    except StoreError as error:
+    except Refused as error:
         yield problem(f"{setting}: {error}", mend)
         return
     is_new = store.is_local and not os.path.isdir(store.root)
@@ -548,14 +549,14 @@ def _server() -> tuple[str, list[Finding]]:
             state = "embedded, during a run"
             try:
                 check_home()
-            except HomeNotWritable as error:
+            except Refused as error:
                 yield problem(str(error))
             return
         state = f"{without_secrets(url)} (does not answer)"
         try:
             check_server(url)
             state = f"{without_secrets(url)} (answers)"
-        except ServerAway as error:
+        except Refused as error:
             yield problem(str(error))
 
     findings = list(collect([prefect_server]))

@@ -15,6 +15,7 @@ from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact
+from configs.errors import Away
 from configs.load_recipe import load_recipe
 from configs.secrets import redacted_errors
 from configs.settings.recipe import STAGES, StageName
@@ -46,15 +47,7 @@ from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish_stage
 from tasks.publish.register import register, show_version
 from tasks.retrain.champion import check_rivals_held_out
-from tasks.stage import (
-    StageFailed,
-    StageResult,
-    TransientError,
-    build_or_reuse,
-    failing,
-    storing,
-    versions,
-)
+from tasks.stage import StageFailed, StageResult, build_or_reuse, failing, storing, versions
 
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
@@ -173,7 +166,7 @@ def _measure_champion(
     measured: Artifact,
     before: Sequence[StageResult],
 ) -> None:
-    """Measure the champion, if the gate will ask. Raises TransientError if it changes meanwhile."""
+    """Measure the champion, if the gate will ask. Raises Away if it changes meanwhile."""
     champion = run.champion_to_measure(tuned, measured)
     if champion is None:
         return
@@ -182,7 +175,7 @@ def _measure_champion(
     except StageFailed as error:  # of a worker that has found another champion
         if run.champion_to_measure(tuned, measured) == champion:
             raise
-        raise TransientError(f"another model became the champion meanwhile: {error}") from error
+        raise Away(f"another model became the champion meanwhile: {error}") from error
 
 
 @task(**stage_task("publish"))

@@ -14,10 +14,10 @@ from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.secrets import redacted_errors
 from configs.settings.generate import Generate, read_settings
 from flows.prefect_run import begin, ended, prepare_process, revealed, run_name, stage_task
-from runtimes.contract import WrongInput
 from tasks import generate as stage
 from tasks.stage import StageResult, build_or_reuse
 
@@ -88,16 +88,16 @@ def generate(
 
 
 def output_folder(out: str) -> Path:
-    """The output folder, which may be missing. Raises WrongInput unless it can be written."""
+    """The output folder, which may be missing. Raises Refused unless it can be written."""
     if "://" in out:
-        raise WrongInput(f"out: {out} is a URL: choose a local folder; only `store` may be a URL")
+        raise Refused(f"out: {out} is a URL: choose a local folder; only `store` may be a URL")
     folder = Path(out)
     try:  # the first that exists: a failed run leaves no empty folder
         existing = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
         with NamedTemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise WrongInput(f"out: {out} is not writable: {error}") from None
+        raise Refused(f"out: {out} is not writable: {error}") from None
     return folder
 
 

@@ -14,14 +14,14 @@ from artifacts.filesystems import subfolders
 from artifacts.models import resolve_model
 from artifacts.records import first_fault, read_checked
 from artifacts.store import Store
-from configs.load_recipe import RecipeError
+from configs.errors import Refused
 from configs.secrets import one_line
 from tasks.evaluate.distances import Metric, differences
 from tasks.evaluate.metrics import metric_rows
 from tasks.evaluate.published import published_estimates
 from tasks.panels import aligned
-from tasks.publish.hub import SIGNATURE, SignatureError, push, sign_version, verify_folder
-from tasks.publish.registry import Registry, RegistryError, Version, last
+from tasks.publish.hub import SIGNATURE, push, sign_version, verify_folder
+from tasks.publish.registry import Registry, Version, last
 from tasks.stage import METRICS
 
 
@@ -29,7 +29,7 @@ def find_version(url: str, model: str) -> tuple[Registry, Version]:
     """The registry and version of `name`, its champion, `name@v2` or `name@candidate`.
 
     Raises:
-        RegistryError: it does not exist.
+        Refused: it does not exist.
     """
     name, _, which = model.partition("@")
     registry = Registry(url, name)
@@ -52,14 +52,14 @@ def _names(url: str) -> list[str]:
 
 
 def push_model(url: str, model: str, repo: str, *, private: bool) -> None:
-    """Push a version to the hub and print the commit's URL. Raises RecipeError for a wrong id."""
+    """Push a version to the hub and print the commit's URL. Raises Refused for a wrong id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise RecipeError(f"push: {one_line(error)}") from None
+        raise Refused(f"push: {one_line(error)}") from None
     registry, version = find_version(url, model)
     print(push(registry, version, repo, private=private))
 
@@ -79,13 +79,13 @@ def verify_model(url: str, model: str, key: Path | None, *, as_json: bool = Fals
             folder of a model's name is `./name`.
 
     Raises:
-        SignatureError: the signature is missing or wrong.
+        Refused: the signature is missing or wrong.
     """
     folder = Path(model)
     checked = list[dict[str, Any]]()
     is_folder = folder.is_dir() and model.partition("@")[0] not in _names(url)
     if is_folder and key is None:
-        raise SignatureError(f"{folder}: a folder is verified against a public key: add --key")
+        raise Refused(f"{folder}: a folder is verified against a public key: add --key")
     if not is_folder:
         registry, version = find_version(url, model)
         root = f"{registry.root}/{version.name}"
@@ -107,11 +107,11 @@ def verify_model(url: str, model: str, key: Path | None, *, as_json: bool = Fals
 
 
 def show_history(url: str, name: str, *, as_json: bool = False) -> None:
-    """Print every change of the champion, oldest first. Raises RegistryError without one."""
+    """Print every change of the champion, oldest first. Raises Refused without one."""
     moves = Registry(url, name).history()
     if not moves:
         known = ", ".join(_names(url)) or "none"
-        raise RegistryError(f"{name}: there is no champion (the registry's models are: {known})")
+        raise Refused(f"{name}: there is no champion (the registry's models are: {known})")
     if as_json:
         shown = [{part: move[part] for part in ("version", "why", "at")} for move in moves]
         print(json.dumps({"name": name, "champion": last(moves), "history": shown}))
@@ -127,7 +127,7 @@ def show_model(url: str, model: str, *, as_json: bool) -> None:
         model: as of `find_version`.
 
     Raises:
-        RegistryError: the version does not exist, or the champion is damaged.
+        Refused: the version does not exist, or the champion is damaged.
         Damaged: metrics are not those that were published.
     """
     registry, version = find_version(url, model)

@@ -44,17 +44,17 @@ from pydantic import Field, SecretStr
 from rich.console import Console
 
 from artifacts.gc import record_run
-from artifacts.models import ModelAway
-from artifacts.remote_stores import CacheFull, is_outage
+from artifacts.remote_stores import is_outage
 from artifacts.store import Artifact, KeyParts, Store
-from configs.load_recipe import RecipeError, recipe_names
+from configs.errors import Away, Refused
+from configs.load_recipe import recipe_names
 from configs.secrets import hide_secrets, one_line, redact_logs, without_secrets
 from configs.settings.recipe import STAGES
 from tasks.panels import Links, Panel
 from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
 from tasks.publish.stage import STAGE, Rejected, show_verdicts
 from tasks.run_job import stopping
-from tasks.stage import REPORT, StageResult, TransientError, is_ours, storing
+from tasks.stage import REPORT, StageResult, is_ours, storing
 
 log = logging.getLogger("kiln")
 
@@ -275,9 +275,9 @@ def run_name(words: str) -> Callable[[], str]:
 
 
 def revealed(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with their secrets. Raises RecipeError for one that Prefect has stored."""
+    """The settings with their secrets. Raises Refused for one that Prefect has stored."""
     if hide_secrets(settings) != settings:
-        raise RecipeError(
+        raise Refused(
             "a secret in a parameter is refused, since Prefect stores it: write it into a recipe "
             "file, or start the run by `kiln run`; and replace the secret"
         )
@@ -324,8 +324,7 @@ LIMITS = {
 
 def may_pass(error: BaseException) -> bool:
     """Whether another try may succeed."""
-    cause = error.__cause__ if isinstance(error, RecipeError) else None  # see writable_store
-    return isinstance(error, TransientError | ModelAway | CacheFull) or is_outage(cause or error)
+    return isinstance(error, Away) or is_outage(error)
 
 
 def should_retry(task: Any, run: Any, state: State[Any]) -> bool:

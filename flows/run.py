@@ -16,7 +16,8 @@ from typing import NoReturn
 
 from artifacts.gc import record_run
 from artifacts.store import MANIFEST, Artifact, KeyParts, Store
-from configs.load_recipe import RecipeError, dump
+from configs.errors import Refused
+from configs.load_recipe import dump
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.prefect_run import begin
 from flows.send_stage import send_stage
@@ -40,10 +41,6 @@ from tasks.stage import StageFailed, StageResult, storing
 log = logging.getLogger("kiln")
 
 
-class DiskTooSmall(RecipeError):
-    """The store's disk cannot hold the run; the message has both sizes and remedies."""
-
-
 def check_disk(
     recipe: Recipe,
     store: Store,
@@ -54,7 +51,7 @@ def check_disk(
     shards: Collection[str],
     trials: Sequence[Recipe] = (),
 ) -> None:
-    """Log what a run needs, and raise DiskTooSmall if a local store's disk cannot hold it.
+    """Log what a run needs, and raise Refused if a local store's disk cannot hold it.
 
     What is stored needs no space; it is counted only where the disk cannot hold the whole run.
 
@@ -67,7 +64,7 @@ def check_disk(
         trials: recipes of a sweep.
 
     Raises:
-        WrongInput: the base's configs are invalid.
+        Refused: the base's configs are invalid.
     """
     whole = left = estimate_disk(recipe, model, vae, rows, stages, trials)
     needed, words = _needed(recipe.plan.disk_gb, whole, left)
@@ -86,7 +83,7 @@ def check_disk(
         "" if time is None else f"; {time}",
     )
     if free is not None and needed > free:
-        raise DiskTooSmall(_refusal(store, needed, words, free))
+        raise Refused(_refusal(store, needed, words, free))
 
 
 def training_time(recipes: Sequence[Recipe]) -> str | None:
@@ -221,7 +218,7 @@ class Run:
         """The shards of the source; a retraining keeps those of the champion.
 
         A run that was sent takes the plan of its sender: the source may have grown since. Another
-        run records that it needs the plan before it looks for one. Raises DiskTooSmall, WrongInput.
+        run records that it needs the plan before it looks for one. Raises Refused.
         """
         if self.sent is None:
             found = download.plan(self.recipe, self.begin)

@@ -32,6 +32,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe, load_trials
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
@@ -39,14 +40,6 @@ from configs.settings.recipe import STAGES, Recipe, StageName
 from flows.command_errors import error_as_json
 from tasks import progress
 from tasks.stage import GRID, REPORT
-
-
-class NoOwnServer(RuntimeError):
-    """Prefect's own server does not start."""
-
-
-class HomeNotWritable(NoOwnServer, ValueError):
-    """The folder of Prefect's own server cannot be written."""
 
 
 def start_server() -> None:
@@ -57,8 +50,8 @@ def start_server() -> None:
     *Running* for good.
 
     Raises:
-        HomeNotWritable: Prefect's home cannot be written.
-        NoOwnServer: the server did not answer in time.
+        Refused: Prefect's home cannot be written.
+        Failed: the server did not answer in time.
     """
     check_home()
     port = _free_port()
@@ -76,14 +69,14 @@ def start_server() -> None:
     try:
         own.start()
     except RuntimeError as error:
-        raise NoOwnServer(
+        raise Failed(
             f"Prefect's own server did not start ({str(error).rstrip('.')}): run again, or start "
             "a lasting one (`make ui`) and set PREFECT_API_URL"
         ) from error
 
 
 def check_home() -> None:
-    """Raise HomeNotWritable unless the folder of the server's database can be written.
+    """Raise Refused unless the folder of the server's database can be written.
 
     Otherwise the server would print its tracebacks until Prefect's time limit.
     """
@@ -94,7 +87,7 @@ def check_home() -> None:
         home.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=home).close()
     except OSError as error:
-        raise HomeNotWritable(
+        raise Refused(
             f"Prefect's own server cannot write {home} ({error.strerror}): set PREFECT_HOME to a "
             "folder that can be written, or PREFECT_API_URL to a server"
         ) from error
@@ -106,7 +99,7 @@ def _free_port() -> int:
         with socket.socket() as found, suppress(OSError):
             found.bind(("127.0.0.1", port))
             return port
-    raise NoOwnServer("Prefect's own server finds no free port from 8000 to 8999: free one")
+    raise Failed("Prefect's own server finds no free port from 8000 to 8999: free one")
 
 
 def _serve(port: int) -> subprocess.Popen[Any]:
@@ -390,9 +383,9 @@ def configured_server() -> str | None:
 
 
 def lasting_server(needed_by: str, otherwise: str = "") -> str:
-    """The configured server, which outlives the command. Raises ServerAway without one."""
+    """The configured server, which outlives the command. Raises Refused without one."""
     if (server := configured_server()) is None:
-        raise ServerAway(
+        raise Refused(
             f"{needed_by} a lasting Prefect server: start it (`make ui`) and set "
             f"PREFECT_API_URL{otherwise}"
         )
@@ -404,14 +397,14 @@ HEALTH_SECONDS = 60.0
 
 
 def check_server(url: str) -> None:
-    """Raise ServerAway unless a Prefect server answers there within HEALTH_SECONDS."""
+    """Raise Refused unless a Prefect server answers there within HEALTH_SECONDS."""
     try:
         error = _asked_once(url)
     except Exception as wrong:  # a URL that is none, or certificates that cannot be read
         error = wrong
     if error is not None:
         why = one_line(error)
-        raise ServerAway(
+        raise Refused(
             f"no Prefect server answers at PREFECT_API_URL={without_secrets(url)} ({why}): "
             "start it (`make ui`), or unset the variable: a run then starts its own"
         )
@@ -435,10 +428,6 @@ def _asked_once(url: str) -> Exception | None:
         transport: Any = client._client._transport_for_url(client.api_url)
         transport._pool._retries = 0
         return client.api_healthcheck()
-
-
-class ServerAway(ValueError):
-    """The configured Prefect server does not answer."""
 
 
 class _Display(logging.Handler):

@@ -26,12 +26,12 @@ from prefect.utilities.urls import url_for
 
 from artifacts.filesystems import REAL, Clock
 from artifacts.store import Store
-from configs.load_recipe import RecipeError
+from configs.errors import Away, Refused
 from configs.secrets import one_line
 from configs.settings.recipe import PlacedStage, Recipe, StageName
 from flows.prefect_run import REUSED, patiently
 from tasks.progress import Progress
-from tasks.stage import StageFailed, TransientError
+from tasks.stage import StageFailed
 
 log = logging.getLogger("kiln")
 
@@ -51,7 +51,7 @@ def deployment_of(pool: str) -> str:
 
 
 def check_deployments(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    """Raise RecipeError if a stage's pool has no deployment on the Prefect server."""
+    """Raise Refused if a stage's pool has no deployment on the Prefect server."""
     pools = {stage: pool for stage, pool in recipe.place.pools().items() if stage in stages}
     if not pools:
         return
@@ -60,7 +60,7 @@ def check_deployments(recipe: Recipe, stages: Sequence[StageName]) -> None:
             try:
                 client.read_deployment_by_name(deployment_of(pool))
             except ObjectNotFound:
-                raise RecipeError(
+                raise Refused(
                     f"place.{stage}: the Prefect server has no deployment {deployment_of(pool)}: "
                     "run `kiln place RECIPE`"
                 ) from None
@@ -124,7 +124,7 @@ def send_stage(
     Raises:
         StageFailed: the run failed, or was cancelled or deleted there, or the server refuses it for
             good.
-        TransientError: MOST_CRASHES runs crashed without progress, or the server is away.
+        Away: MOST_CRASHES runs crashed without progress, or the server is away.
     """
     pool = recipe.place.pools()[stage]
     key = parameters["key"]
@@ -143,7 +143,7 @@ def send_stage(
             return "built"
         crashes, best = (1, reached.percent) if reached.percent > best else (crashes + 1, best)
         if crashes == MOST_CRASHES:
-            raise TransientError(f"{stage}: {crashes} runs on pool {pool} crashed without progress")
+            raise Away(f"{stage}: {crashes} runs on pool {pool} crashed without progress")
         pause = FIRST_PAUSE * 2 ** (crashes - 1) * random.uniform(0.5, 1.5)
         message = " ".join((state.message or "").split())
         log.warning("%s crashed (%s); sending it again in %.0f s", where, message, pause)
@@ -209,7 +209,7 @@ def _start(recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[st
         raise StageFailed(f"{stage}: {deployment_of(pool)} is gone: {one_line(error)}") from error
     except AWAY as error:
         _check_away(stage, error)
-        raise TransientError(f"{stage}: the Prefect server refuses it now: {error}") from error
+        raise Away(f"{stage}: the Prefect server refuses it now: {error}") from error
 
 
 def _tell(

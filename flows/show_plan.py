@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from artifacts.models import ModelAway, ModelNotFound
+from configs.errors import Away, Refused
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.plan.gpu import (
@@ -224,18 +224,6 @@ def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     yield "time", hours if plan.cost is None else f"{hours}, cost {plan.cost:,.0f}"
 
 
-class DoesNotFit(ValueError):
-    """The recipe does not fit; the message has the largest batch or the settings that do."""
-
-
-class TopologyMissing(ValueError):
-    """Neither the command nor the recipe names a slice."""
-
-
-class TwoPlaces(ValueError):
-    """The command names a slice and a GPU."""
-
-
 def show_plan(
     recipe: Recipe, topology: str | None, gpu: str | None, *, search: bool, as_json: bool
 ) -> None:
@@ -247,21 +235,21 @@ def show_plan(
         search: search for the largest batch that fits, even if it is larger than the recipe's.
 
     Raises:
-        DoesNotFit: the recipe does not fit.
-        TopologyMissing: there is no accelerator type.
-        TwoPlaces: there are a slice and a GPU.
+        Refused: the recipe does not fit.
+        Refused: there is no accelerator type.
+        Refused: there are a slice and a GPU.
     """
     if gpu is None:
         plan = _plan_for_slice(recipe, topology, search=search)
         show(plan, slice_plan_facts(plan), _lines(plan), as_json=as_json)
         if not plan.fits:
-            raise DoesNotFit(_refusal(plan))
+            raise Refused(_refusal(plan))
     elif topology is not None:
-        raise TwoPlaces("--gpu and --topology exclude each other")
+        raise Refused("--gpu and --topology exclude each other")
     else:
         try:
             on_gpu = plan_gpu_training(recipe, gpu, search=search, say=_say)
-        except (ModelNotFound, ModelAway) as error:
+        except (Refused, Away) as error:
             if search:  # a stored plan knows the recipe's own batch
                 raise
             _show_stored(recipe, parse_gpu(gpu), error, as_json=as_json)
@@ -273,7 +261,7 @@ def show_plan(
             as_json=as_json,
         )
         if not on_gpu.fits:
-            raise DoesNotFit(on_gpu.refusal())
+            raise Refused(on_gpu.refusal())
 
 
 def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -> None:
@@ -284,13 +272,13 @@ def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -
     plan = StoredPlan(recipe, gpu, found)
     show_rows(stored_facts(plan), stored_lines(plan), as_json=as_json)
     if not plan.fits:
-        raise DoesNotFit(plan.refusal())
+        raise Refused(plan.refusal())
 
 
 def _plan_for_slice(recipe: Recipe, topology: str | None, *, search: bool) -> SlicePlan:
     if topology is None:
         if recipe.tpu is None:
-            raise TopologyMissing(
+            raise Refused(
                 f"recipe {recipe.name} has no section tpu: add --topology, such as v5p-8, or "
                 "--gpu, such as 24GB"
             )

@@ -10,18 +10,17 @@ from functools import partial
 from typing import Any, Literal
 
 from artifacts.filesystems import entries, name_of, subfolders
-from artifacts.gc import Collector, Garbage, GarbageUnsure, Key, Marks, mark, registries, runs
+from artifacts.gc import Collector, Garbage, Key, Marks, mark, registries, runs
 from artifacts.records import first_fault
 from artifacts.remote_stores import is_full
 from artifacts.store import MANIFEST, Artifact, Store
-from configs.load_recipe import RecipeError
+from configs.errors import Away, Refused
 from configs.secrets import one_line, without_secrets
 from configs.settings.recipe import Recipe
 from tasks import tpu
 from tasks.plan.plan import in_words
-from tasks.publish.registry import CANDIDATE, CHAMPION, Registry, RegistryError, Version
+from tasks.publish.registry import CANDIDATE, CHAMPION, Registry, Version
 from tasks.publish.stage import CHAMPION_EVALUATION, remeasured_champion
-from tasks.stage import StorageAway
 
 log = logging.getLogger("kiln")
 NAMED = 5  # artifacts that an error names
@@ -30,21 +29,13 @@ MODEL = "model"  # beside the stages of artifacts
 Checked = tuple[str, str, str | None]  # stage and key, or MODEL and its name and version; fault
 
 
-class NotInStore(ValueError):
-    """No artifact, or more than one, matches."""
-
-
-class StoreNotThere(ValueError):
-    """The store or the registry does not exist."""
-
-
 def check_store(url: str, kind: Literal["store", "registry"] = "store") -> None:
-    """Raise StoreNotThere for a missing store or registry, StoreError for an unsupported URL."""
+    """Raise Refused for a missing store or registry, or an unsupported URL."""
     store = Store(url)
     if not _is_there(store):
-        raise StoreNotThere(f"{kind} {without_secrets(url)}: not found")
+        raise Refused(f"{kind} {without_secrets(url)}: not found")
     if store.is_local and not store.fs.isdir(store.root):
-        raise StoreNotThere(f"{kind} {without_secrets(url)}: it is a file: name a folder")
+        raise Refused(f"{kind} {without_secrets(url)}: it is a file: name a folder")
 
 
 def _is_there(store: Store) -> bool:
@@ -125,7 +116,7 @@ def verify_store(
     """Re-hash artifacts and models; print a line for each, and the count; whether all are whole.
 
     Raises:
-        NotInStore: there is nothing to verify, as in a folder without a store.
+        Refused: there is nothing to verify, as in a folder without a store.
     """
     checked = []
     for kind, name, fault in _verify(Store(url), what, registry):
@@ -133,7 +124,7 @@ def verify_store(
         if not as_json:
             print(f"{kind:9} {name if kind == MODEL else name[:12]}  {fault or 'whole'}")
     if not checked:
-        raise NotInStore(f"nothing in {without_secrets(url)}: name the store by --store")
+        raise Refused(f"nothing in {without_secrets(url)}: name the store by --store")
     damaged = sum(one["fault"] is not None for one in checked)
     if as_json:
         print(json.dumps({"whole": not damaged, "checked": checked}))
@@ -193,14 +184,14 @@ def collect_garbage(
     """List unneeded files that have not changed for `hours`, and delete them with `delete`.
 
     Raises:
-        RecipeError: `days` or `hours` is negative or no number.
-        StoreNotThere, NotInStore: there is no store, or the folder has other files alone.
-        GarbageUnsure: a damaged record hides what is needed.
-        StorageAway: the disk is too full for the lock of a collection.
+        Refused: `days` or `hours` is negative or no number.
+        Refused: there is no store, or the folder has other files alone.
+        Refused: a damaged record hides what is needed.
+        Away: the disk is too full for the lock of a collection.
     """
     for option, value in (("--days", days), ("--hours", hours)):
         if not value >= 0:  # nor NaN, by which every run would be too old
-            raise RecipeError(f"{option} {value}: give a number from 0 on")
+            raise Refused(f"{option} {value}: give a number from 0 on")
     store = _used_store(url)
 
     def marked() -> Marks:
@@ -218,7 +209,7 @@ def collect_garbage(
     except OSError as error:
         if not is_full(error):
             raise
-        raise StorageAway(
+        raise Away(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
         ) from error
     size = sum(facts["bytes"] for facts in found)
@@ -244,7 +235,7 @@ def _used_store(url: str) -> Store:
     check_store(url)
     store = Store(url)
     if next(iter(runs(store)), None) is None and next(iter(store.artifacts()), None) is None:
-        raise NotInStore(
+        raise Refused(
             f"no run and no artifact in {without_secrets(url)}: name the store by --store"
         )
     return store
@@ -255,37 +246,37 @@ def _count(number: int, noun: str) -> str:
 
 
 def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
-    """Manifests of every published version. Raises GarbageUnsure if one may be unknown."""
+    """Manifests of every published version. Raises Refused if one may be unknown."""
     for path, recorded in registries(store):
         place = Store(recorded)
         if not entries(place.fs, place.root):
-            raise GarbageUnsure(
+            raise Refused(
                 f"registry {recorded} is missing, so nothing is deleted: restore it, or delete its "
                 f"record {path}"
             )
     for name, error in _damage(store, url):  # what it was made from is not known
-        raise GarbageUnsure(f"{name}: {error}; nothing is deleted before its repair")
+        raise Refused(f"{name}: {error}; nothing is deleted before its repair")
     for _, version, _ in _models(store, url):
         yield version.manifest
 
 
 def _one(store: Store, what: str) -> Artifact:
-    """The artifact whose key or digest begins with `what`. Raises NotInStore."""
+    """The artifact whose key or digest begins with `what`. Raises Refused."""
     artifacts = list(store.artifacts())
     found = [a for a in artifacts if _matches(what, a.stage, a.key, a.digest)]
     for stage, key, error in () if found else _damaged(store, what):
-        raise NotInStore(f"{stage}/{key[:12]} is damaged: {error}; the next run builds it again")
+        raise Refused(f"{stage}/{key[:12]} is damaged: {error}; the next run builds it again")
     if len(found) > 1:
         names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found[:NAMED])
         more = ", …" if len(found) > NAMED else ""
-        raise NotInStore(f"{what}: several begin with it ({names}{more}): give more characters")
+        raise Refused(f"{what}: several begin with it ({names}{more}): give more characters")
     if not found:
         for artifact in artifacts:
             for name, digest in artifact.manifest["inputs"].items():
                 if digest.startswith(what):
                     place = f"{artifact.stage}/{artifact.key[:12]}"
-                    raise NotInStore(f"{what}: an input of {place} ({name}), and no artifact here")
-        raise NotInStore(
+                    raise Refused(f"{what}: an input of {place} ({name}), and no artifact here")
+        raise Refused(
             f"{what}: no model, and no artifact's key or digest begins with it; see `kiln ls`"
         )
     return found[0]
@@ -318,7 +309,7 @@ def _damage(store: Store, url: str | None) -> Iterator[tuple[str, str]]:
             yield f"{registry.name} {version}", error
         try:
             registry.champion()
-        except RegistryError as error:
+        except Refused as error:
             yield f"{registry.name} champion", str(error)
 
 
@@ -329,7 +320,7 @@ def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, 
         try:
             found = {CANDIDATE: registry.candidate(), CHAMPION: registry.champion()}
             aliases = {one.name: alias for alias, one in found.items() if one is not None}
-        except RegistryError as error:  # the other versions stay visible
+        except Refused as error:  # the other versions stay visible
             log.warning("%s", error)
         for version in registry.versions():
             yield registry, version, aliases.get(version.name, "")
@@ -360,7 +351,7 @@ def _users(store: Store) -> dict[str, dict[Key, set[str]]]:
                 if name is not None:
                     for key in run.keys:
                         found[what].setdefault(key, set()).add(name)
-    except GarbageUnsure as error:  # the artifacts stay visible
+    except Refused as error:  # the artifacts stay visible
         log.warning("not every recipe is shown: %s", error)
     return found
 
@@ -381,6 +372,6 @@ def _row(artifact: Artifact, users: Mapping[str, Mapping[Key, set[str]]]) -> dic
 def show_tpu(recipe: Recipe) -> None:
     """Print the commands that create a recipe's slice, train on it and delete it."""
     if recipe.tpu is None:
-        raise RecipeError(f"recipe {recipe.name}: no section `tpu` (see docs/tpu.md)")
+        raise Refused(f"recipe {recipe.name}: no section `tpu` (see docs/tpu.md)")
     for why, command in tpu.list_commands(recipe.tpu):
         print(f"# {why}\n{shlex.join(command)}")

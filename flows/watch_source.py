@@ -13,6 +13,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Completed
 
 from artifacts.store import Store
+from configs.errors import Away
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
 from flows.checks import writable_store
@@ -25,7 +26,7 @@ from flows.prefect_run import (
     run_name,
 )
 from tasks.retrain.changes import EVENT, is_retraining, last_stamp, remember, source_resource, stamp
-from tasks.stage import TransientError, storing
+from tasks.stage import storing
 
 log = logging.getLogger("kiln")
 
@@ -66,7 +67,7 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
 
 
 def _announce(resource: str, found: str) -> None:
-    """Send the event of a change. Raises TransientError unless the server has accepted it."""
+    """Send the event of a change. Raises Away unless the server has accepted it."""
     given = {"event": EVENT, "resource": {"prefect.resource.id": resource}}
     event = Event.model_validate({**given, "payload": {"stamp": found}})
     try:
@@ -74,6 +75,6 @@ def _announce(resource: str, found: str) -> None:
         with get_client(sync_client=True) as client:
             client._client.post("/events", json=[event.model_dump(mode="json")])
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
-        raise TransientError(
+        raise Away(
             f"watch: the server did not accept the event {EVENT}: {one_line(error)}"
         ) from error

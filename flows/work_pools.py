@@ -21,7 +21,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from prefect.utilities.callables import parameter_schema
 
-from configs.load_recipe import CHECKOUT, RecipeError
+from configs.errors import Refused
+from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
 from configs.settings.recipe import PlacedStage, Recipe
 from flows.checks import prepare
@@ -114,12 +115,12 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         accelerators: stages that may use an accelerator at the same time, over all runs.
 
     Raises:
-        RecipeError: the recipe names no pool, or one that the server does not have.
-        ServerAway: no lasting Prefect server is configured, or it does not answer.
+        Refused: the recipe names no pool, or one that the server does not have.
+        Refused: no lasting Prefect server is configured, or it does not answer.
     """
     pools = sorted({pool.partition("/")[0] for pool in recipe.place.pools().values()})
     if not pools:
-        raise RecipeError("place: no stage has a work pool, such as place.train=gpu")
+        raise Refused("place: no stage has a work pool, such as place.train=gpu")
     check_server(lasting_server("place: work pools need"))
     with get_client(sync_client=True) as client:
         for pool in pools:
@@ -138,7 +139,7 @@ def _check_pool(client: SyncPrefectClient, pool: str) -> None:
     try:
         client.read_work_pool(pool)
     except ObjectNotFound:
-        raise RecipeError(
+        raise Refused(
             f"place: the Prefect server has no work pool {pool}: run "
             f"`prefect work-pool create {pool} --type process`, or docker or kubernetes"
         ) from None

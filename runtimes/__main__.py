@@ -33,10 +33,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.lock import LockLost
-from artifacts.models import ModelAway, ModelNotFound, resolve_model
+from artifacts.models import resolve_model
 from artifacts.remote_stores import is_outage, target_of
+from configs.errors import Away, Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.job import Events, Job, TrainJob, read_job
 from runtimes.process.launcher import (
     STOPPED,
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     stop = Stop()
     try:
         adopt_mpi()
-    except WrongInput as error:
+    except Refused as error:
         return _fail(events, str(error), 2, wrong_input=True)
     if is_msrun_scheduler():
         from runtimes.mindspore import rendezvous
@@ -99,15 +99,15 @@ def main(arguments: list[str]) -> int:
     logging.getLogger("kiln").addHandler(_ToEvents(events))
     try:
         return _run(read_job(Path(arguments[0])), Path(arguments[0]), events, stop)
-    except WrongInput as error:
+    except Refused as error:
         return _fail(events, str(error), 2, wrong_input=True)
     except OSError as error:
         number = error.errno
         file = target_of(error)
         away = _is_away(error)
         return _fail(events, str(error), 1, errno=number, file=file, away=away)
-    except (Diverged, LockLost, ModelAway) as error:
-        return _fail(events, str(error), 1, away=isinstance(error, ModelAway))
+    except (Diverged, LockLost, Away) as error:
+        return _fail(events, str(error), 1, away=isinstance(error, Away))
     except LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
@@ -124,7 +124,7 @@ def _is_away(error: Exception) -> bool:
 def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:
     try:
         check_settings_here(name, Train(**settings))
-    except WrongInput as error:
+    except Refused as error:
         return str(error)
     return None
 
@@ -144,21 +144,21 @@ def _run(job: Job, path: Path, events: Events, stop: Stop) -> int:
 
 
 def _with_local_models(job: Job) -> Job:
-    """The job with paths of local copies of its models. Raises WrongInput, ModelAway."""
+    """The job with paths of local copies of its models. Raises Refused, Away."""
     try:
         vae = None if job.vae is None else str(resolve_model(job.vae))
         return replace(job, model=str(resolve_model(job.model)), vae=vae)
-    except ModelNotFound as error:
-        raise WrongInput(str(error)) from None
+    except Refused as error:
+        raise Refused(str(error)) from None
 
 
 def _processes(job: TrainJob) -> int:
-    """Number of processes for the launcher, this one included. Raises WrongInput."""
+    """Number of processes for the launcher, this one included. Raises Refused."""
     settings = read_train_settings(job)
     started = launched()
     count = Ranks.here().world if started else settings.processes
     if settings.global_batch_size % count:
-        raise WrongInput(
+        raise Refused(
             f"train.global_batch_size {settings.global_batch_size} cannot be shared by {count} "
             "processes: make it a multiple"
         )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
+
 if TYPE_CHECKING:
     from runtimes.process.job import Drawing, TrainJob
 
@@ -61,11 +63,7 @@ class OneWriter:
         return [data]
 
 
-class WrongInput(ValueError):
-    """Invalid input of a job: settings, weights, shapes, device. The message states the remedy."""
-
-
-class ImagesNotFinite(WrongInput):
+class ImagesNotFinite(Refused):
     """Sampled images have pixels without a value."""
 
 
@@ -156,7 +154,7 @@ class Runtime(Protocol):
     """Forward pass, backward pass and update on one kind of device. All other code is shared.
 
     The runtime's package also has the functions `probe() -> Probe` and `check(settings: Train) ->
-    None`, which raises WrongInput.
+    None`, which raises Refused.
     """
 
     device: str  # description of the device, after `load`
@@ -165,7 +163,7 @@ class Runtime(Protocol):
     writers: Writers  # after `load`: collectives of all ranks, for the thread that writes
 
     def load(self, job: TrainJob) -> None:
-        """Load the model and fresh optimizer state on the device. Raises WrongInput."""
+        """Load the model and fresh optimizer state on the device. Raises Refused."""
 
     def put(self, batch: StepBatch) -> StepBatch:
         """Start the batch's transfer to the device, for a later `step`.
@@ -221,7 +219,7 @@ class Runtime(Protocol):
         """Load a state after `step` steps. Each rank reads the rows that its devices need.
 
         Raises:
-            WrongInput: the state has other names or shapes than this model.
+            Refused: the state has other names or shapes than this model.
         """
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
@@ -269,7 +267,7 @@ class Pipeline(Protocol):
     encodes_text: bool  # whether the loaded model must encode captions itself
 
     def load(self, drawing: Drawing) -> None:
-        """Load a model on the device and release the previous one. Raises WrongInput."""
+        """Load a model on the device and release the previous one. Raises Refused."""
 
     def draw(self, prompts: Sequence[str], first: int) -> NDArray[np.uint8]:
         """Images [N, H, W, 3] uint8; image i starts from noise number `first + i`."""

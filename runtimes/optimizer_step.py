@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import Owners, SavedState, State, StateShapes, WeightsLost, WrongInput
+from runtimes.contract import Owners, SavedState, State, StateShapes, WeightsLost
 
 
 @contextmanager
@@ -175,7 +176,7 @@ def read_state_arrays(
         rows: index of the rows that this process needs.
 
     Raises:
-        WrongInput: the state has other names or shapes.
+        Refused: the state has other names or shapes.
     """
     _check(state, shapes)
     pending: deque[tuple[str, str, int, Future[Any]]] = deque()
@@ -205,7 +206,7 @@ def _check(state: SavedState, shapes: StateShapes) -> None:
     for group, expected in shapes.items():
         saved = state.get(group, {})
         if saved.keys() != expected.keys():
-            raise WrongInput(f"the stored {group} does not have this model's weights")
+            raise Refused(f"the stored {group} does not have this model's weights")
         for name, shape in expected.items():
             if tuple(saved[name].shape) != shape:
-                raise WrongInput(f"the stored {group} has another shape for {name}")
+                raise Refused(f"the stored {group} has another shape for {name}")

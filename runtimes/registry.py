@@ -18,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime, WrongInput
+from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime
 from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.detect_ascend import count_npus
 from runtimes.hosts.detect_gaudi import bridge_version, count_hpus
@@ -66,12 +67,12 @@ RUNTIMES = {
 
 
 def open_runtime(name: str) -> Runtime:
-    """A new runtime. Raises WrongInput if the name is unknown or an import fails."""
+    """A new runtime. Raises Refused if the name is unknown or an import fails."""
     return cast(Runtime, import_from(name, "runtime").TheRuntime())
 
 
 def open_pipeline(job: GenerateJob) -> Pipeline:
-    """The pipeline that generates a job's images. Raises WrongInput."""
+    """The pipeline that generates a job's images. Raises Refused."""
     prepare(job)
     return cast(Pipeline, import_from(job.runtime, "sampler").ThePipeline(job))
 
@@ -82,7 +83,7 @@ def prepare(job: Job | EncodeJob) -> None:
     PyTorch caches the list of accelerators at the first query, so the bridge must load first.
 
     Raises:
-        WrongInput: the bridge cannot be loaded.
+        Refused: the bridge cannot be loaded.
     """
     device = job.train.get("device", "auto") if isinstance(job, TrainJob) else job.device
     if device.partition(":")[0] == "hpu" and job.runtime == "torch":
@@ -90,7 +91,7 @@ def prepare(job: Job | EncodeJob) -> None:
 
 
 def open_encoder(job: EncodeJob) -> PipelineEncoder:
-    """Load a pipeline's encoders in this process. Raises WrongInput."""
+    """Load a pipeline's encoders in this process. Raises Refused."""
     prepare(job)
     return cast(PipelineEncoder, import_from(job.runtime, "sampler").open_encoder(job))
 
@@ -104,14 +105,14 @@ def interpreter(name: str) -> str:
     """Path of the Python interpreter that runs a runtime's processes.
 
     Raises:
-        WrongInput: the runtime is unknown, or its environment is not installed.
+        Refused: the runtime is unknown, or its environment is not installed.
     """
     environment = spec_of(name).environment
     if environment is None or sys.prefix.endswith(environment):
         return sys.executable
     python = Path(sys.prefix + environment, "bin/python")
     if not python.is_file():
-        raise WrongInput(f"runtime {name} needs its own environment: run `make setup-{name}`")
+        raise Refused(f"runtime {name} needs its own environment: run `make setup-{name}`")
     return str(python)
 
 
@@ -131,7 +132,7 @@ def encodes_in_subprocess(job: EncodeJob) -> bool:
 
 def spec_of(name: str) -> RuntimeSpec:
     if name not in RUNTIMES:
-        raise WrongInput(f"runtime {name!r} is not known here (known: {', '.join(RUNTIMES)})")
+        raise Refused(f"runtime {name!r} is not known here (known: {', '.join(RUNTIMES)})")
     return RUNTIMES[name]
 
 
@@ -139,9 +140,7 @@ def import_from(name: str, module: str) -> Any:
     try:
         return import_module(f"{spec_of(name).package}.{module}")
     except ImportError as error:
-        raise WrongInput(
-            f"runtime {name} cannot be imported in this environment: {error}"
-        ) from None
+        raise Refused(f"runtime {name} cannot be imported in this environment: {error}") from None
 
 
 #: Time limit in seconds for a probe or check in a subprocess.
@@ -149,12 +148,12 @@ PROBE_SECONDS = 120.0
 
 
 def check_installed(name: str) -> None:
-    """Raise WrongInput if a runtime lacks packages. Unlike a probe, it imports none of them."""
+    """Raise Refused if a runtime lacks packages. Unlike a probe, it imports none of them."""
     if has_own_environment(name):
         return  # its own environment was installed as a whole
     missing = [package for package in spec_of(name).needs if find_spec(package) is None]
     if missing:
-        raise WrongInput(f"runtime {name} needs {', '.join(missing)}, not installed here")
+        raise Refused(f"runtime {name} needs {', '.join(missing)}, not installed here")
 
 
 def probe_runtime(name: str) -> Probe:
@@ -163,54 +162,54 @@ def probe_runtime(name: str) -> Probe:
         if _needs_subprocess(python := interpreter(name)):
             return Probe(**_query(python, "--probe", name))
         return probe_here(name)
-    except (WrongInput, TypeError) as error:
+    except (Refused, TypeError) as error:
         return Probe(available=False, reason=str(error))
 
 
 def probe_here(name: str) -> Probe:
-    """`probe_runtime` in this process. Raises WrongInput."""
+    """`probe_runtime` in this process. Raises Refused."""
     return cast(Probe, import_from(name, "device").probe())
 
 
 def check_devices(name: str, asked: Mapping[str, str]) -> None:
-    """Raise WrongInput if a runtime is not available, or one of the devices is missing.
+    """Raise Refused if a runtime is not available, or one of the devices is missing.
 
     Args:
         asked: setting -> device.
     """
     found = probe_runtime(name)
     if not found.available:
-        raise WrongInput(f"runtime {name}: {found.reason}")
+        raise Refused(f"runtime {name}: {found.reason}")
     for setting, device in asked.items():
         if device not in {"auto", *found.names}:
             known = ", ".join(found.devices)
-            raise WrongInput(f"{setting}: {device} is not on this machine ({known})")
+            raise Refused(f"{setting}: {device} is not on this machine ({known})")
 
 
 def check_settings(name: str, settings: Train) -> None:
-    """Raise WrongInput for train settings that the runtime or its device does not support."""
+    """Raise Refused for train settings that the runtime or its device does not support."""
     if not _needs_subprocess(python := interpreter(name)):
         check_settings_here(name, settings)
     elif (
         wrong := _query(python, "--check", name, settings.model_dump_json())["wrong"]
     ) is not None:
-        raise WrongInput(wrong)
+        raise Refused(wrong)
 
 
 def check_settings_here(name: str, settings: Train) -> None:
-    """`check_settings` in this process. Raises WrongInput."""
+    """`check_settings` in this process. Raises Refused."""
     import_from(name, "device").check(settings)
 
 
 def check_family(name: str, family: str, device: str = "auto") -> None:
-    """Raise WrongInput if a runtime, or the kind of a device, does not support a model family."""
+    """Raise Refused if a runtime, or the kind of a device, does not support a model family."""
     kind = device.partition(":")[0]
     if (why := family_named(family).refused_devices.get(kind)) is not None:
-        raise WrongInput(f"a model of family {family} is not for device {kind}: {why}")
+        raise Refused(f"a model of family {family} is not for device {kind}: {why}")
     denoisers = spec_of(name).denoisers
     if denoisers is not None and family_named(family).denoiser_class not in denoisers:
         known = (f.name for f in FAMILIES.values() if f.denoiser_class in denoisers)
-        raise WrongInput(
+        raise Refused(
             f"a model of family {family} is not for runtime {name}, which supports "
             f"{', '.join(known)}: choose runtime torch"
         )
@@ -223,7 +222,7 @@ def check_scheduler(
     steps: int,
     section: str = "evaluate.",
 ) -> None:
-    """Raise WrongInput for a scheduler that the runtime lacks, or steps that the scheduler lacks.
+    """Raise Refused for a scheduler that the runtime lacks, or steps that the scheduler lacks.
 
     Args:
         config: config of the model's own scheduler.
@@ -235,19 +234,19 @@ def check_scheduler(
     kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]
     if supported is not None and kind not in supported:
         names = ", ".join(key for key, value in SCHEDULERS.items() if value in supported)
-        raise WrongInput(
+        raise Refused(
             f"{section}scheduler: runtime {name} cannot draw with {kind}, which it has not "
             f"tabulated: choose one of {names}"
         )
     if is_flow(config):
         if config.get("shift_terminal") and steps < 2:  # its formula divides by zero at one step
-            raise WrongInput(f"{section}num_inference_steps: {kind} takes 2 or more steps, not 1")
+            raise Refused(f"{section}num_inference_steps: {kind} takes 2 or more steps, not 1")
         return
     # PNDM begins with three Runge-Kutta steps (arXiv 2202.09778).
     least = 4 if kind == "PNDMScheduler" and not config.get("skip_prk_steps") else 1
     most = config.get("num_train_timesteps", 1000)
     if not least <= steps <= most:
-        raise WrongInput(
+        raise Refused(
             f"{section}num_inference_steps: {kind} takes {least} to {most} steps, not {steps}"
         )
 
@@ -269,7 +268,7 @@ def _query(python: str, *arguments: str) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
-        raise WrongInput(f"runtime {arguments[1]}: {python} does not answer: {error}") from None
+        raise Refused(f"runtime {arguments[1]}: {python} does not answer: {error}") from None
 
 
 def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
@@ -281,7 +280,7 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
         processes: number of encoder processes; None: one for each accelerator, one on a CPU.
 
     Raises:
-        WrongInput: this machine has fewer accelerators than processes.
+        Refused: this machine has fewer accelerators than processes.
     """
     kind, numbered, _ = job.device.partition(":")
     kind = _found(job.runtime) if kind == "auto" else kind
@@ -293,7 +292,7 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
         devices = [f"{kind}:{number}" for number in range(_count(kind))] or devices
     if processes is not None and processes > len(devices):
         reason = f"runtime {job.runtime} uses all devices in one" if shares_all else "none is free"
-        raise WrongInput(
+        raise Refused(
             f"encode.processes: device {job.device} is for {len(devices)} of the {processes} "
             f"processes ({reason}): lower it, or set it to null"
         )
@@ -319,6 +318,6 @@ def _count(kind: str) -> int:
 
 
 def check_precision(settings: Train) -> None:
-    """Raise WrongInput for float16, which needs a loss scale."""
+    """Raise Refused for float16, which needs a loss scale."""
     if settings.compute_dtype == "float16":
-        raise WrongInput("train.mixed_precision: fp16 is for runtime mindspore: set bf16")
+        raise Refused("train.mixed_precision: fp16 is for runtime mindspore: set bf16")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
+from configs.errors import Refused
 from configs.settings.recipe import Recipe, Sweep
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import read_schedule, schedule_facts
 from tasks.evaluate.metrics import hint_of_metric, lower_is_better, metric_names, with_interval
 from tasks.panels import Chart, Facts, Panel, Table, aligned
@@ -27,7 +27,7 @@ Outcome = Mapping[str, Any]
 
 
 def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
-    """Raise WrongInput if `sweep.metric` is not measured.
+    """Raise Refused if `sweep.metric` is not measured.
 
     Args:
         held_out: as of metric_names.
@@ -35,13 +35,11 @@ def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
     metric = recipe.sweep.metric
     known = metric_names(recipe, held_out=held_out)
     if metric not in known:
-        raise WrongInput(
-            f"sweep.metric: {metric} is not measured ({hint_of_metric(metric, known)})"
-        )
+        raise Refused(f"sweep.metric: {metric} is not measured ({hint_of_metric(metric, known)})")
 
 
 def check_comparable(recipes: Sequence[Recipe], base: Path) -> None:
-    """Raise WrongInput if `sweep.metric` is a held-out loss that trials define differently."""
+    """Raise Refused if `sweep.metric` is a held-out loss that trials define differently."""
     metric = recipes[0].sweep.metric
     if not metric.startswith(HOLDOUT_LOSS):
         return
@@ -50,7 +48,7 @@ def check_comparable(recipes: Sequence[Recipe], base: Path) -> None:
         for train in (recipe.train for recipe in recipes)
     ]
     if any(loss != losses[0] for loss in losses):
-        raise WrongInput(
+        raise Refused(
             f"sweep.metric: {metric} of trials with another prediction_type, zero_terminal_snr, "
             "noise_offset or guidance_scale is not comparable: set a metric of pictures, such as "
             "cmmd"

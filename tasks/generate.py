@@ -12,15 +12,15 @@ from PIL import Image
 from pydantic import ValidationError
 
 from artifacts.filesystems import subfolders
-from artifacts.models import ModelNotFound, check_on_hub, local_model, resolve_model
+from artifacts.models import check_on_hub, local_model, resolve_model
 from artifacts.store import Artifact, Draft, KeyParts
+from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
 from runtimes import registry
 from runtimes import registry as runtimes_registry
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
 from runtimes.pipeline_folder.folder import describe_encoders
@@ -49,7 +49,7 @@ def locate(settings: Generate) -> str:
     """The model's folder, hub id or URL; of a name or `name@version`, that in the registry.
 
     Raises:
-        ModelNotFound, RegistryError: the folder, the name or the version does not exist.
+        Refused: the folder, the name or the version does not exist.
     """
     name, _, version = settings.model.partition("@")
     place = settings.model
@@ -59,7 +59,7 @@ def locate(settings: Generate) -> str:
         if found is None and not Path(name).is_dir():
             others = [one for one in subfolders(models.fs, models.store.root) if one != name]
             hint = hint_of(name, others) if others else "`kiln ls` lists the published models"
-            raise ModelNotFound(
+            raise Refused(
                 f"model {name}: it is neither a folder nor a champion in {models.store.url} "
                 f"({hint})"
             )
@@ -69,7 +69,7 @@ def locate(settings: Generate) -> str:
 
 
 def find_model(settings: Generate) -> EvalModel:
-    """A local copy of the model. Raises as `locate`, and WrongInput for a folder without one."""
+    """A local copy of the model. Raises as `locate`, and Refused for a folder without one."""
     return load_published_model(resolve_model(locate(settings)))
 
 
@@ -91,7 +91,7 @@ def check_before_server(settings: Generate) -> None:
 def with_sampler(settings: Generate, model: EvalModel) -> Generate:
     """The settings with a complete sampler: given, else of the model's recipe, else of its family.
 
-    Raises WrongInput for a recipe.yaml with values that no evaluation has.
+    Raises Refused for a recipe.yaml with values that no evaluation has.
     """
     family = detect_family(model.folder)
     found = {
@@ -107,18 +107,18 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
         return Generate.model_validate(found)
     except ValidationError as error:
         told = explain(f"{RECIPE} of {settings.model}: evaluate", error, found, Generate)
-        raise WrongInput(f"{told}: give it with -o") from None
+        raise Refused(f"{told}: give it with -o") from None
 
 
 def check(settings: Generate, model: EvalModel) -> None:
-    """Raise WrongInput for settings that the model or the runtime does not support.
+    """Raise Refused for settings that the model or the runtime does not support.
 
     Args:
         settings: of `with_sampler`.
     """
     runtimes_registry.check_installed(settings.runtime)
     if settings.offload and settings.runtime != "torch":
-        raise WrongInput(f"offload requires runtime torch, not {settings.runtime}: set it to false")
+        raise Refused(f"offload requires runtime torch, not {settings.runtime}: set it to false")
     if settings.device not in ("auto", "cpu"):
         runtimes_registry.check_devices(settings.runtime, {"device": settings.device})
     runtimes_registry.check_family(
@@ -131,12 +131,12 @@ def check(settings: Generate, model: EvalModel) -> None:
     runtimes_registry.check_scheduler(settings.runtime, own, chosen, steps, section="")
     kind = (own if chosen is None else drawing_config(own, chosen))["_class_name"]
     if settings.ddim_eta and not kind.startswith("DDIM"):
-        raise WrongInput(f"ddim_eta is for scheduler ddim alone, not {kind}: set it to 0")
+        raise Refused(f"ddim_eta is for scheduler ddim alone, not {kind}: set it to 0")
     if not model.extras.aesthetic_score:
         try:
             settings.refuse_changed(SCORES, "a model that was not trained with scores")
         except ValueError as error:
-            raise WrongInput(str(error)) from None
+            raise Refused(str(error)) from None
     family = detect_family(model.folder)
     check_guidance(settings, model.folder)
     info = describe_encoders(model.folder, model.vae)
@@ -145,11 +145,9 @@ def check(settings: Generate, model: EvalModel) -> None:
         remedy = f"raise {name} above 1"
         if info.get("distilled"):
             remedy = "this model is distilled, leave it out"
-        raise WrongInput(f"negative_prompt: it has no effect without guidance: {remedy}")
+        raise Refused(f"negative_prompt: it has no effect without guidance: {remedy}")
     if settings.ddim_eta and registry.uses_tabulated_scheduler(settings.runtime):
-        raise WrongInput(
-            f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0"
-        )
+        raise Refused(f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0")
     asked = {"height": settings.height, "width": settings.width}
     check_size(asked, model.folder, model.vae)
 
@@ -165,7 +163,7 @@ def key_parts(settings: Generate, model: EvalModel) -> KeyParts:
 
 
 def with_prompts(settings: Generate) -> Generate:
-    """The settings with `file` replaced by its prompts. Raises WrongInput if it is unreadable."""
+    """The settings with `file` replaced by its prompts. Raises Refused if it is unreadable."""
     if settings.file is None:
         return settings
     prompts = read_prompts("--from-file", settings.file)

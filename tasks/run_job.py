@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from artifacts.lock import LockLost, check_held
+from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
-from runtimes.contract import WrongInput
 from runtimes.process.job import EVENT_FD, Job, write_job
 from runtimes.process.launcher import STOPPED
 from runtimes.registry import interpreter
-from tasks.stage import StorageAway, TransientError
 
 log = logging.getLogger("kiln")
 Event = dict[str, Any]
@@ -42,7 +41,11 @@ LONGEST = 1000  # characters of a reason
 stopping = threading.Event()
 
 
-class JobFailed(RuntimeError):
+class JobStopped(Away):
+    """The process ended by a signal to stop, after a checkpoint: another try resumes."""
+
+
+class JobFailed(Failed):
     """The process failed; the message has its reason, or the lines of its log that tell it."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -64,10 +67,10 @@ def run_job(
     is killed, the child's standard input ends, which the child treats as SIGTERM.
 
     Raises:
-        WrongInput: the job's settings are invalid.
+        Refused: the job's settings are invalid.
         OSError: the job could not write, for example to a full disk.
-        StorageAway: a remote store did not respond, after several attempts.
-        TransientError: another process stopped the job, after a checkpoint.
+        Away: a remote store did not respond, after several attempts.
+        JobStopped: another process stopped the job, after a checkpoint.
         LockLost: another builder took over the artifact; the job was killed.
         JobFailed: the job failed for another reason.
     """
@@ -190,16 +193,16 @@ def _wait(child: subprocess.Popen[str]) -> int:
 def _failure(code: int, error: Event, lines: list[str]) -> Exception:
     message = error.get("message")
     if error.get("wrong_input"):
-        return WrongInput(message)
+        return Refused(message)
     if error.get("away"):
         why = one_line(OSError(message))
-        return StorageAway(f"a remote store cannot be used now ({why}): run again later")
+        return Away(f"a remote store cannot be used now ({why}): run again later")
     if (number := error.get("errno")) and error.get("file"):  # such as one of a cache
         return OSError(number, os.strerror(number), error["file"])
     if number:  # for example a full disk, which the stage handles
         return OSError(number, message)
     if code == STOPPED:
-        return TransientError("the runtime's process was stopped; run again to resume")
+        return JobStopped("the runtime's process was stopped; run again to resume")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     reason = message or _telling(lines)
     if code == -signal.SIGKILL and not message:  # what its log ends with is of something else

@@ -44,6 +44,7 @@ from artifacts.remote_stores import (
     target_of,
 )
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
+from configs.errors import Away, Failed
 from configs.load_recipe import CHECKOUT
 from configs.secrets import one_line
 from runtimes.adapters.lora import LORA_WEIGHTS
@@ -138,23 +139,7 @@ RECORDED_PACKAGES = (
 OURS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
 
 
-class TransientError(RuntimeError):
-    """A failure that may pass, such as a lost network or a full disk: retry."""
-
-
-class StorageError(RuntimeError):
-    """The store is unusable; the message has the reason and the remedy."""
-
-
-class StorageAway(StorageError, TransientError):
-    """The store is full, does not answer or has no credentials for us now: retry."""
-
-
-class MachineShort(TransientError):
-    """This machine lacks memory, open files or ports; the message has the remedy: retry."""
-
-
-class StageFailed(RuntimeError):
+class StageFailed(Failed):
     """A stage has wrong input; the artifacts before it are kept."""
 
 
@@ -218,7 +203,7 @@ def build_or_reuse(
     Raises:
         StageFailed: the input is wrong, which only `build` could detect, or the run elsewhere
             built another artifact.
-        StorageError: the store is unusable.
+        Failed: the store is unusable.
     """
     started = time.monotonic()
     outcome = "reused"
@@ -327,7 +312,7 @@ def is_ours(error: Exception) -> bool:
 
 @contextmanager
 def storing(store: Store) -> Iterator[None]:
-    """Convert errors of the store to StorageError, of the machine to MachineShort; not others."""
+    """Convert errors of the store to Failed, of the machine to Away; not others."""
     try:
         yield
     except Exception as error:
@@ -338,7 +323,7 @@ def storing(store: Store) -> Iterator[None]:
 
 
 def storage_error(store: Store | None, error: Exception) -> Exception:
-    """The StorageError or MachineShort of an error, or the error itself if it has another cause.
+    """The Failed or Away of an error, or the error itself if it has another cause.
 
     Args:
         store: None: one that is not known here. An error of the system must then name a file.
@@ -346,7 +331,7 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
     number = getattr(error, "errno", None)
     file = target_of(error)
     if lacking := shortage(error):
-        return MachineShort(f"{lacking}, then run again ({one_line(error)})")
+        return Away(f"{lacking}, then run again ({one_line(error)})")
     if store is None and number is not None and file is None and not is_of_client(error):
         return error
     url = "the store" if store is None else store.url
@@ -354,22 +339,22 @@ def storage_error(store: Store | None, error: Exception) -> Exception:
     if is_full(error) and file is None and store is not None and not store.is_local:
         # Of the cache or of temporary files: no bucket is full.
         why = getattr(error, "strerror", None) or one_line(error)
-        return StorageAway(f"no space left on this machine ({why}): free some, then run again")
+        return Away(f"no space left on this machine ({why}): free some, then run again")
     if is_full(error):
         if file is None:
             place = f"{url}, or for temporary files in {tempfile.gettempdir()}"
-        return StorageAway(f"no space left for {place}: free some (try `kiln gc`), then run again")
+        return Away(f"no space left for {place}: free some (try `kiln gc`), then run again")
     if lacks_credentials(error):
-        kind = StorageAway if is_outage(error) else StorageError
+        kind = Away if is_outage(error) else Failed
         return kind(f"no valid credentials for {url} ({one_line(error)}): {remedy(error)}")
     if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
         if file is None:  # of a bucket
             place = f"{url} ({one_line(error)})"
-        return StorageError(f"no permission for {place}: grant it, or choose another folder or URL")
+        return Failed(f"no permission for {place}: grant it, or choose another folder or URL")
     if is_of_client(error) and (store is None or not store.is_local):
         if not is_outage(error):
-            return StorageError(f"{url} cannot be used ({one_line(error)}): correct its URL")
-        return StorageAway(f"{url} cannot be used now ({one_line(error)}): {remedy(error)}")
+            return Failed(f"{url} cannot be used ({one_line(error)}): correct its URL")
+        return Away(f"{url} cannot be used now ({one_line(error)}): {remedy(error)}")
     return error
 
 
@@ -410,7 +395,7 @@ FOLDERS = ("artifacts", "configs", "runtimes", "tasks")
 def versions(runtime: str = "torch") -> dict[str, str]:
     """Package -> version in this process, and in the interpreter of a runtime's encoders.
 
-    `Kilnworks` is a digest of our code. Raises WrongInput if the runtime is not installed.
+    `Kilnworks` is a digest of our code. Raises Refused if the runtime is not installed.
     """
     ours = {"Kilnworks": CODE, **package_versions(sys.executable, SHARD_PACKAGES)}
     python = interpreter(runtime)

@@ -29,14 +29,13 @@ from artifacts.image_shards import add_member
 from artifacts.lock import LockLost, check_held
 from artifacts.models import digest_model, files_below, put_model
 from artifacts.store import Store
+from configs.errors import Away, Refused
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Tpu
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, write_job
 from runtimes.spmd.slices import check_rows, check_training, parse_accelerator_type
-from tasks.run_job import ChildOutput, Event, JobFailed, wait_for_result
-from tasks.stage import TransientError
+from tasks.run_job import ChildOutput, Event, JobFailed, JobStopped, wait_for_result
 
 Command = list[str]
 #: States of the TPU API's `Node.State` that lead to READY without intervention.
@@ -124,7 +123,7 @@ QUERY_SECONDS = 60.0  # timeout of a query of a state
 log = logging.getLogger("kiln")
 
 
-class SliceUnavailable(TransientError):
+class SliceUnavailable(Away):
     """No slice is available now; the message states the reason."""
 
 
@@ -202,18 +201,18 @@ SSH_LOST = 255
 
 
 def check(tpu: Tpu, store: str, settings: Train) -> None:
-    """Raise WrongInput if this machine or the recipe does not support training on a slice."""
+    """Raise Refused if this machine or the recipe does not support training on a slice."""
     if (where := parse_accelerator_type(tpu.accelerator_type)) is not None:
         check_training(where, settings)
         check_rows(settings, where.hosts, where.chips // where.hosts)
     if shutil.which("gcloud") is None:
-        raise WrongInput("tpu: gcloud is not installed here (or set `tpu` to null)")
+        raise Refused("tpu: gcloud is not installed here (or set `tpu` to null)")
     if not store.startswith("gs://"):
-        raise WrongInput(f"tpu: a slice cannot read the store {store}: make it a gs:// URL")
+        raise Refused(f"tpu: a slice cannot read the store {store}: make it a gs:// URL")
     if settings.wandb is not None and settings.wandb.mode == "online":
-        raise WrongInput("tpu: a slice does not get your W&B key: set train.wandb.mode offline")
+        raise Refused("tpu: a slice does not get your W&B key: set train.wandb.mode offline")
     if not (CHECKOUT / "deploy/tpu/worker.sh").is_file():
-        raise WrongInput("tpu: run kiln from a checkout: its code is copied to the slice")
+        raise Refused("tpu: run kiln from a checkout: its code is copied to the slice")
 
 
 def list_commands(tpu: Tpu) -> list[tuple[str, Command]]:
@@ -257,7 +256,7 @@ def run_on_slice(
 
     Raises:
         SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
-        WrongInput, OSError, JobFailed, TransientError, LockLost: as `tasks.run_job.run_job`.
+        Refused, OSError, JobFailed, Away, LockLost: as `tasks.run_job.run_job`.
     """
     owner = hashlib.sha256(job.work.encode()).hexdigest()[:20]
     vae = None if job.vae is None else _in_store(store, job.vae)
@@ -300,7 +299,7 @@ class _SliceRun:
             try:
                 self._send()
                 return self._train()
-            except (JobFailed, OSError, TransientError, subprocess.CalledProcessError) as error:
+            except (JobFailed, OSError, Away, subprocess.CalledProcessError) as error:
                 check_held(ask=True)  # a successor trains on the slice, or has deleted it
                 state = self._settled_state()
                 self._request()  # raises for that of another training
@@ -488,7 +487,7 @@ def _set_up(home: str) -> str:
 def _is_cut_off(error: Exception) -> bool:
     """Whether the job may go on where it was: ssh was lost, or a worker's, which stops all."""
     lost = isinstance(error, JobFailed) and error.code == SSH_LOST
-    return lost or type(error) is TransientError  # not an outage of the store
+    return lost or isinstance(error, JobStopped)
 
 
 def _train(job: str, tpu: Tpu) -> str:

@@ -28,12 +28,12 @@ from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
 from artifacts.remote_stores import refusals
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.folder import (
@@ -129,7 +129,7 @@ def _without_steps(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "") -> None:
-    """Raise WrongInput if the model ignores `guidance_scale` or `true_cfg_scale`.
+    """Raise Refused if the model ignores `guidance_scale` or `true_cfg_scale`.
 
     Args:
         model: pipeline folder.
@@ -137,15 +137,15 @@ def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "")
     """
     family = detect_family(model)
     if settings.true_cfg_scale != 1 and not family.guidance_input:
-        raise WrongInput(
+        raise Refused(
             f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
         )
     given = settings.guidance_scale
     if given is None or given <= 1 or not ignores_guidance(family, model):
         return
     if not family.guidance_input:
-        raise WrongInput(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
-    raise WrongInput(
+        raise Refused(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
+    raise Refused(
         f"{prefix}guidance_scale: this model takes no guidance scale: set 1 "
         "(true_cfg_scale is that of classifier-free guidance)"
     )
@@ -160,7 +160,7 @@ def ignores_guidance(family: Family, model: Path) -> bool:
 
 
 def check(recipe: Recipe, model: Path) -> None:
-    """Raise WrongInput if the base lacks a target layer or cannot become the asked denoiser.
+    """Raise Refused if the base lacks a target layer or cannot become the asked denoiser.
 
     Args:
         model: pipeline folder of the base.
@@ -171,14 +171,14 @@ def check(recipe: Recipe, model: Path) -> None:
     if settings.method == "lora":
         _adapted_layers(recipe, model)
     if settings.guidance_scale != 1 and not family.takes_guidance(config):
-        raise WrongInput("train.guidance_scale: the base takes no guidance scale: set 1")
+        raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
-        raise WrongInput(
+        raise Refused(
             f"train.train_text_encoder: a model of family {family.name} has no CLIP encoder, and "
             "others are not trained: set false"
         )
     if recipe.encode.text == "token_ids" and (encoder := family.frozen_text) is not None:
-        raise WrongInput(
+        raise Refused(
             f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
             f"{encoder.component} is a language model, which no step runs: set embeddings"
         )
@@ -201,7 +201,7 @@ def warn_of_kohya(recipe: Recipe, model: Path) -> None:
 
 
 def _adapted_layers(recipe: Recipe, model: Path) -> dict[str, int]:
-    """Layer of the denoiser with an adapter -> number of its outputs. Raises WrongInput."""
+    """Layer of the denoiser with an adapter -> number of its outputs. Raises Refused."""
     family = detect_family(model)
     shapes = weight_shapes(model / family.denoiser)
     layers = layers_of(shapes)
@@ -470,7 +470,7 @@ def settings_for(given: Train, samples: int) -> Train:
     """The settings with `epochs` converted to `steps`.
 
     Raises:
-        WrongInput: the samples are not enough for one step, or for the profiler's trace.
+        Refused: the samples are not enough for one step, or for the profiler's trace.
     """
     if given.epochs is None:
         return given
@@ -481,7 +481,7 @@ def settings_for(given: Train, samples: int) -> Train:
 
 
 def check_epochs(settings: Train, samples: int, noun: str = "training samples") -> None:
-    """Raise WrongInput if `samples` are not enough for one step, or for the profiler's trace.
+    """Raise Refused if `samples` are not enough for one step, or for the profiler's trace.
 
     Args:
         samples: those that will be trained on, or more.
@@ -492,16 +492,16 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
     if epochs is None:
         return
     if samples == 0:
-        raise WrongInput("there are no training samples: add pictures, or lower encode.holdout")
+        raise Refused("there are no training samples: add pictures, or lower encode.holdout")
     if fractions.Fraction(str(epochs)) * samples < batch:  # as `with_steps`
-        raise WrongInput(
+        raise Refused(
             f"train.epochs: {epochs:g} of {samples:,} {noun} are less than one step of "
             f"global_batch_size {batch}: raise train.epochs"
         )
     steps = settings.with_steps(samples).steps
     last = profile.start + profile.steps
     if profile.steps and last > steps:
-        raise WrongInput(
+        raise Refused(
             f"train.epochs: {epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
             f"traces steps {profile.start:,} to {last:,}: lower train.profile.start or "
             "train.profile.steps"

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import PositiveInt, ValidationError
 
+from configs.errors import Refused
 from configs.explain_errors import explain
-from configs.load_recipe import RecipeError
 from configs.settings.base_section import ModelPlace, StoredUrl, setting
 from configs.settings.evaluate import Prompts, Sampling
 from configs.settings.recipe import RuntimeName
@@ -57,12 +57,12 @@ class Generate(Prompts, Sampling):
 def read_settings(
     model: str, prompts: Sequence[str] | None, settings: Mapping[str, Any] | None
 ) -> Generate:
-    """The settings of a `generate` run. Raises RecipeError, with one line per invalid setting."""
+    """The settings of a `generate` run. Raises Refused, with one line per invalid setting."""
     own = {"model": model, "prompts": tuple(prompts or ())}
     if twice := sorted(own.keys() & (settings or {}).keys()):
-        raise RecipeError(f"generate: {twice[0]} is an argument, not a setting")
+        raise Refused(f"generate: {twice[0]} is an argument, not a setting")
     values = {**own, **(settings or {})}
     try:
         return Generate.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(explain("generate", error, values, Generate)) from None
+        raise Refused(explain("generate", error, values, Generate)) from None

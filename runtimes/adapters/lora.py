@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from artifacts.records import parse_json
 from artifacts.safetensors import Arrays, read_floats
+from configs.errors import Refused
 from configs.settings.train_parts import Lora
-from runtimes.contract import WrongInput
 from runtimes.families.family import KohyaLayer, KohyaNames
 from runtimes.objective.random_draws import Stream, generator
 
@@ -85,7 +85,7 @@ def choose_layers(
         attention: name suffixes of the attention layers in the family's denoiser.
 
     Raises:
-        WrongInput: no layer matches the targets; the message lists available names.
+        Refused: no layer matches the targets; the message lists available names.
     """
     if part.startswith("text_encoder"):
         all_linear = lora.target_modules in ("linear", "all")
@@ -98,7 +98,7 @@ def choose_layers(
     chosen = _with_suffix(layers, wanted)
     if not chosen:
         suffixes = sorted({suffix_of(name) for name in layers})
-        raise WrongInput(
+        raise Refused(
             f"train.lora.target_modules: no layer of the {part} ends in "
             f"{', '.join(wanted)} (there are: {', '.join(suffixes[:12])}, ...)"
         )
@@ -106,9 +106,9 @@ def choose_layers(
 
 
 def check_unambiguous(part: str, chosen: Sequence[str], adapted: Collection[str]) -> None:
-    """Raise WrongInput if PEFT, which matches a target as the suffix of names, adapted others."""
+    """Raise Refused if PEFT, which matches a target as the suffix of names, adapted others."""
     if odd := set(adapted) ^ set(chosen):
-        raise WrongInput(
+        raise Refused(
             f"train.lora.target_modules: {min(odd)} of the {part} is ambiguous: the name of one "
             "layer ends with the name of another"
         )
@@ -164,15 +164,15 @@ def merged_weights(
         to_numpy: converts a weight to float32.
 
     Raises:
-        WrongInput: the component lacks an adapted layer, or the layer has another shape.
+        Refused: the component lacks an adapted layer, or the layer has another shape.
     """
     for name, adapter in adapters.items():
         if name not in weights:
-            raise WrongInput(f"the adapters are for another model: the {part} here has no {name}")
+            raise Refused(f"the adapters are for another model: the {part} here has no {name}")
         try:
             merged = adapter.merged(to_numpy(weights[name]))
         except ValueError:
-            raise WrongInput(f"the adapters are for another model: {name} differs") from None
+            raise Refused(f"the adapters are for another model: {name} differs") from None
         yield name, merged
 
 
@@ -273,14 +273,14 @@ def read_adapters(path: Path) -> Adapters:
     """Read an adapter file of this project, in any floating-point precision, as float32.
 
     Raises:
-        WrongInput: the file is damaged, or its header lacks rank or alpha.
+        Refused: the file is damaged, or its header lacks rank or alpha.
     """
     try:
         header, arrays = read_floats(path)
         settings = parse_json(header[METADATA])
         return _by_layer(arrays, settings)
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise WrongInput(f"{path} is no valid adapter file of Kilnworks: {error}") from None
+        raise Refused(f"{path} is no valid adapter file of Kilnworks: {error}") from None
 
 
 def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.objective.random_draws import Stream, generator
 
 
@@ -117,7 +117,7 @@ class Order:
         window: number of shards that are shuffled together.
 
     Raises:
-        WrongInput: the split `train` has no samples.
+        Refused: the split `train` has no samples.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Order:
         ]
         self.buckets = [bucket for bucket in buckets if bucket.total]
         if not self.buckets:
-            raise WrongInput("the latents hold no sample of the split 'train': nothing to do")
+            raise Refused("the latents hold no sample of the split 'train': nothing to do")
         self.batch_size = batch_size
         self.seed = seed
         self._epoch_batches = lru_cache(2)(self._draw_epoch_batches)

@@ -27,7 +27,8 @@ from artifacts.latent_shards import (
     stack_rows,
 )
 from artifacts.remote_stores import is_outage
-from runtimes.contract import StepBatch, WrongInput
+from configs.errors import Refused
+from runtimes.contract import StepBatch
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window, evenly_spaced
 from runtimes.data.shard_cache import KeptRows, KeptShard, ShardFiles
 from runtimes.families import Captioned, Conditioning, Family
@@ -161,7 +162,7 @@ class BatchReader:
         groups: for each shard, number of samples per group.
 
     Raises:
-        WrongInput: the latents do not fit the model, its extra inputs or `text_encoders`.
+        Refused: the latents do not fit the model, its extra inputs or `text_encoders`.
     """
 
     def __init__(
@@ -177,19 +178,19 @@ class BatchReader:
         keep_bytes: int = 0,
     ) -> None:
         if latents.info["family"] != family.name:
-            raise WrongInput(
+            raise Refused(
                 f"the latents were encoded for a model of family {latents.info['family']}, "
                 f"this one is {family.name}: encode with this model"
             )
         if latents.text_dtype is not None and not text_encoders:
-            raise WrongInput(
+            raise Refused(
                 "the latents have token ids of captions, this run reads embeddings: encode again "
                 "with encode.text: embeddings"
             )
         if extras.inpainting and not latents.info.get("masks"):
-            raise WrongInput("the latents have no masks: set encode.masks, and encode again")
+            raise Refused("the latents have no masks: set encode.masks, and encode again")
         if extras.aesthetic_score and not latents.info.get("scored"):
-            raise WrongInput(
+            raise Refused(
                 "the latents have no aesthetic scores: name their column in "
                 "source.aesthetic_column, and download again"
             )
@@ -223,7 +224,7 @@ class BatchReader:
             denominator: global batch size, see StepBatch.
 
         Raises:
-            WrongInput: a shard is missing or damaged.
+            Refused: a shard is missing or damaged.
         """
         chosen = self._objective.choices(counters)
         captioned = self.read(samples, chosen)
@@ -242,7 +243,7 @@ class BatchReader:
         )
 
     def read(self, samples: Sequence[SampleIndex], chosen: Sequence[Choices]) -> list[Captioned]:
-        """Samples with the conditioning of their chosen captions. Raises WrongInput."""
+        """Samples with the conditioning of their chosen captions. Raises Refused."""
         return [self._read(index, c) for index, c in zip(samples, chosen, strict=True)]
 
     def close(self) -> None:
@@ -285,7 +286,7 @@ class BatchReader:
             row = _caption_row(sample, choices)
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)
         except (ValueError, IndexError, KeyError) as error:
-            raise WrongInput(f"latent shard {shard.path} is damaged: {error}") from None
+            raise Refused(f"latent shard {shard.path} is damaged: {error}") from None
 
     def _captioned(
         self, sample: LatentSample, shard: LatentShard | KeptShard, row: int, zeros: bool
@@ -333,7 +334,7 @@ class Loader:
         window: number of shards that are shuffled together.
 
     Raises:
-        WrongInput: `world` does not divide `batch_size`, or the latents have no samples.
+        Refused: `world` does not divide `batch_size`, or the latents have no samples.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class Loader:
         world: int = 1,
     ) -> None:
         if batch_size % world:
-            raise WrongInput(
+            raise Refused(
                 f"train.global_batch_size {batch_size} cannot be shared by {world} processes: "
                 "make it a multiple"
             )
@@ -362,7 +363,7 @@ class Loader:
         self._lock = threading.Lock()
 
     def batch(self, step: int) -> StepBatch:
-        """This rank's share of batch number `step` (from 0). Thread-safe. Raises WrongInput."""
+        """This rank's share of batch number `step` (from 0). Thread-safe. Raises Refused."""
         samples = self.order.batch(step, self._rank, self._world)
         first = step * self._batch_size + self._rank * self._batch_size // self._world
         counters = range(first, first + len(samples))
@@ -406,7 +407,7 @@ def open_job_latents(url: str) -> Latents:
     """Open the latents artifact at a URL.
 
     Raises:
-        WrongInput: there is none, or it is damaged. A store that does not respond raises as its
+        Refused: there is none, or it is damaged. A store that does not respond raises as its
             client does.
     """
     try:
@@ -414,7 +415,7 @@ def open_job_latents(url: str) -> Latents:
     except (OSError, ValueError) as error:
         if is_outage(error):
             raise
-        raise WrongInput(f"latents {url}: {error}") from None
+        raise Refused(f"latents {url}: {error}") from None
 
 
 class Holdout:
@@ -429,7 +430,7 @@ class Holdout:
         batch_size: maximum samples per batch.
 
     Raises:
-        WrongInput: the latents have no held-out samples.
+        Refused: the latents have no held-out samples.
     """
 
     def __init__(
@@ -442,7 +443,7 @@ class Holdout:
     ) -> None:
         self._samples = evenly_spaced(reader.groups, "holdout", samples)
         if not self._samples:
-            raise WrongInput("the latents have no held-out samples: raise encode.holdout")
+            raise Refused("the latents have no held-out samples: raise encode.holdout")
         self._draws = draws
         self._batch_size = batch_size
         self._reader = reader

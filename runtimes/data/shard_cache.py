@@ -30,7 +30,7 @@ from artifacts.latent_shards import LatentSample, LatentShard, ShardRef
 from artifacts.models import cache_folder
 from artifacts.records import Damaged, open_checked
 from artifacts.remote_stores import is_forbidden, is_full, is_of_client, refusals
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 
 #: Files that are fetched at the same time.
 THREADS = 4
@@ -101,7 +101,7 @@ class ShardFiles:
         self._checking: dict[str, threading.Lock] = {}
 
     def __getitem__(self, number: int) -> LatentShard:
-        """The open shard. Raises WrongInput with the file's URL if it is missing or damaged."""
+        """The open shard. Raises Refused with the file's URL if it is missing or damaged."""
         shard = self._open.get(number)
         if shard is None:
             shard = self._open[number] = self._load(self._refs[number])
@@ -158,9 +158,9 @@ class ShardFiles:
                     shard = _open(copy, ref)
             return shard
         except Damaged as error:
-            raise WrongInput(f"latent shard {error}") from None
+            raise Refused(f"latent shard {error}") from None
         except (FileNotFoundError, ValueError) as error:
-            raise WrongInput(
+            raise Refused(
                 f"latent shard {ref.url} cannot be used ({error}); run the flow again to rebuild it"
             ) from None
 

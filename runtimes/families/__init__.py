@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from artifacts.records import parse_json
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families.family import Captioned, Conditioning, Family, TextEncoder
 from runtimes.families.flux import Flux
 from runtimes.families.flux2 import Flux2
@@ -36,10 +36,10 @@ def all_families() -> dict[str, Family]:
 
 
 def family_named(name: str) -> Family:
-    """The family of that name. Raises WrongInput if it is unknown."""
+    """The family of that name. Raises Refused if it is unknown."""
     found = FAMILIES.get(name) or _plugged_in().get(name)  # the search for plug-ins is slow
     if found is None:
-        raise WrongInput(f"model family {name!r} is unknown (known: {', '.join(all_families())})")
+        raise Refused(f"model family {name!r} is unknown (known: {', '.join(all_families())})")
     return found
 
 
@@ -47,7 +47,7 @@ def detect_family(folder: Path) -> Family:
     """The family of the pipeline in `folder`, by the class name in its model_index.json.
 
     Raises:
-        WrongInput: model_index.json is missing or invalid, a part leads out of the folder, or the
+        Refused: model_index.json is missing or invalid, a part leads out of the folder, or the
             class is of no known family.
     """
     index = folder / "model_index.json"
@@ -55,18 +55,18 @@ def detect_family(folder: Path) -> Family:
         found = parse_json(index.read_text(encoding="utf-8"))
         pipeline = found["_class_name"]
     except FileNotFoundError:
-        raise WrongInput(f"{index} is missing: a diffusers pipeline folder is needed") from None
+        raise Refused(f"{index} is missing: a diffusers pipeline folder is needed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WrongInput(f"{index} cannot be read: {error}") from None
+        raise Refused(f"{index} cannot be read: {error}") from None
     for name, spec in found.items():  # a part is a folder beside; diffusers' are identifiers
         if isinstance(spec, list) and not name.isidentifier():
-            raise WrongInput(f"{index}: {name!r} is no name of a part: the model may be hostile")
+            raise Refused(f"{index}: {name!r} is no name of a part: the model may be hostile")
     for families in (FAMILIES, all_families()):
         for family in families.values():
             if pipeline in family.pipelines:
                 return family
     known = ", ".join(name for family in all_families().values() for name in family.pipelines)
-    raise WrongInput(f"{index}: {pipeline} is not of a family known here (known: {known})")
+    raise Refused(f"{index}: {pipeline} is not of a family known here (known: {known})")
 
 
 def denoiser_classes() -> tuple[str, ...]:

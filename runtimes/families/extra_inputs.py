@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.objective.training_objective import LatentScale
 
@@ -136,5 +136,5 @@ def inpainting_channels(config: Mapping[str, Any]) -> int:
 def _channels(config: Mapping[str, Any], name: str) -> int:
     found = config.get(name, 4)  # diffusers' default
     if type(found) is not int or found < 1:
-        raise WrongInput(f"the UNet's {name} is {found!r}, not a number of channels")
+        raise Refused(f"the UNet's {name} is {found!r}, not a number of channels")
     return found

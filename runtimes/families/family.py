@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.latent_shards import LatentSample, stack_rows
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.objective.noise_schedule import ResolutionShift
 
 Conditioning = dict[str, NDArray[Any]]
@@ -275,7 +275,7 @@ class Family:
             guidance_scale: the training's; an input of some denoisers.
 
         Raises:
-            WrongInput: the latents lack one of these arrays.
+            Refused: the latents lack one of these arrays.
         """
         found: Conditioning = {}
         if self.guidance_input:
@@ -375,8 +375,8 @@ def token_mask(counts: Sequence[int | None], length: int) -> NDArray[np.float32]
 
 
 def stack_arrays(name: str, samples: Sequence[Captioned]) -> NDArray[Any]:
-    """An attribute of all samples, stacked [B, ...]. Raises WrongInput if it is None."""
+    """An attribute of all samples, stacked [B, ...]. Raises Refused if it is None."""
     rows = [getattr(sample, name) for sample in samples]
     if any(row is None for row in rows):
-        raise WrongInput(f"the latents have no {name}, which this model needs: encode again")
+        raise Refused(f"the latents have no {name}, which this model needs: encode again")
     return stack_rows(rows)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.safetensors import read_named_floats
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families.family import Family, KohyaBase, KohyaNames, TextEncoder
 from runtimes.families.flux import original_layer, positions
 from runtimes.families.patch_transformer import (
@@ -100,7 +100,7 @@ class Flux2(PatchTransformer):
         """Mean and standard deviation of the VAE's batch normalisation, for each patch's pixels.
 
         Raises:
-            WrongInput: the weights lack them, or cannot be read.
+            Refused: the weights lack them, or cannot be read.
         """
         found: dict[str, NDArray[np.float32]] = {}
         files = sorted(vae.glob("*.safetensors"))
@@ -108,11 +108,11 @@ class Flux2(PatchTransformer):
             for path in files:
                 found = read_named_floats(path, _STATISTICS) | found
         except (OSError, ValueError) as error:
-            raise WrongInput(f"{vae}: its weights cannot be read: {error}") from None
+            raise Refused(f"{vae}: its weights cannot be read: {error}") from None
         if not files:  # only the configs are there, to plan
             return {"latents_mean": None, "latents_std": None}
         if missing := set(_STATISTICS) - found.keys():
-            raise WrongInput(f"{vae}: its weights lack {min(missing)}, by which latents are scaled")
+            raise Refused(f"{vae}: its weights lack {min(missing)}, by which latents are scaled")
         mean, variance = (found[name] for name in _STATISTICS)
         std = np.sqrt(variance + np.float32(config.get("batch_norm_eps", 1e-4)))
         return {"latents_mean": mean.tolist(), "latents_std": std.tolist()}

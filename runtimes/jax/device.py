@@ -10,9 +10,10 @@ from importlib.util import find_spec
 import jax
 import torch
 
+from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
-from runtimes.contract import Probe, WrongInput
+from runtimes.contract import Probe
 from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.launcher import Ranks
@@ -26,7 +27,7 @@ _compiling: list[float] = []  # seconds of each compilation
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime or this machine does not support."""
+    """Raise Refused for train settings that this runtime or this machine does not support."""
     _check_name(settings.device)
     check_settings(settings)
     _check_processes(settings.device, settings.processes)
@@ -37,10 +38,10 @@ def check(settings: Train) -> None:
 
 
 def check_settings(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime supports on no machine."""
+    """Raise Refused for train settings that this runtime supports on no machine."""
     check_precision(settings)
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime jax: set adamw")
+        raise Refused(f"train.optimizer: {settings.optimizer} is not for runtime jax: set adamw")
 
 
 def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
@@ -53,7 +54,7 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
             otherwise multiply in bfloat16.
 
     Raises:
-        WrongInput: the platform is absent, or this process has opened another one.
+        Refused: the platform is absent, or this process has opened another one.
     """
     _check_name(name)
     if name != "auto":
@@ -63,11 +64,9 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     try:
         found = jax.default_backend()
     except RuntimeError as error:
-        raise WrongInput(
-            f"device {name}: JAX finds no such device here: {one_line(error)}"
-        ) from None
+        raise Refused(f"device {name}: JAX finds no such device here: {one_line(error)}") from None
     if name != "auto" and found != {"cuda": "gpu"}.get(name, name):
-        raise WrongInput(f"device {name}: this process has already opened {found}")
+        raise Refused(f"device {name}: this process has already opened {found}")
     if not _compiling:
         jax.monitoring.register_event_duration_secs_listener(_count)
         _compiling.append(0.0)
@@ -81,21 +80,21 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
 
 def _check_name(name: str) -> None:
     if name != "auto" and name not in PLATFORMS:
-        raise WrongInput(f"device {name!r} is not for runtime jax (auto, cpu, tpu or cuda)")
+        raise Refused(f"device {name!r} is not for runtime jax (auto, cpu, tpu or cuda)")
     if name == "tpu" and find_spec("libtpu") is None:
-        raise WrongInput("device tpu: runtime jax needs libtpu, see docs/jax.md")
+        raise Refused("device tpu: runtime jax needs libtpu, see docs/jax.md")
     if name == "cuda" and not _has_cuda_plugin():
-        raise WrongInput("device cuda: runtime jax needs jax[cuda13], see docs/jax.md")
+        raise Refused("device cuda: runtime jax needs jax[cuda13], see docs/jax.md")
 
 
 def _check_processes(device: str, count: int) -> None:
-    """Raise WrongInput if `count` processes cannot share the devices of this machine."""
+    """Raise Refused if `count` processes cannot share the devices of this machine."""
     if count == 1 or device == "cpu":
         return
     if device == "tpu" or (device == "auto" and _has_tpu()):
-        raise WrongInput("train.processes: one process has all TPU chips of a machine: leave it 1")
+        raise Refused("train.processes: one process has all TPU chips of a machine: leave it 1")
     if 0 < _gpus() < count:
-        raise WrongInput(
+        raise Refused(
             f"{count} processes need one GPU each, this machine has {_gpus()}: lower "
             "train.processes, or set device cpu"
         )
@@ -139,7 +138,7 @@ def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
         device: name of the platform, as in `start`.
 
     Raises:
-        WrongInput: this machine has fewer GPUs than processes.
+        Refused: this machine has fewer GPUs than processes.
     """
     if ranks.world == 1 or jax.distributed.is_initialized():
         return

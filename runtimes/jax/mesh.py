@@ -30,7 +30,7 @@ class Mesh:
         devices: of the mesh; None is all devices.
 
     Raises:
-        WrongInput: `fsdp` does not divide the number of devices.
+        Refused: `fsdp` does not divide the number of devices.
     """
 
     def __init__(self, fsdp: int | Literal["all"], devices: Sequence[Any] | None = None) -> None:

@@ -220,7 +220,7 @@ class TheRuntime(BaseRuntime):
 
 
 def load_network(job: TrainJob, settings: Train, mesh: Mesh) -> Network:
-    """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises WrongInput."""
+    """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises Refused."""
     network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": "none"}))
     recompute_blocks(network, settings, mesh)
     return network

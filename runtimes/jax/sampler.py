@@ -67,7 +67,7 @@ class Sampler:
         whole: whether all steps are one program; None is True except on a CPU.
 
     Raises:
-        WrongInput: a component is missing or cannot be loaded.
+        Refused: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class JaxEncoder(encoders.Encoder):
 
 
 def open_encoder(job: EncodeJob) -> JaxEncoder:
-    """Open the encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises Refused."""
     return JaxEncoder(job)
 
 

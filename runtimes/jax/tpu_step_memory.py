@@ -15,8 +15,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.planner import StepCost, TpuStepRequest, answer_planner
 from runtimes.spmd.slices import TpuSlice, parse_slice
 
@@ -39,7 +39,7 @@ MOST_VIRTUAL = 16
 
 
 def step_cost(request: TpuStepRequest) -> StepCost:
-    """Compile the step of a request. Raises WrongInput."""
+    """Compile the step of a request. Raises Refused."""
     since = time.monotonic()
     where = parse_slice(request.topology)
     settings = Train(**request.train)
@@ -118,7 +118,7 @@ def _devices(where: TpuSlice) -> tuple[str, list[Any]]:
     """Name of the compiler, and the devices to compile for."""
     if find_spec("libtpu") is None:
         if where.chips > MOST_VIRTUAL:
-            raise WrongInput(
+            raise Refused(
                 f"topology {where.name}: {where.chips} chips need libtpu: make setup-plan"
             )
         flag = f"--xla_force_host_platform_device_count={where.chips}"

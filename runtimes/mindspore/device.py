@@ -10,8 +10,9 @@ from importlib.metadata import version
 import mindspore as ms
 from mindspore import mint
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import Probe, WrongInput
+from runtimes.contract import Probe
 from runtimes.hosts.detect_ascend import cann_version, missing_components
 from runtimes.process.launcher import Ranks, launched
 from runtimes.process.memory import peak_rss
@@ -21,23 +22,23 @@ ALONE = Ranks()
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime or this machine does not support."""
+    """Raise Refused for train settings that this runtime or this machine does not support."""
     count = settings.processes
     ranks = Ranks.here() if launched() else Ranks(world=count, local_world=count)
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
+        raise Refused(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
     if settings.gradient_checkpointing == "selective":
-        raise WrongInput(f"train.gradient_checkpointing: selective is not for {name}: set blocks")
+        raise Refused(f"train.gradient_checkpointing: selective is not for {name}: set blocks")
     if settings.fsdp != 1 and ranks.world > 1:
-        raise WrongInput(f"train.fsdp: {settings.fsdp} is not for {name}: set 1")
+        raise Refused(f"train.fsdp: {settings.fsdp} is not for {name}: set 1")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
-        raise WrongInput(f"train.lora: dora and dropout are not for {name}: leave them out")
+        raise Refused(f"train.lora: dora and dropout are not for {name}: leave them out")
     if on_cpu:
         precision(settings.compute_dtype, "CPU", "train.mixed_precision")
     if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":
-        raise WrongInput("train.mindspore.jit_level: O2 needs CANN, on Ascend: set O0 or O1")
+        raise Refused("train.mindspore.jit_level: O2 needs CANN, on Ascend: set O0 or O1")
 
 
 def precision(dtype: str, target: str, setting: str) -> ms.Type:
@@ -49,10 +50,10 @@ def precision(dtype: str, target: str, setting: str) -> ms.Type:
         setting: name of the setting, for the message.
 
     Raises:
-        WrongInput: the device does not support the dtype.
+        Refused: the device does not support the dtype.
     """
     if target == "CPU" and dtype == "bfloat16":
-        raise WrongInput(f"{setting}: MindSpore has bfloat16 on Ascend, not on a CPU")
+        raise Refused(f"{setting}: MindSpore has bfloat16 on Ascend, not on a CPU")
     return getattr(ms, dtype)
 
 
@@ -70,21 +71,21 @@ def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
         MindSpore's device target (CPU or Ascend), and the device's number.
 
     Raises:
-        WrongInput: the device is absent, or this machine has fewer NPUs than processes.
+        Refused: the device is absent, or this machine has fewer NPUs than processes.
     """
     match = NAME.fullmatch(name)
     if match is None or (match["kind"] != "ascend" and match["number"]):
-        raise WrongInput(f"device {name!r} is not for runtime mindspore (auto, cpu, ascend[:N])")
+        raise Refused(f"device {name!r} is not for runtime mindspore (auto, cpu, ascend[:N])")
     there = count_npus()
     if match["kind"] == "cpu" or (match["kind"] == "auto" and not there):
         return "CPU", 0
     number = ranks.local_rank if match["number"] is None else int(match["number"])
     if ranks.world > 1 and match["number"] is not None:
-        raise WrongInput(
+        raise Refused(
             f"device {name} is one device for {ranks.world} processes: set auto or ascend"
         )
     if max(number, ranks.local_world - 1) >= there:
-        raise WrongInput(
+        raise Refused(
             f"device {name}: {max(number + 1, ranks.local_world)} NPUs are needed, MindSpore finds "
             f"{there} here ({'; '.join(missing_components()) or 'npu-smi info lists them'})"
         )
@@ -98,19 +99,19 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
         MindSpore's device target, CPU or Ascend.
 
     Raises:
-        WrongInput: the device is absent, or this process has opened another one.
+        Refused: the device is absent, or this process has opened another one.
     """
     target, number = choose(name, ranks)
     current = ms.get_context("device_target") if _OPEN else target
     if current != target:
-        raise WrongInput(f"this process has opened {current}: {target} needs a new process")
+        raise Refused(f"this process has opened {current}: {target} needs a new process")
     if not _OPEN:
         ms.set_device(target, number)
         ms.set_context(mode=ms.PYNATIVE_MODE)
         ms.set_deterministic(True)
         _OPEN.append(target)
         if target == "CPU" and not _has_cpu_kernels():
-            raise WrongInput(f"device cpu: {_NO_CPU_KERNELS}")
+            raise Refused(f"device cpu: {_NO_CPU_KERNELS}")
     return target
 
 

@@ -15,9 +15,9 @@ from mindspore.nn.utils import no_init_parameters
 from transformers import CLIPTextConfig
 
 from artifacts.safetensors import Arrays, read_floats
+from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.adapters.lora import stored_name
-from runtimes.contract import WrongInput
 from runtimes.families.extra_inputs import added_weights
 from runtimes.pipeline_folder.folder import read_config, text_class, vae_overflows
 from runtimes.pipeline_folder.weights import (
@@ -52,7 +52,7 @@ def load_denoiser(
         seed: initializes the weights of the extra inputs.
 
     Raises:
-        WrongInput: a file is missing or damaged, or the weights do not match the config.
+        Refused: a file is missing or damaged, or the weights do not match the config.
     """
     path = folder / "config.json"
     config = read_config(path) if config is None else config
@@ -84,7 +84,7 @@ def load_text_encoder(
         folder: folder of trained weights; None is the pipeline's own folder.
 
     Raises:
-        WrongInput: weights are missing or damaged, or do not match their config.
+        Refused: weights are missing or damaged, or do not match their config.
     """
     config = text_config(model_folder, part, folder)
     folder = folder or model_folder / part
@@ -108,7 +108,7 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
         flash: whether to use the device's fused attention in half precision.
 
     Raises:
-        WrongInput: the VAE cannot be loaded.
+        Refused: the VAE cannot be loaded.
     """
     config = read_config(folder / "config.json")
     upcast = vae_overflows(config, float16=dtype == ms.float16)
@@ -121,7 +121,7 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
             local_files_only=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
+        raise Refused(f"{folder} does not load: {one_line(error)}") from None
     set_flash_attention(vae, flash=flash)
     return vae.set_train(False)
 
@@ -148,7 +148,7 @@ def random_init_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
         seed: of the initialization.
 
     Raises:
-        WrongInput: the config does not describe a UNet.
+        Refused: the config does not describe a UNet.
     """
     ms.set_seed(seed % 2**32)
     return _denoiser(base / "config.json", config)
@@ -157,11 +157,11 @@ def random_init_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
 def _denoiser(path: Path, config: dict[str, Any]) -> Any:
     kind = config.get("_class_name", DENOISER)
     if kind != DENOISER:
-        raise WrongInput(f"{path}: runtime mindspore has {DENOISER}, and no {kind}: use torch")
+        raise Refused(f"{path}: runtime mindspore has {DENOISER}, and no {kind}: use torch")
     try:
         return UNet2DConditionModel.from_config(config)
     except (ValueError, TypeError, RuntimeError, KeyError) as error:
-        raise WrongInput(f"{path}: not a denoiser's config: {error}") from None
+        raise Refused(f"{path}: not a denoiser's config: {error}") from None
 
 
 def _fill(
@@ -183,7 +183,7 @@ def _fill(
         more: returns additional weights for those of the folder.
 
     Raises:
-        WrongInput: a file is missing or damaged, or the weights do not match the model.
+        Refused: a file is missing or damaged, or the weights do not match the model.
     """
     files = weight_files(folder, stem)
     arrays = Arrays()
@@ -191,7 +191,7 @@ def _fill(
         try:
             arrays |= {stored_name(part, n): a for n, a in read_floats(path)[1].items()}
         except (OSError, ValueError, KeyError) as error:
-            raise WrongInput(f"{path} cannot be read: {error}") from None
+            raise Refused(f"{path} cannot be read: {error}") from None
     arrays |= more(arrays)
     parameters = named_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}

@@ -63,7 +63,7 @@ def add_adapters(
         attention: name suffixes of attention layers (families/family.py).
 
     Raises:
-        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
+        Refused: the targets match no layer, or one target's name is a suffix of another's.
     """
     chosen = choose_layers(part, _layers(model), lora, attention)
     config = LoraConfig(
@@ -93,7 +93,7 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -
         adapters: stored layer name to adapter.
 
     Raises:
-        WrongInput: the component lacks an adapted layer, or the layer has another shape.
+        Refused: the component lacks an adapted layer, or the layer has another shape.
     """
     parameters = named_weights(model)
     weights = {name: parameters[f"{name}.weight"] for name in _layers(model)}
@@ -194,7 +194,7 @@ class Network(nn.Cell):
         Trained weights are float32; base weights under adapters have the compute dtype.
 
         Raises:
-            WrongInput: weights are missing, damaged or do not match their config.
+            Refused: weights are missing, damaged or do not match their config.
         """
         folder = job.model_folder
         family = detect_family(folder)
@@ -322,7 +322,7 @@ class Network(nn.Cell):
 
 
 def load_frozen_clip(folder: Path, family: Family, dtype: str) -> dict[str, nn.Cell]:
-    """The CLIP encoders of a pipeline folder, in the family's order. Raises WrongInput."""
+    """The CLIP encoders of a pipeline folder, in the family's order. Raises Refused."""
     names = family.clip_encoders
     return {name: load_text_encoder(folder, name, getattr(ms, dtype)) for name in names}
 

@@ -16,8 +16,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, ops
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import OneWriter, Writers, WrongInput
+from runtimes.contract import OneWriter, Writers
 from runtimes.process.launcher import Ranks
 from runtimes.process.socket_writers import SocketWriters
 
@@ -89,7 +90,7 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
 
     Raises:
         TimeoutError: a process did not join in time.
-        WrongInput: the number of processes differs from the job's.
+        Refused: the number of processes differs from the job's.
     """
     if ranks.world == 1:
         return SingleProcess()
@@ -108,7 +109,7 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
         words = f"not all processes of the run have connected: {one_line(error)}"
         raise TimeoutError(errno.ETIMEDOUT, words) from None
     if communication.get_group_size() != ranks.world:
-        raise WrongInput(
+        raise Refused(
             f"{communication.get_group_size()} processes have connected, the job has {ranks.world}"
         )
     return DataParallel(ranks)

@@ -17,8 +17,9 @@ from mindone import diffusers
 from mindspore import Tensor, ops
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import detect_family, family_named
 from runtimes.families.extra_inputs import fully_masked
@@ -70,7 +71,7 @@ class Encoder:
         embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.
 
     Raises:
-        WrongInput: weights are missing, damaged or do not match their config.
+        Refused: weights are missing, damaged or do not match their config.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Encoder:
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """Open the encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises Refused."""
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
     given = (job.model_folder, job.vae_folder, dtype)
@@ -157,7 +158,7 @@ def _tokenizer(model_folder: Path, name: str, part: str) -> Any:
     try:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
+        raise Refused(f"{folder} does not load: {one_line(error)}") from None
     check_vocabulary(str(folder), tokenizer, text_config(model_folder, part).vocab_size)
     return tokenizer
 
@@ -180,7 +181,7 @@ class Sampler(PipelineSampler):
         flash: whether the VAE uses fused attention.
 
     Raises:
-        WrongInput: a component is missing or cannot be loaded.
+        Refused: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -216,13 +217,13 @@ class Sampler(PipelineSampler):
             raise self._no_kernel(error) from error
 
     def _no_kernel(self, error: Exception) -> Exception:
-        """WrongInput with a remedy if the device lacks an operator, else `error` itself."""
+        """Refused with a remedy if the device lacks an operator, else `error` itself."""
         if not NO_KERNEL.search(str(error)):
             return error
         name = type(self._pipe.scheduler).__name__
         target = ms.get_context("device_target")
         words = str(error).strip().splitlines()[0]
-        return WrongInput(
+        return Refused(
             f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
             "choose another scheduler"
         )
@@ -242,12 +243,12 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
     """Construct the scheduler of the class `_class_name` in a config.
 
     Raises:
-        WrongInput: mindone has no scheduler of that name.
+        Refused: mindone has no scheduler of that name.
     """
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None) if name.endswith("Scheduler") else None
     if kind is None:
-        raise WrongInput(f"the scheduler {name} is not of this version of mindone")
+        raise Refused(f"the scheduler {name} is not of this version of mindone")
     return kind.from_config(dict(config))
 
 
@@ -304,7 +305,7 @@ def load_network(
     sample/generate_job.py.
 
     Raises:
-        WrongInput: weights or adapters are missing, damaged or of another architecture.
+        Refused: weights or adapters are missing, damaged or of another architecture.
     """
     family = detect_family(model)
 

@@ -152,7 +152,7 @@ class Update:
         """Restore a state that was saved after `step` steps.
 
         Raises:
-            WrongInput: the state has other names or shapes than this model.
+            Refused: the state has other names or shapes than this model.
         """
         groups = self._groups_of_state()
         for group, name, array in read_state_arrays(state, shapes_of(groups)):

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.records import parse_json
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 
 Array = NDArray[np.float32]
 
@@ -91,11 +91,11 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NoiseSchedule:
-        """From a diffusers scheduler's config. Raises WrongInput for an unknown schedule."""
+        """From a diffusers scheduler's config. Raises Refused for an unknown schedule."""
         kind = config.get("prediction_type", "epsilon")
         if kind not in DIFFUSION:
             known = ", ".join(DIFFUSION)
-            raise WrongInput(f"the scheduler's prediction_type {kind!r} is not known ({known})")
+            raise Refused(f"the scheduler's prediction_type {kind!r} is not known ({known})")
         betas = _betas(config)
         if config.get("rescale_betas_zero_snr"):
             betas = rescale_zero_terminal_snr(betas)
@@ -199,17 +199,17 @@ def schedule_of(config: Mapping[str, Any]) -> Schedule:
     """The noise schedule of a diffusers scheduler's config.
 
     Raises:
-        WrongInput, ValueError, TypeError, OverflowError: the schedule is unknown, or a setting is
+        Refused, ValueError, TypeError, OverflowError: the schedule is unknown, or a setting is
             invalid.
     """
     count = config.get("num_train_timesteps", 1000)
     if type(count) is not int or not 0 < count <= MOST_TIMESTEPS:
-        raise WrongInput(f"num_train_timesteps is {count!r}, not 1 to {MOST_TIMESTEPS:,}")
+        raise Refused(f"num_train_timesteps is {count!r}, not 1 to {MOST_TIMESTEPS:,}")
     with np.errstate(all="ignore"):
         schedule = _schedule_of(config)
     table = schedule.sigmas if isinstance(schedule, FlowSchedule) else schedule.alphas_cumprod
     if not ((table >= 0) & (table <= 1 + 1e-6)).all():
-        raise WrongInput("the scheduler's settings give noise levels outside of 0 to 1")
+        raise Refused("the scheduler's settings give noise levels outside of 0 to 1")
     return schedule
 
 
@@ -218,7 +218,7 @@ def _schedule_of(config: Mapping[str, Any]) -> Schedule:
         return FlowSchedule.from_config(config)
     if config.get("beta_schedule") is None and config.get("trained_betas") is None:
         name = config.get("_class_name", "without a class")
-        raise WrongInput(f"the scheduler {name} is not known here: it has no beta_schedule")
+        raise Refused(f"the scheduler {name} is not known here: it has no beta_schedule")
     return NoiseSchedule.from_config(config)
 
 
@@ -227,7 +227,7 @@ def _betas(config: Mapping[str, Any]) -> Array:
     if config.get("trained_betas") is not None:
         betas = np.asarray(config["trained_betas"], np.float32)
         if betas.ndim != 1 or not len(betas):
-            raise WrongInput("the scheduler's trained_betas are no list of numbers")
+            raise Refused("the scheduler's trained_betas are no list of numbers")
         return betas
     count = config.get("num_train_timesteps", 1000)
     kind = config.get("beta_schedule", "linear")
@@ -242,7 +242,7 @@ def _betas(config: Mapping[str, Any]) -> Array:
         bar = np.cos(at * np.pi / 2) ** 2
         return np.minimum(1 - bar[1:] / bar[:-1], 0.999).astype(np.float32)
     known = "linear, scaled_linear, squaredcos_cap_v2"
-    raise WrongInput(f"the scheduler's beta_schedule {kind!r} is not known (known: {known})")
+    raise Refused(f"the scheduler's beta_schedule {kind!r} is not known (known: {known})")
 
 
 def _linspace(first: float, last: float, count: int) -> Array:
@@ -327,19 +327,19 @@ _KEPT = (
 
 
 def read_scheduler_config(folder: Path) -> dict[str, Any]:
-    """Read scheduler_config.json from a scheduler's folder. Raises WrongInput."""
+    """Read scheduler_config.json from a scheduler's folder. Raises Refused."""
     path = folder / SCHEDULER_FILE
     try:
         config = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise WrongInput(f"{path} is missing: the noise schedule is read from it") from None
+        raise Refused(f"{path} is missing: the noise schedule is read from it") from None
     except (OSError, ValueError) as error:
-        raise WrongInput(f"{path}: {error}") from None
+        raise Refused(f"{path}: {error}") from None
     if not isinstance(config, dict):
-        raise WrongInput(f"{path}: not a scheduler's config")
+        raise Refused(f"{path}: not a scheduler's config")
     kind = config.get("_class_name", "none")
     if not (isinstance(kind, str) and kind.isidentifier()):  # the card's code imports it
-        raise WrongInput(f"{path}: {kind!r} is no name of a class: the model may be hostile")
+        raise Refused(f"{path}: {kind!r} is no name of a class: the model may be hostile")
     return config
 
 
@@ -350,7 +350,7 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
     terminal SNR needs trailing timesteps (arXiv 2305.08891, section 3.3).
 
     Raises:
-        WrongInput: the settings turn a diffusion model into a flow model, or the reverse.
+        Refused: the settings turn a diffusion model into a flow model, or the reverse.
     """
     if is_flow(base):
         _check_flow(base, settings)
@@ -358,7 +358,7 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
     kind = settings.prediction_type
     zero_snr = settings.zero_terminal_snr
     if kind == FLOW:
-        raise WrongInput(
+        raise Refused(
             f"train.prediction_type: flow needs a base with a FlowMatch scheduler, "
             f"this one's is {base.get('_class_name')}"
         )
@@ -377,7 +377,7 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
     """The noise schedule of a scheduler's folder, with the changes of the settings, if given.
 
     Raises:
-        WrongInput: the config is missing or unknown, or the settings contradict it.
+        Refused: the config is missing or unknown, or the settings contradict it.
     """
     config = read_scheduler_config(folder)
     if settings is not None:
@@ -385,7 +385,7 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
     try:
         return schedule_of(config)
     except (ValueError, TypeError, OverflowError) as error:
-        raise WrongInput(f"{folder / SCHEDULER_FILE}: {error}") from None
+        raise Refused(f"{folder / SCHEDULER_FILE}: {error}") from None
 
 
 def trained_scheduler_config(folder: Path, settings: Train) -> dict[str, Any] | None:
@@ -399,12 +399,12 @@ def trained_scheduler_config(folder: Path, settings: Train) -> dict[str, Any] | 
 def _check_flow(base: Mapping[str, Any], settings: Train) -> None:
     name = base["_class_name"]
     if settings.prediction_type not in (None, FLOW):
-        raise WrongInput(
+        raise Refused(
             f"train.prediction_type: {settings.prediction_type}, but the base is a flow "
             f"({name}): leave it null"
         )
     if settings.zero_terminal_snr is not None:
-        raise WrongInput(
+        raise Refused(
             f"train.zero_terminal_snr is for diffusion, and the base is a flow ({name}), which "
             "always ends in pure noise: set it to null"
         )
@@ -423,12 +423,12 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: a key of SCHEDULERS.
 
     Raises:
-        WrongInput: one scheduler is for flow matching, the other for diffusion, or the other one
+        Refused: one scheduler is for flow matching, the other for diffusion, or the other one
             lacks the model's noise schedule or prediction type.
     """
     kind = SCHEDULERS[name]
     if is_flow({"_class_name": kind}) != is_flow(config):
-        raise WrongInput(
+        raise Refused(
             f"scheduler {name} is not for this model, whose own is {config.get('_class_name')}"
         )
     if config.get("rescale_betas_zero_snr"):
@@ -441,7 +441,7 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _refuse(name: str, lacking: Sequence[str], what: str) -> None:
     if name in lacking:
         others = [one for one in SCHEDULERS if one not in lacking and one != "flow_euler"]
-        raise WrongInput(
+        raise Refused(
             f"scheduler {name} cannot draw a model with {what}: choose one of {', '.join(others)}"
         )
 
@@ -457,7 +457,7 @@ def sampling_scheduler(
         make: constructs a scheduler from a config.
 
     Raises:
-        WrongInput: the chosen scheduler does not fit the model.
+        Refused: the chosen scheduler does not fit the model.
     """
     if (name := sampler.get("scheduler")) is None:
         return scheduler

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.settings.train_parts import TimestepSampling
-from runtimes.contract import WrongInput
 
 
 @unique
@@ -69,7 +69,7 @@ def level_bounds(settings: TimestepSampling, count: int) -> Probabilities | None
     """The cumulative distribution of levels [count] f64; None for a uniform distribution.
 
     Raises:
-        WrongInput: the bias range contains no level.
+        Refused: the bias range contains no level.
     """
     if settings.distribution == "uniform" and settings.bias_strategy == "none":
         return None
@@ -83,7 +83,7 @@ def level_probabilities(settings: TimestepSampling, count: int) -> Probabilities
     Level k covers u in [k / count, (k + 1) / count).
 
     Raises:
-        WrongInput: the bias range contains no level.
+        Refused: the bias range contains no level.
     """
     probabilities = _bias_weights(settings, count)
     if settings.distribution == "logit_normal":
@@ -121,7 +121,7 @@ def _bias_weights(settings: TimestepSampling, count: int) -> Probabilities:
         begin, end = (0, some) if settings.bias_strategy == "earlier" else (count - some, count)
     if not begin < end <= count:
         what = "bias_begin and bias_end" if settings.bias_strategy == "range" else "bias_portion"
-        raise WrongInput(
+        raise Refused(
             f"train.timesteps.{what}: {begin} to {end} is no range of the schedule's {count} "
             "timesteps"
         )

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
-from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import (
     FlowSchedule,
     Levels,
@@ -180,7 +180,7 @@ class Objective:
     """The training objective. Its random numbers depend on (seed, sample counter) alone.
 
     Raises:
-        WrongInput: settings that contradict the schedule or one another.
+        Refused: settings that contradict the schedule or one another.
     """
 
     schedule: Schedule
@@ -209,20 +209,20 @@ class Objective:
     def _check_flow(self) -> None:
         for name in ("snr_gamma", "debiased_estimation_loss"):
             if getattr(self, name):
-                raise WrongInput(
+                raise Refused(
                     f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
                     "train.weighting_scheme"
                 )
 
     def _check_diffusion(self, schedule: NoiseSchedule) -> None:
         if self.weighting_scheme != "none":
-            raise WrongInput(
+            raise Refused(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
                 "base's scheduler is for diffusion: use train.snr_gamma or "
                 "train.debiased_estimation_loss"
             )
         if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
-            raise WrongInput(
+            raise Refused(
                 "prediction_type epsilon cannot go with zero terminal SNR (train.zero_terminal_snr "
                 "or the scheduler's rescale_betas_zero_snr): at the noisiest level the input "
                 "equals epsilon, a trivial prediction; set train.prediction_type to v_prediction"
@@ -242,11 +242,11 @@ class Objective:
             resolution_shift: of the base's scheduler, if it has one.
 
         Raises:
-            WrongInput: the settings contradict each other or the schedule.
+            Refused: the settings contradict each other or the schedule.
         """
         shifts = settings.timesteps.resolution_shift
         if shifts and resolution_shift is None:
-            raise WrongInput(
+            raise Refused(
                 "train.timesteps.resolution_shift: the base's scheduler has no "
                 "use_dynamic_shifting: set false"
             )

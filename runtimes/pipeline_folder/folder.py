@@ -12,49 +12,49 @@ from typing import Any
 
 from artifacts.models import digest_model
 from artifacts.records import digest_json, parse_json
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.families import Family, TextEncoder, detect_family
 from runtimes.families.extra_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
 from runtimes.process.job import HasNetwork
 
 
 class Config(dict[str, Any]):
-    """A config file's settings; one that is missing raises WrongInput with the file's path."""
+    """A config file's settings; one that is missing raises Refused with the file's path."""
 
     path: Path
 
     def __missing__(self, name: str) -> Any:
-        raise WrongInput(f"{self.path}: {name} is missing")
+        raise Refused(f"{self.path}: {name} is missing")
 
 
 def read_config(path: Path) -> Config:
-    """Read a config file. Raises WrongInput if it is missing or not a JSON object."""
+    """Read a config file. Raises Refused if it is missing or not a JSON object."""
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
     except OSError:
-        raise WrongInput(f"{path}: not there; a model's config was expected") from None
+        raise Refused(f"{path}: not there; a model's config was expected") from None
     except ValueError:
-        raise WrongInput(f"{path}: not valid JSON") from None
+        raise Refused(f"{path}: not valid JSON") from None
     if not isinstance(found, dict):
-        raise WrongInput(f"{path}: not a model's config")
+        raise Refused(f"{path}: not a model's config")
     config = Config(found)
     config.path = path
     return config
 
 
 def read_index(model_folder: Path) -> Config:
-    """The model_index.json of a pipeline. Raises WrongInput."""
+    """The model_index.json of a pipeline. Raises Refused."""
     return read_config(model_folder / "model_index.json")
 
 
 def read_part_config(model_folder: Path, part: str) -> Config:
-    """The config of a pipeline's part, such as `vae`. Raises WrongInput."""
+    """The config of a pipeline's part, such as `vae`. Raises Refused."""
     return read_config(model_folder / part / "config.json")
 
 
 def read_denoiser_config(model_folder: Path) -> Config:
-    """The config of a pipeline's denoiser. Raises WrongInput."""
+    """The config of a pipeline's denoiser. Raises Refused."""
     return read_part_config(model_folder, detect_family(model_folder).denoiser)
 
 
@@ -92,25 +92,25 @@ def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dic
         vae_folder: an AutoencoderKL that replaces the pipeline's own.
 
     Raises:
-        WrongInput: a config is missing or invalid, or the family is unknown.
+        Refused: a config is missing or invalid, or the family is unknown.
     """
     try:
         found = _describe(model_folder, vae_folder)
-    except WrongInput:
+    except Refused:
         raise
     except (TypeError, ValueError, OverflowError) as error:
-        raise WrongInput(f"{model_folder}: a setting of its configs is invalid: {error}") from None
+        raise Refused(f"{model_folder}: a setting of its configs is invalid: {error}") from None
     for name in _SIZES:
         size = 1 if name == "pooled_dim" and found[name] is None else found[name]
         if type(size) is not int or not 0 < size < 2**31:
-            raise WrongInput(f"{model_folder}: its configs give {name} {found[name]!r}")
+            raise Refused(f"{model_folder}: its configs give {name} {found[name]!r}")
     for name in ("scaling_factor", "shift_factor"):
         if not _is_finite(found[name]):
-            raise WrongInput(f"{model_folder}: its VAE's {name} is {found[name]!r}, not a number")
+            raise Refused(f"{model_folder}: its VAE's {name} is {found[name]!r}, not a number")
     patch = found["size_step"] // found["vae_scale_factor"]
     for name in ("latents_mean", "latents_std"):
         if not _is_per_channel(found[name], found["latent_channels"], patch):
-            raise WrongInput(f"{model_folder}: its VAE's {name} are not numbers, one per channel")
+            raise Refused(f"{model_folder}: its VAE's {name} are not numbers, one per channel")
     return found
 
 
@@ -178,12 +178,12 @@ def _describe_frozen(folder: Path, family: Family, factor: int) -> dict[str, Any
         found["caption_tokens"] = tokens
         found_width = _width(folder, family.frozen_text)
         if found_width != width:
-            raise WrongInput(
+            raise Refused(
                 f"{folder}: its {family.frozen_text.component} gives {found_width} numbers a "
                 f"token, its transformer takes {width}"
             )
     if clip["prompt_dim"] > width:
-        raise WrongInput(
+        raise Refused(
             f"{folder}: its CLIP encoders give {clip['prompt_dim']} numbers a token, its "
             f"transformer takes {width}"
         )
@@ -280,7 +280,7 @@ def _pads_left(tokenizer: Path) -> bool:
 
 
 def text_class(model_folder: Path, part: str) -> str:
-    """The transformers class of a text encoder. Raises WrongInput."""
+    """The transformers class of a text encoder. Raises Refused."""
     index = read_index(model_folder)
     _check_text_encoders(model_folder, detect_family(model_folder), index)
     return str(_class_of(index, part))
@@ -325,7 +325,7 @@ def _check_text_encoders(model_folder: Path, family: Family, index: dict[str, An
         found = _class_of(index, encoder.component)
         if found in encoder.classes or (found is None and encoder.optional):
             continue
-        raise WrongInput(
+        raise Refused(
             f"{model_folder}: its {encoder.component} is {found or 'missing'}, "
             f"{' or '.join(encoder.classes)} was expected"
         )
@@ -353,12 +353,12 @@ _SHARED = (
 
 
 def folder_extras(folder: Path) -> ExtraInputs:
-    """The extra inputs of the denoiser in a folder. Raises WrongInput."""
+    """The extra inputs of the denoiser in a folder. Raises Refused."""
     return ExtraInputs.from_config(read_config(folder / "config.json"))
 
 
 def replacement_config(settings: Train) -> dict[str, Any] | None:
-    """The config that replaces the base's denoiser's; None if none does. Raises WrongInput."""
+    """The config that replaces the base's denoiser's; None if none does. Raises Refused."""
     path = settings.denoiser_config
     return None if path is None else read_config(Path(path))
 
@@ -373,7 +373,7 @@ def trained_config(
         instead: config of a randomly initialised denoiser that replaces the base's.
 
     Raises:
-        WrongInput: the extra inputs of config and settings contradict each other, the denoiser's
+        Refused: the extra inputs of config and settings contradict each other, the denoiser's
             class does not support them, or `instead` does not fit the base's pipeline.
     """
     if instead is not None:
@@ -383,11 +383,11 @@ def trained_config(
     asked = ExtraInputs.from_settings(settings)
     for name in ("inpainting", "aesthetic_score"):
         if getattr(has, name) and not getattr(asked, name):
-            raise WrongInput(f"the base's denoiser has this input: set train.{name}: true")
+            raise Refused(f"the base's denoiser has this input: set train.{name}: true")
         if getattr(asked, name) and config.get("_class_name", UNET) != UNET:
-            raise WrongInput(f"train.{name} is for UNets, the base's is {config['_class_name']}")
+            raise Refused(f"train.{name} is for UNets, the base's is {config['_class_name']}")
         if getattr(asked, name) and not getattr(has, name) and settings.method == "lora":
-            raise WrongInput(
+            raise Refused(
                 f"train.{name}: the base lacks the weights, and adapters cannot add them: set "
                 "train.method: full, or choose a base that has them"
             )
@@ -396,13 +396,13 @@ def trained_config(
     if asked.aesthetic_score:
         own = config.get("class_embed_type") not in (None, "timestep")
         if own or config.get("num_class_embeds") is not None:
-            raise WrongInput("train.aesthetic_score: the base has classes of its own")
+            raise Refused("train.aesthetic_score: the base has classes of its own")
         config["class_embed_type"] = "timestep"
     return config
 
 
 def job_config(job: HasNetwork, settings: Train) -> dict[str, Any]:
-    """The config of the denoiser that a job or request trains. Raises WrongInput."""
+    """The config of the denoiser that a job or request trains. Raises Refused."""
     return trained_config(read_denoiser_config(job.model_folder), settings, job.denoiser_config)
 
 
@@ -418,13 +418,13 @@ def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
-    """Raise WrongInput if a replacement's config does not fit the base's pipeline."""
+    """Raise Refused if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
         given = config.get(name)
         wanted = base.get(name)
         if (given or None) != (wanted or None):  # diffusers leaves out some settings that are false
             actual = "is missing" if name not in config else f"is {given}"
-            raise WrongInput(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
+            raise Refused(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
 
 
 def vae_overflows(config: Mapping[str, Any], *, float16: bool) -> bool:

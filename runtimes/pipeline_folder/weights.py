@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families import TextEncoder, detect_family
 from runtimes.pipeline_folder.folder import has_frozen_text, read_config, read_part_config
 
@@ -54,7 +54,7 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
         stem: file name without extension and variant.
 
     Raises:
-        WrongInput: there are no weight files.
+        Refused: there are no weight files.
     """
     for variant in ("", *(f".{name}" for name in HALF_PRECISION)):
         whole = folder / f"{stem}{variant}.safetensors"
@@ -64,9 +64,7 @@ def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
         if index.exists():
             names = _shard_names(index)
             return [folder / name for name in names]
-    raise WrongInput(
-        f"{folder / stem}.safetensors is missing: the weights of the part are required"
-    )
+    raise Refused(f"{folder / stem}.safetensors is missing: the weights of the part are required")
 
 
 def stored_weight_files(folder: Path) -> list[Path]:
@@ -88,7 +86,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of a part's weights, of `stored_weight_files`; only headers are read.
 
     Raises:
-        WrongInput: a file is damaged, or a shard is missing.
+        Refused: a file is damaged, or a shard is missing.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -100,18 +98,18 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                     found[name] = tuple(stream.get_slice(name).get_shape())
         except SafetensorError as error:
             if _is_pointer(path):
-                raise WrongInput(
+                raise Refused(
                     f"{path} is a pointer of Git LFS, no weights: run `git lfs pull` in its folder"
                 ) from None
-            raise WrongInput(f"{path} is no valid safetensors file: {error}") from None
+            raise Refused(f"{path} is no valid safetensors file: {error}") from None
     return found
 
 
 def _without_gaps(paths: list[Path]) -> list[Path]:
-    """The same files. Raises WrongInput if one of the shards that their names count is missing."""
+    """The same files. Raises Refused if one of the shards that their names count is missing."""
     counts = [match for path in paths if (match := _SHARD_OF.search(path.name))]
     if counts and len(counts) == len(paths) < (total := int(counts[0][1])):
-        raise WrongInput(
+        raise Refused(
             f"{paths[0].parent}: only {len(paths)} of {total} files of weights are there: fetch "
             "the model again"
         )
@@ -125,18 +123,18 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _shard_names(index: Path) -> list[str]:
-    """The files that an index of weights names. Raises WrongInput if one is not beside it."""
+    """The files that an index of weights names. Raises Refused if one is not beside it."""
     named = read_config(index).get("weight_map")
     if not isinstance(named, dict) or not named:
-        raise WrongInput(f"{index}: weight_map is no object of file names: the model is damaged")
+        raise Refused(f"{index}: weight_map is no object of file names: the model is damaged")
     for name in named.values():
         if not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
-            raise WrongInput(f"{index}: {name!r} is no file beside it: the model may be hostile")
+            raise Refused(f"{index}: {name!r} is no file beside it: the model may be hostile")
     return sorted(set(named.values()))
 
 
 def check_fit(path: Path, wanted: WeightShapes, given: WeightShapes) -> None:
-    """Raise WrongInput if names or shapes in a file differ from those of the config.
+    """Raise Refused if names or shapes in a file differ from those of the config.
 
     Args:
         path: for the message.
@@ -148,10 +146,10 @@ def check_fit(path: Path, wanted: WeightShapes, given: WeightShapes) -> None:
         ("has, and its config knows nothing of,", given.keys() - wanted.keys()),
     ):
         if names:
-            raise WrongInput(f"{path} {what} {len(names)} weights, such as {min(names)}")
+            raise Refused(f"{path} {what} {len(names)} weights, such as {min(names)}")
     for name, shape in wanted.items():
         if given[name] != shape:
-            raise WrongInput(f"{path}: {name} has shape {given[name]}, its config requires {shape}")
+            raise Refused(f"{path}: {name} has shape {given[name]}, its config requires {shape}")
 
 
 #: End of a weight's name -> settings of its config that are its first dimensions; None: not known.
@@ -176,21 +174,21 @@ BYTES = 256
 
 
 def check_weights(part: Path) -> None:
-    """Raise WrongInput for weights that are damaged, or of another size than their config says."""
+    """Raise Refused for weights that are damaged, or of another size than their config says."""
     shapes = weight_shapes(part)
     config = _flat(read_config(part / "config.json"))
     for name, shape in shapes.items():
         for setting, size in zip(_settings(name), shape, strict=False):
             wanted = None if setting is None else config.get(setting)
             if type(wanted) is int and size != wanted:
-                raise WrongInput(
+                raise Refused(
                     f"{part}: {name} has shape {shape}, {setting} in its config.json is {wanted}: "
                     "config and weights are of different models"
                 )
 
 
 def check_tokenizers(model_folder: Path) -> None:
-    """Raise WrongInput for a tokenizer that is damaged or does not fit its text encoder."""
+    """Raise Refused for a tokenizer that is damaged or does not fit its text encoder."""
     family = detect_family(model_folder)
     frozen = [family.frozen_text] if has_frozen_text(model_folder) else []
     for encoder in filter(None, [*family.clip, *frozen]):
@@ -205,14 +203,14 @@ def _check_tokenizer(model_folder: Path, encoder: TextEncoder) -> None:
         given = read_config(folder / "tokenizer_config.json").get("model_max_length")
         wanted = config["max_position_embeddings"]
         if given != wanted:
-            raise WrongInput(
+            raise Refused(
                 f"{folder}: model_max_length in its tokenizer_config.json is {given}, its text "
                 f"encoder takes {wanted} tokens (max_position_embeddings): correct it"
             )
 
 
 def check_vocabulary_files(folder: Path, encoder: dict[str, Any]) -> None:
-    """Raise WrongInput for a vocabulary that is missing, cut short, or too large.
+    """Raise Refused for a vocabulary that is missing, cut short, or too large.
 
     Args:
         folder: with a tokenizer's files.
@@ -223,9 +221,9 @@ def check_vocabulary_files(folder: Path, encoder: dict[str, Any]) -> None:
     vocabulary, merges = _vocabulary(folder)
     rows = _flat(encoder).get("vocab_size", vocabulary)
     if not BYTES < vocabulary <= rows:
-        raise WrongInput(f"{folder} has {vocabulary} tokens, its text encoder {rows}")
+        raise Refused(f"{folder} has {vocabulary} tokens, its text encoder {rows}")
     if merges is not None and vocabulary - merges > UNMERGED:
-        raise WrongInput(
+        raise Refused(
             f"{folder}: its {merges} merges do not make its {vocabulary} tokens: the merges are "
             "cut short: fetch the model again"
         )
@@ -237,24 +235,24 @@ def _vocabulary(folder: Path) -> tuple[int, int | None]:
     if whole.is_file():
         model = read_config(whole).get("model")
         if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-            raise WrongInput(f"{whole}: it has no vocabulary: fetch the model again")
+            raise Refused(f"{whole}: it has no vocabulary: fetch the model again")
         merges = model.get("merges")
         return len(model["vocab"]), len(merges) if isinstance(merges, list) else None
     for name in ("vocab.json", "merges.txt"):
         if not (folder / name).is_file():
-            raise WrongInput(
+            raise Refused(
                 f"{folder}: {name} is missing, and tokenizer.json too: fetch the model again"
             )
     return len(read_config(folder / "vocab.json")), sum(1 for _ in _merges(folder / "merges.txt"))
 
 
 def _merges(path: Path) -> Iterator[str]:
-    """The pairs of a file of merges. Raises WrongInput for a line that is none."""
+    """The pairs of a file of merges. Raises Refused for a line that is none."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#version"):
             if len(line.split()) != 2:
-                raise WrongInput(f"{path}, line {number}: no pair of tokens: fetch the model again")
+                raise Refused(f"{path}, line {number}: no pair of tokens: fetch the model again")
             yield line
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from artifacts.lock import Claim
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 
 
 class HasModel:
@@ -157,13 +157,13 @@ def write_job(job: Job, path: Path) -> None:
 def read_job(path: Path) -> Job:
     """Read a file of `write_job`, or of a person: fields with a default may be absent.
 
-    Raises WrongInput if it is no JSON object, or a field is absent or unknown.
+    Raises Refused if it is no JSON object, or a field is absent or unknown.
     """
     try:
         return _job(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else error
-        raise WrongInput(
+        raise Refused(
             f"{path}: {reason}; runtimes/process/job.py has the fields of a job, such as TrainJob"
         ) from None
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, NoReturn
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import EVENT_FD
 
 #: Environment variable of the processes that `Launcher` starts; torchrun does not set it.
@@ -53,13 +53,13 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Read the environment; without a launcher, a single process. Raises WrongInput."""
+        """Read the environment; without a launcher, a single process. Raises Refused."""
         if "RANK" not in os.environ and _started_by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
             rank = os.environ.get("RANK_ID")
             world = os.environ["MS_WORKER_NUM"]
             if rank is None:  # msrun then assigns ranks only at the rendezvous
-                raise WrongInput("msrun on several hosts: pass --node_rank to each msrun")
+                raise Refused("msrun on several hosts: pass --node_rank to each msrun")
             return cls(int(rank), int(world), local_rank, local_rank + 1)
         defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         return cls(*(int(os.environ.get(name) or default) for name, default in defaults))
@@ -85,13 +85,13 @@ def adopt_mpi() -> None:
     processes.
 
     Raises:
-        WrongInput: the processes run on several hosts and MASTER_ADDR is not set.
+        Refused: the processes run on several hosts and MASTER_ADDR is not set.
     """
     found = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
     if int(found.get("WORLD_SIZE", 1)) == 1:
         return
     if "MASTER_ADDR" not in os.environ and found["WORLD_SIZE"] != found.get("LOCAL_WORLD_SIZE"):
-        raise WrongInput("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
+        raise Refused("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12345")
     for name, value in found.items():

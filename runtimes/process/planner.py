@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import HasNetwork
 
 
@@ -22,12 +22,12 @@ def answer_planner(path: str, request: type[Any], compute: Callable[[Any], Any])
     Args:
         path: JSON file with the request's fields.
         request: the request's dataclass.
-        compute: returns a dataclass, or raises WrongInput.
+        compute: returns a dataclass, or raises Refused.
     """
     fields = json.loads(Path(path).read_text(encoding="utf-8"))
     try:
         found = asdict(compute(request(**fields)))
-    except WrongInput as error:
+    except Refused as error:
         found = {"wrong_input": str(error)}
     print(json.dumps(found))
 

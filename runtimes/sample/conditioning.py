@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.families import Family, family_named
 from runtimes.families.extra_inputs import ExtraInputs, aesthetic_scores, fully_masked
@@ -70,10 +70,10 @@ class Conditioner:
             denoiser: diffusers config of the denoiser.
 
         Raises:
-            WrongInput: the selected scheduler has no such table, or `eta` is not 0.
+            Refused: the selected scheduler has no such table, or `eta` is not 0.
         """
         if sampler.get("eta"):
-            raise WrongInput("eta: a tabulated scheduler draws no noise in its steps: set 0")
+            raise Refused("eta: a tabulated scheduler draws no noise in its steps: set 0")
         family = self.family
         factor = self.info["vae_scale_factor"]
         steps = sampler["num_inference_steps"]

@@ -19,8 +19,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from artifacts.records import write_atomic
+from configs.errors import Refused
 from runtimes.adapters.lora import read_adapters
-from runtimes.contract import Pipeline, WrongInput
+from runtimes.contract import Pipeline
 from runtimes.data.loader import BatchReader, Holdout, draw_losses, open_job_latents
 from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
@@ -46,7 +47,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
         compile_seconds: compilation time.
 
     Raises:
-        WrongInput: a model or the job's latents are missing or cannot be loaded.
+        Refused: a model or the job's latents are missing or cannot be loaded.
     """
     detect_family(job.model_folder)
     pipeline = open_pipeline(job)
@@ -166,13 +167,13 @@ def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[s
         Component name, such as `unet` or `text_encoder`, to model.
 
     Raises:
-        WrongInput: the adapters were trained for another architecture.
+        Refused: the adapters were trained for another architecture.
     """
     family = detect_family(model)
     adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
     known = (family.denoiser, *family.clip_encoders)
     if strange := adapters.keys() - set(known):
-        raise WrongInput(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
+        raise Refused(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
     return {
         name: load(name, Path(drawing.parts.get(name, model / name)), adapters.get(name, {}))
         for name in known

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.contract import ImagesNotFinite, WrongInput
+from configs.errors import Refused
+from runtimes.contract import ImagesNotFinite
 from runtimes.families import Family
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import describe_encoders
@@ -31,7 +32,7 @@ class NoiseBatch:
 
 
 def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None) -> None:
-    """Raise WrongInput for an image size that a model does not support.
+    """Raise Refused for an image size that a model does not support.
 
     Args:
         asked: setting name to pixels; None stands for the model's default size.
@@ -43,7 +44,7 @@ def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None) -
     for setting, pixels in asked.items():
         if (pixels or 0) % step:
             near = max(step, round((pixels or 0) / step) * step)
-            raise WrongInput(f"{setting}: {pixels} is not a multiple of {step}: set {near}")
+            raise Refused(f"{setting}: {pixels} is not a multiple of {step}: set {near}")
 
 
 def image_size(

@@ -31,7 +31,7 @@ def load_network(
             the drawing has trained ones.
 
     Raises:
-        WrongInput: weights or adapters are missing, damaged or of another architecture.
+        Refused: weights or adapters are missing, damaged or of another architecture.
     """
     family = detect_family(model)
 

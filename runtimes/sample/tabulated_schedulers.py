@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 
 _REFUSED = (
     "clip_sample",
@@ -68,21 +68,21 @@ def tabulate(
         mu: shift of the noise levels, for a scheduler with dynamic shifting.
 
     Raises:
-        WrongInput: the scheduler or one of its options has no such table, or `steps` is invalid.
+        Refused: the scheduler or one of its options has no such table, or `steps` is invalid.
     """
     name = type(scheduler).__name__
     if name not in _ROWS:
-        raise WrongInput(
+        raise Refused(
             f"the scheduler {name} has no table of coefficients (supported: {', '.join(_ROWS)})"
         )
     for option in _REFUSED:
         if scheduler.config.get(option):
-            raise WrongInput(f"the scheduler {name} with {option} has no table: turn it off")
+            raise Refused(f"the scheduler {name} with {option} has no table: turn it off")
     given = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
     try:
         scheduler.set_timesteps(**given, **({} if mu is None else {"mu": mu}))
     except ValueError as error:
-        raise WrongInput(f"num_inference_steps: {steps}: {error}") from None
+        raise Refused(f"num_inference_steps: {steps}: {error}") from None
     rows = _ROWS[name](scheduler)
     return SchedulerTable(
         start=float(scheduler.init_noise_sigma) if hasattr(scheduler, "init_noise_sigma") else 1.0,
@@ -113,13 +113,13 @@ def _predicted_original(kind: str, alpha: float, sigma: float) -> tuple[float, f
     """Coefficients (a, b) of x0 = a x + b m, where x = alpha x0 + sigma eps."""
     if kind == "epsilon":
         if not alpha:
-            raise WrongInput("prediction_type epsilon cannot be drawn from zero terminal SNR")
+            raise Refused("prediction_type epsilon cannot be drawn from zero terminal SNR")
         return 1 / alpha, -sigma / alpha
     if kind == "v_prediction":  # arXiv 2202.00512; requires alpha^2 + sigma^2 = 1
         return alpha, -sigma
     if kind == "sample":
         return 0.0, 1.0
-    raise WrongInput(f"prediction_type {kind!r} is not known here")
+    raise Refused(f"prediction_type {kind!r} is not known here")
 
 
 def _ddim(scheduler: Any) -> list[StepCoefficients]:
@@ -164,9 +164,9 @@ def _dpm(scheduler: Any) -> list[StepCoefficients]:
     """DPM-Solver++(2M), algorithm 2 of arXiv 2211.01095, or order 1."""
     config = scheduler.config
     if config.algorithm_type != "dpmsolver++" or config.solver_order > 2:
-        raise WrongInput("DPMSolverMultistepScheduler has a table for dpmsolver++ of order 1 or 2")
+        raise Refused("DPMSolverMultistepScheduler has a table for dpmsolver++ of order 1 or 2")
     if config.solver_order == 2 and config.solver_type != "midpoint":
-        raise WrongInput(f"solver_type {config.solver_type} has no table: set midpoint")
+        raise Refused(f"solver_type {config.solver_type} has no table: set midpoint")
     levels = []
     for sigma in scheduler.sigmas.double().tolist():
         alpha = 1 / math.sqrt(sigma**2 + 1)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 
 #: Batches are sharded over both axes, parameters and optimizer state over `fsdp` only.
 AXES = ("data", "fsdp")
@@ -23,12 +23,12 @@ def mesh_shape(count: int, fsdp: int | Literal["all"]) -> tuple[int, int]:
     """Shape (data, fsdp) of a mesh of `count` devices.
 
     Raises:
-        WrongInput: `fsdp` does not divide `count`.
+        Refused: `fsdp` does not divide `count`.
     """
     if fsdp == "all":
         return 1, count
     if count % fsdp:
-        raise WrongInput(f"train.fsdp {fsdp} does not divide {count} devices")
+        raise Refused(f"train.fsdp {fsdp} does not divide {count} devices")
     return count // fsdp, fsdp
 
 
@@ -113,17 +113,17 @@ def parse_slice(name: str) -> TpuSlice:
     """Parse a slice name such as `v5p-8` (8 cores, 4 chips) or `v6e-8` (8 chips).
 
     Raises:
-        WrongInput: the generation is unknown, or it has no slice of that size.
+        Refused: the generation is unknown, or it has no slice of that size.
     """
     kind, _, size = name.partition("-")
     kind = ALIASES.get(kind, kind)
     if kind not in TPU_SPECS:
-        raise WrongInput(f"topology {name}: no such TPU (known: {', '.join(TPU_SPECS)})")
+        raise Refused(f"topology {name}: no such TPU (known: {', '.join(TPU_SPECS)})")
     chip = TPU_SPECS[kind]
     sizes = {prod(shape) * chip.cores: shape for shape in chip.shapes}
     if not size.isdigit() or int(size) not in sizes:
         known = ", ".join(f"{kind}-{count}" for count in sizes)
-        raise WrongInput(f"topology {name}: no such slice (known: {known})")
+        raise Refused(f"topology {name}: no such slice (known: {known})")
     return TpuSlice(name, kind, sizes[int(size)])
 
 
@@ -145,9 +145,9 @@ def parse_accelerator_type(name: str) -> TpuSlice | None:
 
 
 def check_training(where: TpuSlice, settings: Train) -> None:
-    """Raise WrongInput for a batch or shards that the hosts or chips of a slice cannot share."""
+    """Raise Refused for a batch or shards that the hosts or chips of a slice cannot share."""
     if settings.global_batch_size % where.hosts:
-        raise WrongInput(
+        raise Refused(
             f"train.global_batch_size {settings.global_batch_size} is not divisible by the "
             f"{where.hosts} hosts of {where.name}: make it a multiple"
         )
@@ -155,7 +155,7 @@ def check_training(where: TpuSlice, settings: Train) -> None:
 
 
 def check_rows(settings: Train, hosts: int, devices: int) -> None:
-    """Raise WrongInput for micro-batches that the devices of each of several hosts cannot share.
+    """Raise Refused for micro-batches that the devices of each of several hosts cannot share.
 
     PyTorch/XLA takes equal rows of each device there; on one host it fills up a batch.
 
@@ -166,7 +166,7 @@ def check_rows(settings: Train, hosts: int, devices: int) -> None:
     micro = settings.micro_batch(hosts)
     for rows in (micro, share % micro):
         if hosts > 1 and rows % devices:
-            raise WrongInput(
+            raise Refused(
                 f"{rows} samples of a host cannot be shared by its {devices} devices: make "
                 f"train.micro_batch_size a multiple of {devices}, and train.global_batch_size a "
                 f"multiple of {devices * hosts}"

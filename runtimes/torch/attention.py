@@ -10,7 +10,7 @@ import torch
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -31,7 +31,7 @@ def attention_kernel(name: str) -> Iterator[None]:
     """Context in which scaled_dot_product_attention uses the kernel that `train.attention` names.
 
     Raises:
-        WrongInput: the kernel does not support the shapes, or a mask: flash attention takes none.
+        Refused: the kernel does not support the shapes, or a mask: flash attention takes none.
     """
     if name == "auto":
         yield
@@ -44,28 +44,28 @@ def attention_kernel(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if not any(words in str(error) for words in NO_KERNEL):
             raise
-        raise WrongInput(
+        raise Refused(
             f"train.attention: {name} does not compute this model's attention: set auto"
         ) from None
 
 
 def check_attention(name: str, device: torch.device) -> None:
-    """Raise WrongInput if a device or this environment lacks the kernel."""
+    """Raise Refused if a device or this environment lacks the kernel."""
     if name == "auto":
         return
     if device.type != "cuda":
-        raise WrongInput(f"train.attention needs a CUDA device, not {device.type}: set auto")
+        raise Refused(f"train.attention needs a CUDA device, not {device.type}: set auto")
     if name != "flash_3":
         return
     if not hasattr(attention, "activate_flash_attention_impl"):
-        raise WrongInput("train.attention: flash_3 needs PyTorch 2.11 or later: set flash")
+        raise Refused("train.attention: flash_3 needs PyTorch 2.11 or later: set flash")
     if find_spec(FLASH_3) is None:
-        raise WrongInput(
+        raise Refused(
             f"train.attention: flash_3 needs FlashAttention 3, whose module {FLASH_3} is not "
             "installed: install it, or set flash"
         )
     if torch.cuda.get_device_capability(device) != HOPPER:
-        raise WrongInput("train.attention: flash_3 needs a Hopper GPU, such as H100: set flash")
+        raise Refused("train.attention: flash_3 needs a Hopper GPU, such as H100: set flash")
 
 
 def load_attention(name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families import repeated_blocks
 from runtimes.hosts.host import find_c_compiler
 from runtimes.torch.device_hooks import DeviceHooks
@@ -22,9 +22,9 @@ log = logging.getLogger("kiln")
 
 
 def check_compiler(what: str) -> None:
-    """Raise WrongInput if `train.compile` demands programs and there is no C compiler."""
+    """Raise Refused if `train.compile` demands programs and there is no C compiler."""
     if find_c_compiler() is None:
-        raise WrongInput(f"train.compile: {what}: {NO_COMPILER}, or set train.compile=none")
+        raise Refused(f"train.compile: {what}: {NO_COMPILER}, or set train.compile=none")
 
 
 def compile_denoiser(

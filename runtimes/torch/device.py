@@ -12,9 +12,10 @@ from importlib.metadata import version
 
 import torch
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
-from runtimes.contract import Probe, WrongInput
+from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
 from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version
 from runtimes.process.job import EncodeJob, Job, TrainJob
@@ -87,12 +88,12 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
         ranks: this process and the number of processes.
 
     Raises:
-        WrongInput: the device is absent, or this machine has fewer devices than processes.
+        Refused: the device is absent, or this machine has fewer devices than processes.
     """
     known = "auto, cpu, mps, cuda[:N], npu[:N] or hpu[:N]"
     match = _NAME.fullmatch(name)
     if match is None:
-        raise WrongInput(f"device {name!r} is not for runtime torch ({known})")
+        raise Refused(f"device {name!r} is not for runtime torch ({known})")
     kind = match["kind"]
     number = match["number"]
     if kind == "auto":
@@ -108,18 +109,16 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     words = ACCELERATORS[kind]
     there = torch.get_device_module(kind).device_count()
     if ranks.world > 1 and number is not None:
-        raise WrongInput(
+        raise Refused(
             f"device {name} is one device for {ranks.world} processes: set auto or {kind}"
         )
     if ranks.world > 1 and ranks.local_world > there:
-        raise WrongInput(
+        raise Refused(
             f"{ranks.local_world} processes need one {words} device each, "
             f"this machine has {there}: lower train.processes, or set device cpu"
         )
     if int(number or 0) >= there:
-        raise WrongInput(
-            f"device {name}: this machine has {there} {words} devices; set auto or cpu"
-        )
+        raise Refused(f"device {name}: this machine has {there} {words} devices; set auto or cpu")
     if kind == "hpu":  # Habana's bridge shows one device per process
         return torch.device(kind)
     if ranks.world > 1:
@@ -128,11 +127,11 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
 
 
 def _choose_mps(ranks: Ranks) -> torch.device:
-    """Apple's GPU. Raises WrongInput without one, or for several processes."""
+    """Apple's GPU. Raises Refused without one, or for several processes."""
     if not torch.backends.mps.is_available():
-        raise WrongInput("device mps: this machine has no Apple GPU; set auto or cpu")
+        raise Refused("device mps: this machine has no Apple GPU; set auto or cpu")
     if ranks.world > 1:
-        raise WrongInput("device mps is one device: set train.processes=1")
+        raise Refused("device mps is one device: set train.processes=1")
     log.warning("device mps is untested: compare its losses with those of device cpu first")
     return torch.device("mps")
 
@@ -149,7 +148,7 @@ def open_device(
         compiled: URL of the folder of compiled programs; None disables the cache.
 
     Raises:
-        WrongInput: the device is absent, or does not support the settings.
+        Refused: the device is absent, or does not support the settings.
     """
     if not name.startswith("hpu"):
         device = choose_device(name, ranks)
@@ -167,13 +166,13 @@ def open_device(
 
 
 def prepare(job: Job | EncodeJob) -> None:
-    """Load Habana's PyTorch bridge for a job, see registry.prepare. Raises WrongInput."""
+    """Load Habana's PyTorch bridge for a job, see registry.prepare. Raises Refused."""
     settings = Train(**job.train).hpu if isinstance(job, TrainJob) else None
     gaudi.load(settings, job.compiled)
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that the devices of this machine do not support."""
+    """Raise Refused for train settings that the devices of this machine do not support."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
     device = choose_device(settings.device, ranks)
     check_on_device(settings, device)
@@ -181,12 +180,12 @@ def check(settings: Train) -> None:
 
 
 def check_on_device(settings: Train, device: torch.device) -> None:
-    """Raise WrongInput for train settings that a device does not support."""
+    """Raise Refused for train settings that a device does not support."""
     check_precision(settings)
     check_optimizer(settings, device)
     for name in ("cuda_graphs", "allow_tf32"):
         if getattr(settings, name) and device.type != "cuda":
-            raise WrongInput(f"train.{name} needs a CUDA device, not {device.type}: set false")
+            raise Refused(f"train.{name} needs a CUDA device, not {device.type}: set false")
     check_attention(settings.attention, device)
     if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
         check_compiler(settings.compile)
@@ -195,14 +194,14 @@ def check_on_device(settings: Train, device: torch.device) -> None:
 
 
 def check_fsdp(settings: Train, ranks: Ranks, device_type: str) -> None:
-    """Raise WrongInput if the processes cannot form the shard groups of `train.fsdp`."""
+    """Raise Refused if the processes cannot form the shard groups of `train.fsdp`."""
     fsdp = settings.fsdp
     if fsdp == "all" or fsdp in (1, ranks.world):
         return
     if ranks.world % fsdp:
-        raise WrongInput(f"train.fsdp {fsdp} does not divide train.processes {ranks.world}")
+        raise Refused(f"train.fsdp {fsdp} does not divide train.processes {ranks.world}")
     if device_type == "npu":
-        raise WrongInput(f"train.fsdp: {fsdp} is not for device npu: set 1 or all")
+        raise Refused(f"train.fsdp: {fsdp} is not for device npu: set 1 or all")
 
 
 def describe(device: torch.device) -> str:

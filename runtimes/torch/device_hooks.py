@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import WrongInput
 from runtimes.hosts.detect_ascend import missing_components
 
 
@@ -69,12 +69,12 @@ class DeviceHooks:
 
 
 def load() -> None:
-    """Register device npu with PyTorch. Raises WrongInput if torch_npu cannot be imported."""
+    """Register device npu with PyTorch. Raises Refused if torch_npu cannot be imported."""
     try:
         import torch_npu  # noqa: F401  # registers the device
     except (ImportError, RuntimeError, OSError) as error:
         missing = "; ".join(missing_components())
-        raise WrongInput(
+        raise Refused(
             f"device npu: torch_npu does not load: {one_line(error, 200)}"
             + (f" ({missing})" if missing else "")
         ) from None

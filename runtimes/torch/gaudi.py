@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
-from runtimes.contract import WrongInput
 from runtimes.hosts.detect_gaudi import bridge_version, missing_components
 from runtimes.process.compile_cache import CompileCache
 from runtimes.torch.device_hooks import DeviceHooks
@@ -45,11 +45,11 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
         compiled: URL of the folder of compiled programs (recipes); None disables the cache.
 
     Raises:
-        WrongInput: the bridge cannot be loaded, or this process has loaded it in the other mode.
+        Refused: the bridge cannot be loaded, or this process has loaded it in the other mode.
     """
     settings = settings or Hpu()
     if bridge_version() is None:
-        raise WrongInput(f"device hpu: {'; '.join(missing_components())}")
+        raise Refused(f"device hpu: {'; '.join(missing_components())}")
     compile_cache = _compile_cache(compiled)
     if BRIDGE not in sys.modules:  # the bridge reads these variables at import
         os.environ.setdefault(LAZY, "0")
@@ -66,12 +66,12 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
     # AssertionError: the bridge was built for another version of PyTorch.
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
         missing = "; ".join(missing_components())
-        raise WrongInput(
+        raise Refused(
             f"device hpu: habana_frameworks does not load: {one_line(error, 200)}"
             + (f" ({missing})" if missing else "")
         ) from None
     if settings.mode not in (None, mode()):
-        raise WrongInput(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
+        raise Refused(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
     return compile_cache
 
 
@@ -89,7 +89,7 @@ def count() -> int:
     """Number of Gaudis that the bridge finds; older drivers do not list them in /sys."""
     try:
         load()
-    except WrongInput:
+    except Refused:
         return 0
     return int(torch.get_device_module("hpu").device_count())
 
@@ -105,22 +105,22 @@ def choose_module(number: int) -> None:
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that Gaudi does not support."""
+    """Raise Refused for train settings that Gaudi does not support."""
     if settings.fsdp != 1:
-        raise WrongInput(f"train.fsdp: {settings.fsdp} is not for device hpu: set 1")
+        raise Refused(f"train.fsdp: {settings.fsdp} is not for device hpu: set 1")
     if settings.optimizer == "adafactor":
-        raise WrongInput(
+        raise Refused(
             "train.optimizer: adafactor is not for device hpu: its scalars would recompile every "
             "step; set adamw"
         )
     lazy = (settings.hpu.mode or mode()) == "lazy"
     if settings.compile in ("blocks", "denoiser") and lazy:
-        raise WrongInput("train.compile is for mode eager of device hpu: lazy makes graphs itself")
+        raise Refused("train.compile is for mode eager of device hpu: lazy makes graphs itself")
     if settings.hpu.graphs and not lazy:
-        raise WrongInput("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")
+        raise Refused("train.hpu.graphs needs mode lazy: set train.hpu.mode to lazy")
     share = -(-settings.global_batch_size // settings.processes)
     if settings.hpu.graphs and (settings.micro_batch_size or share) < share:
-        raise WrongInput(
+        raise Refused(
             "train.hpu.graphs: a replayed graph overwrites the gradients of the previous "
             "micro-batch: leave train.micro_batch_size out"
         )

@@ -264,7 +264,7 @@ BLOCK_8BIT = 256  # values per scale of the 8-bit moments
 
 
 def step_memory(request: GpuStepRequest) -> StepMemory:
-    """Run the request on fake tensors. Raises WrongInput."""
+    """Run the request on fake tensors. Raises Refused."""
     since = time.monotonic()
     operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
     with operators:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.optimizer_step import learning_rate_groups
 from runtimes.torch import gaudi
 
@@ -27,7 +27,7 @@ class Optimizer:
         frees_gradients: whether a cleared gradient is None instead of zeros.
 
     Raises:
-        WrongInput: the optimizer is not available for this device.
+        Refused: the optimizer is not available for this device.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ def _count_on_host(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def check_optimizer(settings: Train, device: torch.device) -> None:
-    """Raise WrongInput for an optimizer that is not available for weights on a device."""
+    """Raise Refused for an optimizer that is not available for weights on a device."""
     if settings.optimizer != "adamw_8bit":
         return
     if device.type != "cuda":
-        raise WrongInput("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
+        raise Refused("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
     if find_spec("bitsandbytes") is None:
-        raise WrongInput("train.optimizer: adamw_8bit needs bitsandbytes: make setup-cuda")
+        raise Refused("train.optimizer: adamw_8bit needs bitsandbytes: make setup-cuda")
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: Train) -> Any:

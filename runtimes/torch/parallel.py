@@ -46,7 +46,7 @@ class SingleProcess:
     frees_gradients = True  # whether a cleared gradient is None instead of zeros
 
     def load(self, job: TrainJob, settings: Train) -> Network:
-        """Load the network to the CPU. Raises WrongInput."""
+        """Load the network to the CPU. Raises Refused."""
         return Network.load(job, settings)
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
@@ -344,7 +344,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
     """Join the process group of the run, if it has several processes.
 
     Raises:
-        WrongInput: `train.fsdp` does not suit the number of processes.
+        Refused: `train.fsdp` does not suit the number of processes.
     """
     check_fsdp(settings, ranks, device.type)
     if ranks.world == 1:

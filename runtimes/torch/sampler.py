@@ -19,8 +19,9 @@ from diffusers.utils import logging as diffusers_logging
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.families import detect_family
 from runtimes.families.extra_inputs import fully_masked
 from runtimes.pipeline_folder.folder import TEXT_BATCH, read_index, text_length
@@ -98,7 +99,7 @@ class Sampler(PipelineSampler):
         offload: whether text encoders are on the device layer by layer; so is the denoiser given.
 
     Raises:
-        WrongInput: a component is missing or cannot be loaded.
+        Refused: a component is missing or cannot be loaded.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Sampler(PipelineSampler):
             kind = getattr(diffusers, family.pipelines[0])
             pipe = kind.from_pretrained(folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-            raise WrongInput(
+            raise Refused(
                 f"model {folder}: the pipeline does not load: {one_line(error)}"
             ) from None
         self._device_hooks = device_hooks
@@ -243,7 +244,7 @@ class ThePipeline(BasePipeline):
 
 
 def open_encoder(job: EncodeJob) -> Encoder:
-    """Open the encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises Refused."""
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
     folders = (job.model_folder, job.vae_folder)

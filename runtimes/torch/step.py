@@ -23,17 +23,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
-from runtimes.contract import (
-    Owners,
-    SavedState,
-    State,
-    StateShapes,
-    StepBatch,
-    StepOutput,
-    WrongInput,
-)
+from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, StepOutput
 from runtimes.optimizer_step import ema_decay_at, owned_copies, read_state_arrays, swapped
 from runtimes.torch.attention import attention_kernel
 from runtimes.torch.device_hooks import DeviceHooks
@@ -75,7 +68,7 @@ class CudaGraphs:
         """As `backward`; the result is valid until the next call.
 
         Raises:
-            WrongInput: the pass has an operation that CUDA cannot capture.
+            Refused: the pass has an operation that CUDA cannot capture.
         """
         shapes = (_shapes(inputs), denominator)
         owner = self._owner()
@@ -122,7 +115,7 @@ class CudaGraphs:
             cause = error.__context__ or error
             if isinstance(cause, torch.OutOfMemoryError):
                 raise cause from None
-            raise WrongInput(
+            raise Refused(
                 "train.cuda_graphs: CUDA cannot capture this model's step; set false: "
                 f"{one_line(cause)}"
             ) from None
@@ -233,7 +226,7 @@ class Update:
         device_hooks: hooks of the device; None is the CPU.
 
     Raises:
-        WrongInput: the optimizer is not available for this device.
+        Refused: the optimizer is not available for this device.
     """
 
     def __init__(
@@ -326,7 +319,7 @@ class Update:
         """Restore a state that was saved after `step` steps.
 
         Raises:
-            WrongInput: the state has other names or shapes than this model.
+            Refused: the state has other names or shapes than this model.
         """
         groups = self._tensors()
         with torch.no_grad():
@@ -374,13 +367,13 @@ class Step:
     rank: int
 
     def __post_init__(self) -> None:
-        """Raise WrongInput where CUDA graphs are set and the step cannot be captured."""
+        """Raise Refused where CUDA graphs are set and the step cannot be captured."""
         if not self.settings.cuda_graphs:
             return
         if self._has_dropout:
-            raise WrongInput("train.cuda_graphs: this model has dropout; set false")
+            raise Refused("train.cuda_graphs: this model has dropout; set false")
         if self.parallel.world > 1:  # torchrun and mpirun ignore train.processes
-            raise WrongInput("train.cuda_graphs is for one process; set false")
+            raise Refused("train.cuda_graphs is for one process; set false")
 
     def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
         loss = torch.zeros((), device=self.device_hooks.device)

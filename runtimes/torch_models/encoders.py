@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import WrongInput
 from runtimes.data.loader import pad_rows
 from runtimes.families import Family, TextEncoder, family_named
 from runtimes.objective.training_objective import LatentScale
@@ -202,7 +202,7 @@ class Encoder:
         embeds: whether `texts` is called; else no text encoder is loaded, tokenizers alone.
 
     Raises:
-        WrongInput: weights are missing, damaged or do not match their config.
+        Refused: weights are missing, damaged or do not match their config.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Encoder:
             self._load_vae(vae_path(model_folder, vae_folder))
             self._load_texts(model_folder, embeds)
         except (OSError, RuntimeError, ValueError) as error:
-            raise WrongInput(
+            raise Refused(
                 f"model {model_folder}: its encoders do not load: {one_line(error)}"
             ) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 
 GIB = 2**30
 
@@ -104,7 +104,7 @@ def parse_gpu(text: str) -> Gpu:
     As on data sheets, a GB of GPU memory has 2**30 bytes.
 
     Raises:
-        WrongInput: the name is unknown or contradicts the memory beside it, or the memory is 0.
+        Refused: the name is unknown or contradicts the memory beside it, or the memory is 0.
     """
     size = re.fullmatch(r"(\d+(?:\.\d+)?) ?Gi?B?", text, re.I)
     if size and float(size[1]):
@@ -117,10 +117,10 @@ def parse_gpu(text: str) -> Gpu:
         names = ", ".join(gpu.name for gpu in GPU_SPECS)
         # Four digits, such as 5080, are a model.
         example = f"{text}GB" if re.fullmatch(r"[1-9]\d{0,2}", text) else "24GB"
-        raise WrongInput(f"gpu {text}: set its memory, such as {example}, or one of {names}")
+        raise Refused(f"gpu {text}: set its memory, such as {example}, or one of {names}")
     stated = re.search(r"(\d+) ?GB", text, re.I)
     if stated and abs(spec.memory_gib - int(stated[1])) > 0.1 * spec.memory_gib:
-        raise WrongInput(
+        raise Refused(
             f"gpu {text}: {spec.name} has {spec.memory_gib:g} GB: give the name alone, or the "
             "GPU's memory alone"
         )

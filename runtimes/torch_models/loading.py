@@ -18,8 +18,9 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import StoredRows, WrongInput
+from runtimes.contract import StoredRows
 from runtimes.families import all_families, denoiser_classes
 from runtimes.families.extra_inputs import added_weights, source_weight_names
 from runtimes.hosts.detect_ascend import torch_npu_version
@@ -46,7 +47,7 @@ def load_denoiser(
         seed: initializes the weights of the extra inputs.
 
     Raises:
-        WrongInput: a file is missing or damaged, or the weights do not match the config.
+        Refused: a file is missing or damaged, or the weights do not match the config.
     """
     denoiser = empty_denoiser(folder, config)
     weights = open_weights(denoiser, folder, dtype, config, seed)
@@ -103,13 +104,13 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
     """Construct a denoiser on the `meta` device from `config`, or else from the folder's config.
 
     Raises:
-        WrongInput: the config does not describe a supported denoiser.
+        Refused: the config does not describe a supported denoiser.
     """
     config = read_config(folder / "config.json") if config is None else config
     known = denoiser_classes()
     kind = config.get("_class_name", known[0])
     if kind not in known:
-        raise WrongInput(
+        raise Refused(
             f"{folder / 'config.json'}: a denoiser of class {kind} is not known here (known: "
             f"{', '.join(known)})"
         )
@@ -118,7 +119,7 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
             denoiser = getattr(diffusers, kind).from_config(config)
     except Exception as error:  # of any type, such as AssertionError without a message
         reason = str(error) or type(error).__name__
-        raise WrongInput(f"{folder / 'config.json'}: not a denoiser's config: {reason}") from None
+        raise Refused(f"{folder / 'config.json'}: not a denoiser's config: {reason}") from None
     for family in all_families().values():
         if family.denoiser_class == kind:
             family.make_constants(denoiser)
@@ -132,7 +133,7 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
     With the same versions of PyTorch and diffusers, the weights depend on the seed alone.
 
     Raises:
-        WrongInput: the config does not describe a denoiser.
+        Refused: the config does not describe a denoiser.
     """
     try:
         kind = getattr(diffusers, config["_class_name"])
@@ -141,11 +142,11 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
             return kind.from_config(config)
     except Exception as error:  # of any type, such as AssertionError without a message
         reason = str(error) or type(error).__name__
-        raise WrongInput(f"train.denoiser_config makes no denoiser: {reason}") from None
+        raise Refused(f"train.denoiser_config makes no denoiser: {reason}") from None
 
 
 def empty_text_encoder(model_folder: Path, part: str) -> Any:
-    """Construct a text encoder of a pipeline on the `meta` device. Raises WrongInput."""
+    """Construct a text encoder of a pipeline on the `meta` device. Raises Refused."""
     kind = getattr(transformers, text_class(model_folder, part))
     config = kind.config_class.from_dict(read_part_config(model_folder, part))
     with torch.device("meta"):
@@ -167,7 +168,7 @@ def load_text_encoder(
         folder: folder of trained weights; None is the pipeline's own folder.
 
     Raises:
-        WrongInput: weights are missing or damaged, or do not match their config.
+        Refused: weights are missing or damaged, or do not match their config.
     """
     folder = folder or model_folder / part
     kind = getattr(transformers, text_class(model_folder, part))
@@ -181,9 +182,9 @@ def load_text_encoder(
             **SAFE,
         )
     except (OSError, RuntimeError, ValueError) as error:
-        raise WrongInput(f"{folder} does not load: {one_line(error)}") from None
+        raise Refused(f"{folder} does not load: {one_line(error)}") from None
     if missing := sorted(loaded["missing_keys"]):
-        raise WrongInput(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
+        raise Refused(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
     return model.eval()
 
 
@@ -192,7 +193,7 @@ def _open_file(path: Path, dtype: torch.dtype) -> dict[str, StoredRows]:
         stream = safe_open(path, framework="pt")
         return {name: _FileTensor(stream.get_slice(name), dtype) for name in stream.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise WrongInput(f"{path} cannot be read: {error}") from None
+        raise Refused(f"{path} cannot be read: {error}") from None
 
 
 def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

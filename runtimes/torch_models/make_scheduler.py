@@ -8,8 +8,8 @@ from typing import Any
 
 import diffusers
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.objective import noise_schedule
 
 
@@ -17,12 +17,12 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
     """Construct the scheduler of the class `_class_name` in a config.
 
     Raises:
-        WrongInput: diffusers has no scheduler of that name.
+        Refused: diffusers has no scheduler of that name.
     """
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
     if kind is None or not issubclass(kind, diffusers.SchedulerMixin):
-        raise WrongInput(f"the scheduler {name} is not of this version of diffusers")
+        raise Refused(f"the scheduler {name} is not of this version of diffusers")
     return kind.from_config(dict(config))
 
 

@@ -70,7 +70,7 @@ def add_adapters(
         read: values of a base weight, which may be on `meta`.
 
     Raises:
-        WrongInput: the targets match no layer, or one target's name is a suffix of another's.
+        Refused: the targets match no layer, or one target's name is a suffix of another's.
     """
     from peft import LoraConfig, inject_adapter_in_model  # seconds to import
 
@@ -103,7 +103,7 @@ def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Ada
         adapters: stored layer name to adapter.
 
     Raises:
-        WrongInput: the component lacks an adapted layer, or the layer has another shape.
+        Refused: the component lacks an adapted layer, or the layer has another shape.
     """
     modules = ((stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
     weights: dict[str, Any] = {name: module.weight for name, module in modules}
@@ -179,7 +179,7 @@ class Network(torch.nn.Module):
         Trained weights are float32; base weights under adapters have the compute dtype, or 8 bits.
 
         Raises:
-            WrongInput: weights are missing, damaged or do not match their config.
+            Refused: weights are missing, damaged or do not match their config.
         """
         family = detect_family(job.model_folder)
         config = job_config(job, settings)
@@ -220,7 +220,7 @@ class Network(torch.nn.Module):
         Planning compiles a step with it, and needs shapes only.
 
         Raises:
-            WrongInput: a config is missing or does not describe a supported model.
+            Refused: a config is missing or does not describe a supported model.
         """
         folder = request.model_folder
         config = job_config(request, settings)
@@ -342,7 +342,7 @@ class Network(torch.nn.Module):
 
 
 def load_frozen_clip(folder: Path, family: Family, dtype: str) -> list[torch.nn.Module]:
-    """The CLIP encoders of a pipeline folder, in the family's order. Raises WrongInput."""
+    """The CLIP encoders of a pipeline folder, in the family's order. Raises Refused."""
     names = family.clip_encoders
     return [load_text_encoder(folder, name, getattr(torch, dtype)) for name in names]
 

@@ -11,7 +11,7 @@ import numpy as np
 import transformers
 from numpy.typing import NDArray
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families import Family, TextEncoder, detect_family
 from runtimes.pipeline_folder.folder import caption_limits
 
@@ -26,7 +26,7 @@ MIN_VOCABULARY = 256
 
 
 def check_vocabulary(name: str, tokenizer: Any, vocabulary: int) -> None:
-    """Raise WrongInput if a tokenizer's vocabulary does not match its text encoder.
+    """Raise Refused if a tokenizer's vocabulary does not match its text encoder.
 
     transformers 5 can load a tokenizer without a vocabulary and without an error. All captions
     would then have the same token ids.
@@ -37,7 +37,7 @@ def check_vocabulary(name: str, tokenizer: Any, vocabulary: int) -> None:
         vocabulary: `vocab_size` of the text encoder's config.
     """
     if not MIN_VOCABULARY < len(tokenizer) <= vocabulary:
-        raise WrongInput(f"{name} has {len(tokenizer)} tokens, its text encoder {vocabulary}")
+        raise Refused(f"{name} has {len(tokenizer)} tokens, its text encoder {vocabulary}")
 
 
 class TextTokenizer:

@@ -31,22 +31,22 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from artifacts.filesystems import matching
 from artifacts.records import write_atomic
+from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
-from runtimes.contract import WrongInput
 from runtimes.train.checkpoints import is_unreachable, reason_of
 
 KEY = "WANDB_API_KEY"
 
 
 def check_wandb(settings: Wandb | None) -> None:
-    """Raise WrongInput if the wandb package or its API key is missing, before training starts."""
+    """Raise Refused if the wandb package or its API key is missing, before training starts."""
     if settings is None:
         return
     if find_spec("wandb") is None:
-        raise WrongInput("train.wandb needs the package wandb, which is not installed here")
+        raise Refused("train.wandb needs the package wandb, which is not installed here")
     if settings.mode == "online" and not os.environ.get(KEY):
-        raise WrongInput(
+        raise Refused(
             f"train.wandb needs a key in the environment variable {KEY}; or set "
             "train.wandb.mode to offline"
         )
@@ -58,7 +58,7 @@ class WandbTracker:
     After a resume, W&B itself drops the points of repeated steps.
 
     Raises:
-        WrongInput: W&B rejects the API key, the project or the entity.
+        Refused: W&B rejects the API key, the project or the entity.
     """
 
     def __init__(self, settings: Wandb, work: str, config: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class WandbTracker:
         except Exception as error:
             self._delete_temporary()
             if isinstance(error, wandb.errors.AuthenticationError | wandb.errors.UsageError):
-                raise WrongInput(f"train.wandb: {error}") from None
+                raise Refused(f"train.wandb: {error}") from None
             raise
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -267,13 +267,13 @@ def _checksum(data: bytes) -> bytes:
 
 
 def open_trackers(work: str, settings: Train) -> Trackers:
-    """The trackers of a run. Raises WrongInput if Weights & Biases rejects its settings."""
+    """The trackers of a run. Raises Refused if Weights & Biases rejects its settings."""
     trackers: list[Tracker] = [TensorBoard(work)]
     if settings.wandb is not None:
         try:
             config = settings.model_dump(mode="json")
             trackers.append(WandbTracker(settings.wandb, work, config))
-        except WrongInput:
+        except Refused:
             raise
         except Exception as error:  # such as an unreachable service
             log.warning("Weights & Biases is given up: %s: %s", type(error).__name__, error)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from artifacts.latent_shards import Latents
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import Runtime, WrongInput
+from runtimes.contract import Runtime
 from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch, open_job_latents
 from runtimes.families import detect_family
 from runtimes.families.extra_inputs import ExtraInputs
@@ -32,7 +33,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
         True when the run is complete; False after a stop request, with all steps checkpointed.
 
     Raises:
-        WrongInput: the job's settings, model or latents do not allow it.
+        Refused: the job's settings, model or latents do not allow it.
         Diverged: the loss is not finite, or far above its recent mean.
         CheckpointNotWritten: the checkpoint at a stop request failed; later steps are lost.
     """
@@ -91,23 +92,23 @@ def _advance(run: TrainingRun, runtime: Runtime, batches: Prefetch, stop: Stop) 
 
 
 def read_train_settings(job: TrainJob) -> Train:
-    """The job's validated train settings. Raises WrongInput, naming the first wrong setting."""
+    """The job's validated train settings. Raises Refused, naming the first wrong setting."""
     try:
         settings = Train(**job.train)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, ("train", *first["loc"])))
-        raise WrongInput(f"{name}: {first['msg']}") from None
+        raise Refused(f"{name}: {first['msg']}") from None
     if (settings.denoiser_config is None) != (job.denoiser_config is None):
-        raise WrongInput("train.denoiser_config: the job must contain its content")
+        raise Refused("train.denoiser_config: the job must contain its content")
     rule = settings.best_checkpoint
     if rule is not None and rule.by_samples and not job.sample_prompts:
-        raise WrongInput(f"train.best_checkpoint: metric {rule.metric} requires sample prompts")
+        raise Refused(f"train.best_checkpoint: metric {rule.metric} requires sample prompts")
     return settings
 
 
 def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
-    """This rank's loader of training batches for a job. Raises WrongInput."""
+    """This rank's loader of training batches for a job. Raises Refused."""
     ranks = Ranks.here()
     return Loader(
         _reader(job, settings, latents),
@@ -126,7 +127,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
         latents: those to train on; `job.holdout` replaces them.
 
     Raises:
-        WrongInput: the latents have no held-out samples.
+        Refused: the latents have no held-out samples.
     """
     if not settings.holdout_loss.every_n_steps:
         return None

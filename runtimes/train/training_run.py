@@ -38,11 +38,12 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
+from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names, to_state_names
-from runtimes.contract import Runtime, State, StepBatch, StoredRows, WrongInput
+from runtimes.contract import Runtime, State, StepBatch, StoredRows
 from runtimes.data.loader import Holdout, batch_number
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.optimizer_step import published
@@ -98,13 +99,13 @@ def _cosine(done: float) -> float:
 
 
 def own_checkpoint(checkpoints: Checkpoints, job: TrainJob, settings: Train) -> Checkpoint | None:
-    """The newest checkpoint of this run within its steps. Raises WrongInput as check_same_run."""
+    """The newest checkpoint of this run within its steps. Raises Refused as check_same_run."""
     saved = checkpoints.latest()
     if saved is not None:
         check_same_run(saved, job, settings)
         if saved.step > settings.steps:  # this run once had more steps
             if settings.best_checkpoint is not None:
-                raise WrongInput(
+                raise Refused(
                     f"{job.work} holds a run of {saved.step} steps, and its best checkpoint within "
                     f"{settings.steps} may be deleted: choose another work folder"
                 )
@@ -132,7 +133,7 @@ def start_from_adapters(url: str, runtime: Runtime) -> None:
     """Load the adapters of a file (in f32) as the weights of step 0, with zero moments.
 
     Raises:
-        WrongInput: the file is damaged, or its adapters are of another model or rank.
+        Refused: the file is damaged, or its adapters are of another model or rank.
     """
     fs, path = url_to_fs(url)
     try:
@@ -140,7 +141,7 @@ def start_from_adapters(url: str, runtime: Runtime) -> None:
     except (OSError, ValueError) as error:
         if is_unreachable(fs, error):
             raise
-        raise WrongInput(f"{url} is no valid adapter file of Kilnworks: {error}") from None
+        raise Refused(f"{url} is no valid adapter file of Kilnworks: {error}") from None
     state: dict[str, Mapping[str, StoredRows]] = {}
     for group, shapes in runtime.state_shapes().items():
         if group in ("weights", "ema"):
@@ -149,12 +150,12 @@ def start_from_adapters(url: str, runtime: Runtime) -> None:
             state[group] = {n: np.zeros(shape, np.float32) for n, shape in shapes.items()}
     try:
         runtime.restore(state, 0)
-    except WrongInput as error:
-        raise WrongInput(f"{url}: {error}") from None
+    except Refused as error:
+        raise Refused(f"{url}: {error}") from None
 
 
 def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
-    """Raise WrongInput if the checkpoint was written with settings that change the weights.
+    """Raise Refused if the checkpoint was written with settings that change the weights.
 
     `steps` may change unless the weights of a step depend on them.
     """
@@ -170,7 +171,7 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
         now["steps"] = before["steps"]
     for name in sorted(now):
         if before.get(name) != now[name]:
-            raise WrongInput(
+            raise Refused(
                 f"{job.work} holds a run with train.{name}={before.get(name)}, this one has "
                 f"{now[name]}: choose another work folder"
             )
@@ -408,7 +409,7 @@ class TrainingRun:
         """Continue from the newest valid checkpoint, or start at step 0.
 
         Raises:
-            WrongInput: the checkpoint was written with other settings, or the job's adapters are
+            Refused: the checkpoint was written with other settings, or the job's adapters are
                 of another model.
         """
         saved = own_checkpoint(self._checkpoints, self._job, self._settings)

@@ -11,8 +11,9 @@ from torch_xla._internal import tpu
 from torch_xla.core import xla_model as xm
 from torch_xla.debug import metrics
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import Probe, WrongInput
+from runtimes.contract import Probe
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.memory import peak_rss
 from runtimes.registry import check_precision
@@ -21,20 +22,18 @@ from runtimes.xla.mesh import replace_operators
 
 
 def check(settings: Train) -> None:
-    """Raise WrongInput for train settings that this runtime or this machine does not support."""
+    """Raise Refused for train settings that this runtime or this machine does not support."""
     _check_name(settings.device)
     check_precision(settings)
     if settings.processes > 1:
-        raise WrongInput(
+        raise Refused(
             "train.processes is not for runtime xla: one process uses all devices of a host, and "
             "train.fsdp sets how many share each array"
         )
     if settings.optimizer != "adamw":
-        raise WrongInput(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
+        raise Refused(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
     if settings.gradient_checkpointing == "selective":
-        raise WrongInput(
-            "train.gradient_checkpointing: selective is not for runtime xla: set blocks"
-        )
+        raise Refused("train.gradient_checkpointing: selective is not for runtime xla: set blocks")
 
 
 def start(name: str, compiled: str | None) -> CompileCache:
@@ -45,12 +44,12 @@ def start(name: str, compiled: str | None) -> CompileCache:
         compiled: URL of the folder of compiled programs; None disables the cache.
 
     Raises:
-        WrongInput: the device is absent, or this process has opened another one.
+        Refused: the device is absent, or this process has opened another one.
     """
     chips = _check_name(name)
     wanted = "CPU" if name == "cpu" or not chips else "TPU"
     if os.environ.setdefault("PJRT_DEVICE", wanted) != wanted and name != "auto":
-        raise WrongInput(f"device {name}: PJRT_DEVICE is {os.environ['PJRT_DEVICE']}")
+        raise Refused(f"device {name}: PJRT_DEVICE is {os.environ['PJRT_DEVICE']}")
     kept = CompileCache(compiled, f"xla-{version('torch_xla')}")
     if kept.path is not None and not torch_xla._XLAC._xla_computation_cache_is_initialized():
         xr.initialize_cache(str(kept.path), readonly=False)
@@ -60,12 +59,12 @@ def start(name: str, compiled: str | None) -> CompileCache:
 
 
 def _check_name(name: str) -> int:
-    """Number of TPU chips of this machine. Raises WrongInput if the named device is absent."""
+    """Number of TPU chips of this machine. Raises Refused if the named device is absent."""
     chips = tpu.num_available_chips()
     if name not in ("auto", "cpu", "tpu"):
-        raise WrongInput(f"device {name!r} is not for runtime xla (auto, tpu or cpu)")
+        raise Refused(f"device {name!r} is not for runtime xla (auto, tpu or cpu)")
     if name == "tpu" and not chips:
-        raise WrongInput("device tpu: this machine has none; set auto or cpu")
+        raise Refused("device tpu: this machine has none; set auto or cpu")
     return chips
 
 

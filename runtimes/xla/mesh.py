@@ -41,7 +41,7 @@ class Mesh:
         hosts: number of processes; each one supplies its rows of a batch.
 
     Raises:
-        WrongInput: `fsdp` does not divide the number of devices.
+        Refused: `fsdp` does not divide the number of devices.
     """
 
     def __init__(self, fsdp: int | Literal["all"], hosts: int) -> None:

@@ -146,7 +146,7 @@ class Update:
         """Restore a state that was saved after `step` steps.
 
         Raises:
-            WrongInput: the state has other names or shapes than this model.
+            Refused: the state has other names or shapes than this model.
         """
         groups = self.tensors()
         torch_xla.sync()  # shardings are known afterwards

@@ -61,7 +61,7 @@ def sharded_encoder(
 
 
 def open_encoder(job: EncodeJob) -> PaddedEncoder:
-    """Open the encoders of a job. Raises WrongInput."""
+    """Open the encoders of a job. Raises Refused."""
     upload = start(job.device, job.compiled).upload
     mesh = Mesh(fsdp=1, hosts=1)
     more = {"dtype": job.dtype, "save_compiled": upload, "embeds": job.embeds}
@@ -82,7 +82,7 @@ class Sampler:
         vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
 
     Raises:
-        WrongInput: a component is missing or cannot be loaded.
+        Refused: a component is missing or cannot be loaded.
     """
 
     def __init__(

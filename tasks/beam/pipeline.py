@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from artifacts.lock import Claim, LockLost, held_claim
 from artifacts.store import Store
+from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import (
@@ -38,7 +39,7 @@ from tasks.beam.workers import (
     uses_job_service,
     workers_of,
 )
-from tasks.stage import MachineShort, StorageAway, StorageError, TransientError, storing, versions
+from tasks.stage import storing, versions
 
 with quiet_import():
     import apache_beam as beam
@@ -54,10 +55,6 @@ log = logging.getLogger("kiln")
 
 # It prints each error's traceback, also once the pipeline has ended by that of another thread.
 sdk_worker.print = lambda text, **_: log.debug("%s", text)
-
-
-class BeamOptionsError(ValueError):
-    """The recipe's `beam` section has a runner or an option that Beam rejects."""
 
 
 @contextmanager
@@ -76,7 +73,7 @@ def quiet_beam() -> Iterator[None]:
 
 @quiet_beam()
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise BeamOptionsError for a runner or options that Beam rejects; nothing is run."""
+    """Raise Refused for a runner or options that Beam rejects; nothing is run."""
     make_pipeline(options)
 
 
@@ -89,7 +86,7 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
             avoid the import time and the memory of processes.
 
     Raises:
-        BeamOptionsError: Beam rejects the options.
+        Refused: Beam rejects the options.
     """
     chosen = {**_defaults(options, threads), **options}
     if is_dask(options):
@@ -102,15 +99,15 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
             shutil.rmtree(pipeline.local_tempdir, ignore_errors=True)
             _check_names(options)
             pipeline.options.get_all_options()
-    except BeamOptionsError:
+    except Refused:
         raise
     except Exception as error:  # of any type: a runner may ask its service
-        raise BeamOptionsError(
+        raise Refused(
             f"beam: runner {chosen['runner']} cannot be used: {one_line(error)}"
         ) from error
     except SystemExit:
         why = message.getvalue().strip().rpartition("error: ")[2]
-        raise BeamOptionsError(f"beam: {why.removeprefix('argument --')}") from None
+        raise Refused(f"beam: {why.removeprefix('argument --')}") from None
     return pipeline
 
 
@@ -126,7 +123,7 @@ def _defaults(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
-    """Raise BeamOptionsError for an unknown option, which Beam ignores silently.
+    """Raise Refused for an unknown option, which Beam ignores silently.
 
     The runner's module must be loaded, since it defines options of its own. A job service has
     further options; an unknown one that resembles no known one may be its own.
@@ -140,7 +137,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
         if has_service and not near:
             continue
         hint = f" (did you mean beam.{near[0]}?)" if near else ""
-        raise BeamOptionsError(f"beam.{name}: unknown to Beam and this runner{hint}")
+        raise Refused(f"beam.{name}: unknown to Beam and this runner{hint}")
 
 
 class OnStore(beam.DoFn):
@@ -160,16 +157,12 @@ class OnStore(beam.DoFn):
         self.claim = claim
 
     def process(self, element: Any) -> Iterator[Any]:
-        """Yield the DoFn's results. Raises LockLost, StorageError, and what the DoFn raises."""
+        """Yield the DoFn's results. Raises LockLost, Failed, and what the DoFn raises."""
         store = Store(self.store)
         with storing(store):
             if self.claim is not None:
                 self.claim.check(store.fs)
             yield from self.dofn.process(element)
-
-
-class WorkerDiffers(ValueError):
-    """A worker has other code or packages; the message names the host and the difference."""
 
 
 class OnEqualWorkers(beam.DoFn):
@@ -180,17 +173,17 @@ class OnEqualWorkers(beam.DoFn):
         self.versions = versions()
 
     def process(self, element: Any) -> Iterator[Any]:
-        """Yield the DoFn's results. Raises WorkerDiffers."""
+        """Yield the DoFn's results. Raises Refused."""
         check_versions(self.versions)
         yield from self.dofn.process(element)
 
 
 def check_versions(expected: Mapping[str, str]) -> None:
-    """Raise WorkerDiffers if this process has other versions than the flow."""
+    """Raise Refused if this process has other versions than the flow."""
     found = versions()
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
-            raise WorkerDiffers(
+            raise Refused(
                 f"beam: the worker on {socket.gethostname()} has {name} {found.get(name)}, the "
                 f"flow {expected.get(name)}: install the same (deploy/workers) on both"
             )
@@ -205,11 +198,7 @@ LOST = re.compile(
 
 #: The error of a runner that has no space for its own files.
 FULL = re.compile(rf"\[Errno ({errno.ENOSPC}|{errno.EDQUOT})\]")
-KNOWN = (WorkerDiffers, LockLost, MachineShort, StorageAway, StorageError)
-
-
-class WorkersLost(TransientError):
-    """The runner lost its workers, and does not replace them; committed shards are kept."""
+KNOWN = (Refused, LockLost, Away, Failed)
 
 
 @dataclass(frozen=True)
@@ -254,12 +243,12 @@ def run_linear(
         known: exception types of the DoFn that are raised again with their message.
 
     Raises:
-        BeamOptionsError: Beam rejects the options.
+        Refused: Beam rejects the options.
         LockLost: another builder took the lock of this thread over; no further shard was begun.
-        StorageError: the store is not writable; StorageAway if it is full or does not answer.
-        MachineShort: a worker lacks memory, open files or ports.
-        WorkerDiffers: a worker has other code or packages than this process.
-        WorkersLost: the runner lost workers; another run does the shards that are missing.
+        Failed: the store is not writable; Away if it is full or does not answer.
+        Away: a worker lacks memory, open files or ports.
+        Refused: a worker has other code or packages than this process.
+        Away: the runner lost workers; another run does the shards that are missing.
     """
     dofn = OnStore(dofn, watch.store.url, held_claim())
     pipeline = make_pipeline(options, threads=threads)
@@ -383,12 +372,13 @@ def _plain(error: Exception, known: tuple[type[Exception], ...]) -> Exception | 
     for kind in known:
         message = text if type(error) is kind else None
         if message is None:
-            found = re.search(rf"\b{kind.__name__}: (.+?)(?: \[while running|\n|$)", text)
-            message = found[1] if found else None
+            name = re.escape(f"{kind.__module__}.{kind.__qualname__}")  # as in tracebacks
+            match = re.search(rf"\b{name}: (.+?)(?: \[while running|\n|$)", text)
+            message = match[1] if match else None
         if message is not None:
             return kind(message.split(" [while running")[0])
     if FULL.search(text):
-        return StorageAway(f"beam: a worker's disk is full ({one_line(error)}): free some space")
+        return Away(f"beam: a worker's disk is full ({one_line(error)}): free some space")
     if LOST.search(f"{type(error).__name__}: {text}"):
-        return WorkersLost(f"beam: workers were lost ({one_line(error)}): run again for the rest")
+        return Away(f"beam: workers were lost ({one_line(error)}): run again for the rest")
     return None

@@ -33,8 +33,9 @@ from artifacts.filesystems import REAL, Clock, Entry, entries, name_of
 from artifacts.records import parse_json, write_atomic
 from artifacts.remote_stores import ask_at_once, read_small_file
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.explain_errors import explain
-from configs.load_recipe import RECIPES, RecipeError, anchored
+from configs.load_recipe import RECIPES, anchored
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.data import Source
 from configs.settings.recipe import Recipe, StageName
@@ -90,7 +91,7 @@ def workers_of(options: Mapping[str, Any]) -> Workers:
 
 
 def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    """Raise RecipeError if workers cannot reach what their stage needs, or if none can be asked.
+    """Raise Refused if workers cannot reach what their stage needs, or if none can be asked.
 
     Args:
         stages: stages of the run; others than download and encode have no Beam workers.
@@ -104,7 +105,7 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
         for setting, place in _places(recipe, stage):
             why = out_of_reach(place, workers, recipe.shared_folders)
             if why is not None:
-                raise RecipeError(
+                raise Refused(
                     f"{setting}: the workers of {runner} ({stage}) cannot reach "
                     f"{without_secrets(place)}, {why}"
                 )
@@ -147,7 +148,7 @@ def out_of_reach(place: str, workers: Workers, shared: Sequence[str]) -> str | N
 
 
 def _check_listening(options: Mapping[str, Any]) -> None:
-    """Raise RecipeError if nothing listens at the address of the scheduler or job service."""
+    """Raise Refused if nothing listens at the address of the scheduler or job service."""
     for name in ("dask_client_address", "job_endpoint"):
         address = options.get(name)
         if not isinstance(address, str) or ":" not in address:
@@ -156,7 +157,7 @@ def _check_listening(options: Mapping[str, Any]) -> None:
         try:
             socket.create_connection((found.hostname, found.port), CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
-            raise RecipeError(
+            raise Refused(
                 f"beam.{name}: nothing answers at {address} ({error}): start it, or correct the "
                 "address"
             ) from None
@@ -192,7 +193,7 @@ SHIPPED = RECIPES.parent / "demo"
 
 
 def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
-    """Raise RecipeError if a work pool cannot reach what its stage needs; nothing is asked.
+    """Raise Refused if a work pool cannot reach what its stage needs; nothing is asked.
 
     Args:
         stages: stages of the run.
@@ -202,12 +203,12 @@ def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
             continue
         for setting, place in _work_pool_places(recipe, stage):
             if (why := _why_not(setting, place, recipe.shared_folders)) is not None:
-                raise RecipeError(
+                raise Refused(
                     f"{setting}: workers of pool {pool} (place.{stage}) cannot reach "
                     f"{without_secrets(place)}, {why}"
                 )
         if (secret := _secret(hide_secrets(settings_to_send(recipe)))) is not None:
-            raise RecipeError(
+            raise Refused(
                 f"{secret}: a secret cannot be sent to pool {pool} (place.{stage}), since Prefect "
                 "would store it: set credentials in the environment of its workers"
             )
@@ -227,12 +228,12 @@ def settings_to_send(recipe: Recipe) -> dict[str, Any]:
 
 
 def received_recipe(settings: dict[str, Any]) -> Recipe:
-    """The recipe of `settings_to_send`. Raises RecipeError for one that this version refuses."""
+    """The recipe of `settings_to_send`. Raises Refused for one that this version refuses."""
     settings = anchored(settings, RECIPES)
     try:
         return Recipe.model_validate(settings)
     except ValidationError as error:
-        raise RecipeError(explain("the sent recipe", error, settings)) from None
+        raise Refused(explain("the sent recipe", error, settings)) from None
 
 
 def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
-from tasks.download.rows import SourceError, TooManyFailed
+from configs.errors import Failed
+from tasks.download.rows import SourceError
 from tasks.download.shard import STAGE, VERSION
 from tasks.download.shard_plan import DownloadPlan, ShardSpec
 from tasks.download.stage import (
@@ -19,9 +20,9 @@ __all__ = [
     "STAGE",
     "VERSION",
     "DownloadPlan",
+    "Failed",
     "ShardSpec",
     "SourceError",
-    "TooManyFailed",
     "build",
     "check",
     "check_data",

@@ -90,9 +90,9 @@ def run_pipeline(
         options: Beam pipeline options, of the recipe's `beam` section.
 
     Raises:
-        StorageError: the store is not writable; StorageAway if it is full or does not answer.
+        Failed: the store is not writable; Away if it is full or does not answer.
         SourceError: the source changed or cannot be read; SourceAway if it does not answer.
-        BeamOptionsError: Beam rejects `options`.
+        Refused: Beam rejects `options`.
         Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.
     """
     store = Store(context.store)

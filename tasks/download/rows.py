@@ -18,11 +18,11 @@ import numpy as np
 import pyarrow as pa
 
 from artifacts.records import canonical_json
+from configs.errors import Away, Refused
 from configs.secrets import without_secrets
-from tasks.stage import TransientError
 
 
-class SourceError(ValueError):
+class SourceError(Refused):
     """The source does not match the recipe; the message states what to change.
 
     The message is one line, without the secrets of URLs.
@@ -32,7 +32,7 @@ class SourceError(ValueError):
         super().__init__(without_secrets(" ".join(message.split())))
 
 
-class SourceAway(TransientError):
+class SourceAway(Away):
     """The store or the web server of a source does not answer now: retry.
 
     The message is one line, without the secrets of URLs.
@@ -42,11 +42,7 @@ class SourceAway(TransientError):
         super().__init__(without_secrets(" ".join(message.split())))
 
 
-class TooManyFailed(RuntimeError):
-    """More rows failed permanently than the recipe allows; the message lists the reasons."""
-
-
-class Outage(TransientError):
+class Outage(Away):
     """Most rows of several shards in a row failed for transient reasons: another run may succeed.
 
     The message is one line.

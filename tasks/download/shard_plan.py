@@ -326,7 +326,7 @@ def plan_shards(
 
     Raises:
         SourceError: the source cannot be read, or has no rows.
-        StageFailed, StorageError: as `build_or_reuse`.
+        StageFailed, Failed: as `build_or_reuse`.
     """
     pieces = list(source.pieces())
     key = plan_key()

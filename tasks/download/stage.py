@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 
 from artifacts.image_shards import read_tar
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from configs.errors import Away
 from configs.settings.recipe import Recipe
 from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import REPORTS, beam_options
@@ -44,7 +45,6 @@ from tasks.download.shard_plan import (
 from tasks.download.sources import SOURCES
 from tasks.download.statistics import DownloadStatistics, check_data
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
-from tasks.stage import TransientError
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 #: Facts of a shard that the manifest has; its record has all of them.
@@ -145,10 +145,10 @@ def build(
 
     Raises:
         SourceError: the source or the Beam options cannot be used.
-        TransientError: an outage deferred shards; the next run downloads only these.
-        Outage: a TransientError, after several such shards in a row.
-        TooManyFailed: more rows failed than `download.max_failed` allows.
-        StorageError: the store is not writable; StorageAway if it is full or does not answer.
+        Away: an outage deferred shards; the next run downloads only these.
+        Outage: a Away, after several such shards in a row.
+        Failed: more rows failed than `download.max_failed` allows.
+        Failed: the store is not writable; Away if it is full or does not answer.
     """
     with quiet_import():  # Beam takes seconds to import
         from tasks.download.download_on_beam import run_pipeline
@@ -168,7 +168,7 @@ def build(
         )
         deferred = run_pipeline(plan.shards, context, beam_options(recipe, "download"), progress)
     if deferred:
-        raise TransientError(_outage(deferred, len(plan.shards)))
+        raise Away(_outage(deferred, len(plan.shards)))
     outcomes: Counter[str] = Counter()
     found = DownloadStatistics()
     for shard in store.committed_shards(STAGE, sorted(spec.key for spec in plan.shards)):

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from configs.errors import Failed
 from configs.secrets import without_secrets
 from configs.settings.data import Download
 from tasks.download.http import is_transient
 from tasks.download.politeness import host_of
-from tasks.download.rows import Row, TooManyFailed
+from tasks.download.rows import Row
 
 #: Hosts of a shard with the most failures, and as many with the longest requests.
 HOSTS = 8
@@ -248,12 +249,12 @@ def _check(settings: Download, setting: str, problem: str, found: float) -> Chec
 
 
 def check_data(summary: Mapping[str, Any], settings: Download) -> None:
-    """Raise TooManyFailed for the first check that fails, or if there is no picture."""
+    """Raise Failed for the first check that fails, or if there is no picture."""
     for check in data_checks(summary, settings):
         if check.setting == "max_failed":
             _check_failures(check, summary)
         elif not check.passed:
-            raise TooManyFailed(
+            raise Failed(
                 f"download: {check.found:.1%} of the {check.problem}; download.{check.setting} "
                 f"allows {check.limit:.0%}"
             )
@@ -297,7 +298,7 @@ def _check_failures(check: Check, summary: Mapping[str, Any]) -> None:
         if r in examples
     ]
     allowed += f"; for example {', '.join(named)}" if named else ""
-    raise TooManyFailed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
+    raise Failed(f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}")
 
 
 def most_common(reasons: Mapping[str, int]) -> str:

@@ -13,10 +13,9 @@ from uuid import uuid4
 import apache_beam as beam
 from apache_beam.utils.shared import Shared
 
-from artifacts.models import ModelNotFound
 from artifacts.records import Damaged
 from artifacts.store import Shard, Store
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.registry import encoder_devices
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_report, workers_of
@@ -130,7 +129,7 @@ def encode_shards(
 
     Several flows may call it for the same shards: each encodes those that nobody else does.
 
-    Raises WrongInput; Damaged if an image shard is not the committed one; LockLost.
+    Raises Refused; Damaged if an image shard is not the committed one; LockLost.
     """
     sizes = {task.key: task.samples for task in tasks}
     watch = ShardProgress(store, dofn.reports, sizes, progress, unit="pictures")
@@ -141,7 +140,7 @@ def encode_shards(
 
     def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
         dofn.waits = waits
-        known = (WrongInput, Damaged, ModelNotFound, EncoderLost, EncoderFailed)
+        known = (Refused, Damaged, EncoderLost, EncoderFailed)
         threads = devices * SHARDS_PER_DEVICE
         run_linear(some, dofn, options, watch, threads=threads, known=known)
 

@@ -32,7 +32,7 @@ from artifacts.image_shards import read_tar
 from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.records import Damaged
 from artifacts.store import Store
-from runtimes.contract import WrongInput
+from configs.errors import Away, Failed, Refused
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import TEXT_PARTS, digest_encoders, vae_path
 from runtimes.process.job import EncodeJob
@@ -40,14 +40,12 @@ from runtimes.process.launcher import count_cores
 from runtimes.registry import encoder_devices, encodes_in_subprocess, interpreter, open_encoder
 from tasks.encode.shard import ShardEncoder
 from tasks.encode.transform import TransformSettings
-from tasks.stage import MachineShort, StorageAway, StorageError, TransientError, storing
+from tasks.stage import storing
 
 #: Shards that a device process works on: one on the device, others being read and written.
 SHARDS_PER_DEVICE = 2
 #: Errors that the client raises again.
-KNOWN = {
-    kind.__name__: kind for kind in (WrongInput, Damaged, MachineShort, StorageAway, StorageError)
-}
+KNOWN = {kind.__name__: kind for kind in (Refused, Damaged, Away, Failed)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class EncodingPlan:
         return replace(self, job=replace(self.job, device=device), decoders=decoders)
 
     def open(self) -> ShardEncoder:
-        """Load the encoders in this process. Raises WrongInput."""
+        """Load the encoders in this process. Raises Refused."""
         job = self.job
         encoder = open_encoder(self.job)
         given = (encoder, self.settings, job.batch_size, self.decoders)
@@ -76,8 +74,8 @@ def encode_tar(encoder: ShardEncoder, tar: str, sha256: str, path: str) -> dict[
 
     Raises:
         Damaged: the tar has another sha256.
-        StorageError: its store refuses requests; StorageAway if that may pass.
-        WrongInput: see ShardEncoder.encode.
+        Failed: its store refuses requests; Away if that may pass.
+        Refused: see ShardEncoder.encode.
     """
     with storing(Store(tar.rpartition("/")[0])):
         return encoder.encode(read_tar(tar, sha256), Path(path))
@@ -107,7 +105,7 @@ def serve(descriptors: Sequence[int]) -> None:
     settings = TransformSettings(**found.pop("settings"))
     try:
         encoder = EncodingPlan(job, settings, **found).open()
-    except WrongInput as error:
+    except Refused as error:
         send(connections[0], _described(error))
         return
     send(connections[0], {})
@@ -142,11 +140,11 @@ END_SECONDS = 10.0
 log = logging.getLogger("kiln")
 
 
-class EncoderLost(TransientError):
+class EncoderLost(Away):
     """The encoder process has ended; the message has the last line of its log."""
 
 
-class EncoderFailed(RuntimeError):
+class EncoderFailed(Failed):
     """A shard could not be encoded; the message has the error."""
 
 
@@ -185,13 +183,13 @@ class EncoderProcess:
         send(self._connections[0], asdict(plan))
 
     def wait(self) -> None:
-        """Return when the encoders are loaded. Raises WrongInput or EncoderLost."""
+        """Return when the encoders are loaded. Raises Refused or EncoderLost."""
         try:
             found = receive(self._connections[0])
         except (EOFError, OSError):
             raise self._lost() from None
         if "error" in found:
-            raise WrongInput(found["message"])
+            raise Refused(found["message"])
 
     def _encode(self, connection: Connection, tar: str, sha256: str, path: str) -> dict[str, Any]:
         try:
@@ -244,7 +242,7 @@ class EncoderPool:
         devices: their number.
 
     Raises:
-        WrongInput: the model or a device is unusable.
+        Refused: the model or a device is unusable.
     """
 
     def __init__(
@@ -313,7 +311,7 @@ class EncodersInStore:
     digest: str  # of digest_encoders
 
     def fetched(self, job: EncodeJob) -> EncodeJob:
-        """The job with the folders of this machine's copy. Raises ModelNotFound."""
+        """The job with the folders of this machine's copy. Raises Refused."""
         model, vae = _folders(fetch_model(self.url, self.digest, _digest))
         return replace(job, model=str(model), vae=None if vae is None else str(vae))
 

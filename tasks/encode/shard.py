@@ -25,7 +25,8 @@ from artifacts.latent_shards import (
     to_bfloat16,
     write_latent_shard,
 )
-from runtimes.contract import PipelineEncoder, WrongInput
+from configs.errors import Refused
+from runtimes.contract import PipelineEncoder
 from runtimes.data.loader import Prefetch
 from runtimes.families import family_named
 from runtimes.pipeline_folder.folder import TEXT_BATCH
@@ -200,7 +201,7 @@ class ShardEncoder:
         On one machine, a shard always has the same bytes.
 
         Raises:
-            WrongInput: the text encoders return NaN for the empty caption.
+            Refused: the text encoders return NaN for the empty caption.
         """
         bad: Counter[str] = Counter()
         batches = decoded_batches(
@@ -357,7 +358,7 @@ def _encode_captions(distinct: list[str], encoder: PipelineEncoder) -> tuple[Tex
             finite = np.isfinite(states[index]).all()
             if not finite or (summary is not None and not np.isfinite(summary).all()):
                 if caption == "":
-                    raise WrongInput("the text encoders return NaN for the empty caption")
+                    raise Refused("the text encoders return NaN for the empty caption")
                 continue
             rows[caption] = len(embeds)
             embeds.append(to_bfloat16(states[index]))

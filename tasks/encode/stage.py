@@ -12,6 +12,7 @@ from typing import Any
 
 from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from configs.errors import Failed
 from configs.settings.recipe import Recipe
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.folder import caption_limits, describe_encoders, digest_encoders
@@ -36,14 +37,10 @@ log = logging.getLogger("kiln")
 FEW_HELD_OUT = 20
 
 
-class EncodeFailed(RuntimeError):
-    """Too many samples are bad, or none is left; the message has the remedy."""
-
-
 def key_parts(
     recipe: Recipe, images: Artifact, model_folder: Path, vae_folder: Path | None
 ) -> KeyParts:
-    """The artifact's key: settings, pictures and encoders. Raises WrongInput."""
+    """The artifact's key: settings, pictures and encoders. Raises Refused."""
     inputs = {"images": images.digest, "encoders": digest_encoders(model_folder, vae_folder)}
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
@@ -59,8 +56,8 @@ def build(
     """Encode the image shards that have no latent shard, and add all latent shards to the draft.
 
     Raises:
-        WrongInput: the model or the settings are invalid; nothing was encoded.
-        EncodeFailed: more than `encode.max_bad` of the samples are bad, or no sample is left.
+        Refused: the model or the settings are invalid; nothing was encoded.
+        Failed: more than `encode.max_bad` of the samples are bad, or no sample is left.
     """
     given = (recipe, images, model_folder, vae_folder)
     shards = encode_missing(*given, draft.store, f"{draft.path}/{REPORTS}", progress)
@@ -103,8 +100,8 @@ def encode_missing(
         reports: folder of the workers' reports, of this flow alone.
 
     Raises:
-        WrongInput: the model or the settings are invalid; nothing was encoded.
-        EncodeFailed: there is no image shard.
+        Refused: the model or the settings are invalid; nothing was encoded.
+        Failed: there is no image shard.
     """
     # Beam takes seconds to import, which a reused artifact does not need.
     with quiet_import():
@@ -124,7 +121,7 @@ def encode_missing(
             samples = entry.meta["samples"]
             tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
     if not tasks:
-        raise EncodeFailed("encode: the images artifact has no image shard")
+        raise Failed("encode: the images artifact has no image shard")
     job = EncodeJob(
         runtime=recipe.runtime,
         model=str(model_folder),
@@ -187,19 +184,19 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
 
 
 def check(summary: dict[str, Any], max_bad: float) -> None:
-    """Raise EncodeFailed for too many bad samples; committed shards stay for the next run."""
+    """Raise Failed for too many bad samples; committed shards stay for the next run."""
     bad = sum(summary["bad"].values())
     reasons = ", ".join(f"{reason}: {n}" for reason, n in summary["bad"].items()) or "none read"
     if summary["samples"] == 0:
-        raise EncodeFailed(f"encode: no sample is left ({reasons})")
+        raise Failed(f"encode: no sample is left ({reasons})")
     if bad > max_bad * (bad + summary["samples"]):
-        raise EncodeFailed(
+        raise Failed(
             f"encode: {bad} of {bad + summary['samples']} samples are bad ({reasons}), more than "
             f"encode.max_bad ({max_bad:g}) allows; NaN latents mostly come from a VAE in half "
             "precision (encode.dtype)"
         )
     if summary["samples"] == summary["holdout"]:
-        raise EncodeFailed(
+        raise Failed(
             f"encode: all {summary['holdout']} samples are in the held-out split; add pictures or "
             "lower encode.holdout"
         )

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from artifacts.records import digest_json
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
-from runtimes.contract import WrongInput
 from runtimes.process.memory import check_memory
 
 Size = tuple[int, int]  # (height, width), pixels
@@ -34,16 +34,16 @@ def bucket_sizes(settings: TransformSettings, factor: int) -> list[Size]:
         factor: the model needs sides that are multiples of this many pixels.
 
     Raises:
-        WrongInput: the resolution does not fit the factor or the bucket step.
+        Refused: the resolution does not fit the factor or the bucket step.
     """
     side = settings.resolution
     if not settings.aspect_buckets:
         if side % factor:
-            raise WrongInput(f"encode.resolution: {side} is no multiple of the model's {factor}")
+            raise Refused(f"encode.resolution: {side} is no multiple of the model's {factor}")
         return [(side, side)]
     step = math.lcm(settings.bucket_step, factor)
     if side < step:
-        raise WrongInput(
+        raise Refused(
             f"encode.bucket_step: its step of {step} pixels (a multiple of the model's {factor}) "
             f"exceeds encode.resolution ({side})"
         )

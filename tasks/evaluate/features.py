@@ -28,8 +28,8 @@ from artifacts.image_shards import Sample
 from artifacts.models import digest_model
 from artifacts.records import digest_json, open_checked
 from artifacts.store import Shard, Store
+from configs.errors import Refused
 from configs.secrets import one_line
-from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.folder import read_config
 from runtimes.pipeline_folder.weights import check_vocabulary_files, weight_shapes
 from tasks.cut_captions import tell_cuts
@@ -56,13 +56,13 @@ class ImageEncoder(Protocol):
 
 
 def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
-    """Raise WrongInput unless a folder has a CLIPModel's files; no weights are loaded."""
+    """Raise Refused unless a folder has a CLIPModel's files; no weights are loaded."""
     _check_clip_parts(folder, setting)
     config = _processor_config(folder)
     size = config.get("size")
     resizes_to_one = isinstance(size, dict) and "height" in size
     if not config.get("do_center_crop", True) and not resizes_to_one:
-        raise WrongInput(
+        raise Refused(
             f"{setting}: {folder}: its image processor keeps the shape of a picture, its model "
             "takes squares: set do_center_crop to true in its preprocessor_config.json"
         )
@@ -70,7 +70,7 @@ def check_clip(folder: Path, setting: str = "evaluate.clip") -> None:
 
 
 def _check_input_size(folder: Path, setting: str) -> None:
-    """Raise WrongInput if the image processor of a CLIPModel gives no pictures of its size."""
+    """Raise Refused if the image processor of a CLIPModel gives no pictures of its size."""
     model = read_config(folder / "config.json")
     config = _processor_config(folder)
     vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
@@ -82,7 +82,7 @@ def _check_input_size(folder: Path, setting: str) -> None:
     elif isinstance(given, int):
         given = [given, given]
     if given != [side, side]:
-        raise WrongInput(
+        raise Refused(
             f"{setting}: {folder}: its image processor gives {given[0]} x {given[1]} pixels, its "
             f"model takes {side} x {side}: correct {'crop_size' if cropped else 'size'} in its "
             "preprocessor_config.json"
@@ -92,17 +92,17 @@ def _check_input_size(folder: Path, setting: str) -> None:
 def _check_clip_parts(folder: Path, setting: str) -> None:
     kind = _model_type(folder, setting, "CLIPModel")
     if kind != "clip":
-        raise WrongInput(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
+        raise Refused(f"{setting}: {folder} holds no CLIPModel (its model_type is {kind})")
     parts = {"weights": WEIGHTS, "a tokenizer": TOKENIZER, "an image processor": PROCESSOR}
     _check_parts(folder, setting, parts)
     try:
         check_vocabulary_files(folder, read_config(folder / "config.json"))
-    except WrongInput as error:
-        raise WrongInput(f"{setting}: {error}") from None
+    except Refused as error:
+        raise Refused(f"{setting}: {error}") from None
 
 
 def check_image_encoder(folder: Path) -> None:
-    """Raise WrongInput unless a folder has a model of whole pictures; no weights are loaded."""
+    """Raise Refused unless a folder has a model of whole pictures; no weights are loaded."""
     setting = "evaluate.image_encoder"
     is_clip = _model_type(folder, setting, "vision model") == "clip"
     if is_clip:
@@ -139,19 +139,19 @@ def _processor(folder: Path) -> Any:
 
 
 def _check_whole(folder: Path, setting: str) -> None:
-    """Raise WrongInput unless an image processor gives whole pictures of one size."""
+    """Raise Refused unless an image processor gives whole pictures of one size."""
     blanks = [np.zeros((*size, 3), np.uint8) for size in ((64, 96), (96, 64))]
     try:
         _whole_pictures(_processor(folder), blanks)
     except Exception as error:  # each processor has its own
-        raise WrongInput(
+        raise Refused(
             f"{setting}: {folder}: its image processor does not resize whole pictures to one size:"
             f" {one_line(error)}"
         ) from None
 
 
 def _check_call(folder: Path, setting: str) -> None:
-    """Raise WrongInput if a model does not accept a picture alone, or lacks weights."""
+    """Raise Refused if a model does not accept a picture alone, or lacks weights."""
     from transformers import AutoModel
 
     local = {"local_files_only": True, "trust_remote_code": False}
@@ -169,23 +169,23 @@ def _check_call(folder: Path, setting: str) -> None:
     except NotImplementedError:
         pass  # an operation that needs values
     except Exception as error:  # each architecture has its own
-        raise WrongInput(
+        raise Refused(
             f"{setting}: {folder} has no features of a picture alone: {one_line(error)}"
         ) from None
     if missing:  # such as the pooler in a classifier's folder: each process would draw another
-        raise WrongInput(
+        raise Refused(
             f"{setting}: {folder} lacks weights ({', '.join(missing[:3])}): choose a model with "
             "them, such as DINOv2"
         )
     if kind == "vit_mae":  # the only one of transformers that does so outside of training
-        raise WrongInput(
+        raise Refused(
             f"{setting}: {folder} masks patches at random, so that a picture has other features "
             "each time: choose another model, such as DINOv2"
         )
 
 
 def open_image_encoder(folder: Path, device: str = "auto") -> ImageEncoder:
-    """The CLIP model or vision model of a folder. Raises WrongInput if it fails to load."""
+    """The CLIP model or vision model of a folder. Raises Refused if it fails to load."""
     if read_config(folder / "config.json").get("model_type") == "clip":
         return WholePictures(Clip(folder, device, "evaluate.image_encoder"))
     return VisionModel(folder, device)
@@ -200,7 +200,7 @@ class Clip:
         setting: named in errors.
 
     Raises:
-        WrongInput: a part is missing or fails to load.
+        Refused: a part is missing or fails to load.
     """
 
     def __init__(self, folder: Path, device: str = "auto", setting: str = "evaluate.clip") -> None:
@@ -213,13 +213,13 @@ class Clip:
             self._processor = CLIPImageProcessor.from_pretrained(folder, local_files_only=True)
             self._tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, RuntimeError, ValueError) as error:
-            raise WrongInput(
+            raise Refused(
                 f"{setting}: {folder} does not load as a CLIPModel: {one_line(error)}"
             ) from None
         tokens = len(self._tokenizer)
         rows = model.config.text_config.vocab_size
         if not 256 < tokens <= rows:
-            raise WrongInput(
+            raise Refused(
                 f"{setting}: {folder}: the tokenizer has {tokens} tokens only,"
                 f" it needs 257 to {rows}"
             )
@@ -303,7 +303,7 @@ class VisionModel:
         device: as for Clip.
 
     Raises:
-        WrongInput: a part is missing or fails to load.
+        Refused: a part is missing or fails to load.
     """
 
     def __init__(self, folder: Path, device: str = "auto") -> None:
@@ -314,7 +314,7 @@ class VisionModel:
             model = AutoModel.from_pretrained(folder, use_safetensors=True, local_files_only=True)
             self._processor = _processor(folder)
         except (OSError, RuntimeError, ValueError) as error:
-            raise WrongInput(
+            raise Refused(
                 f"evaluate.image_encoder: {folder} does not load as a vision model:"
                 f" {one_line(error)}"
             ) from None
@@ -413,7 +413,7 @@ def _device(name: str) -> Any:
 
 def _model_type(folder: Path, setting: str, kind: str) -> Any:
     if not (folder / "config.json").is_file():
-        raise WrongInput(f"{setting}: {folder} has no config.json: it is no {kind} folder")
+        raise Refused(f"{setting}: {folder} has no config.json: it is no {kind} folder")
     return read_config(folder / "config.json").get("model_type")
 
 
@@ -428,13 +428,13 @@ def _processor_config(folder: Path) -> dict[str, Any]:
 def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]]) -> None:
     for part, files in parts.items():
         if not any((folder / name).is_file() for name in files):
-            raise WrongInput(f"{setting}: {folder} has no {' or '.join(files)} ({part})")
+            raise Refused(f"{setting}: {folder} has no {' or '.join(files)} ({part})")
     try:
         found = weight_shapes(folder)
-    except WrongInput as error:
-        raise WrongInput(f"{setting}: {error}") from None
+    except Refused as error:
+        raise Refused(f"{setting}: {error}") from None
     if not found:  # but an index
-        raise WrongInput(f"{setting}: {folder} has no .safetensors weights: fetch them")
+        raise Refused(f"{setting}: {folder} has no .safetensors weights: fetch them")
 
 
 VERSION = 1

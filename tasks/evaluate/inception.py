@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Away, Refused
 from configs.secrets import one_line, without_secrets
-from runtimes.contract import WrongInput
 from tasks.evaluate.features import BATCH, Float32, Picture, batches
-from tasks.stage import TransientError
 
 FEATURES = 2048  # of the last pooling
 
@@ -48,7 +47,7 @@ def open_inception(weights: str) -> Any:
     The file is read as tensors alone: torch-fidelity itself would run code that is pickled there.
 
     Raises:
-        WrongInput: torch-fidelity does not load, or the file does not fit the network.
+        Refused: torch-fidelity does not load, or the file does not fit the network.
     """
     import torch
 
@@ -58,7 +57,7 @@ def open_inception(weights: str) -> Any:
     try:
         from torch_fidelity import feature_extractor_inceptionv3 as theirs
     except (ImportError, RuntimeError) as error:
-        raise WrongInput(
+        raise Refused(
             "evaluate.inception: torch-fidelity does not load: install "
             f"requirements/fidelity.txt again: {one_line(error)}"
         ) from None
@@ -67,7 +66,7 @@ def open_inception(weights: str) -> Any:
         theirs.load_state_dict_from_url = lambda *_, **__: state
         return theirs.FeatureExtractorInceptionV3("inception-v3-compat", [str(FEATURES)])
     except Exception as error:  # torch.load of another format raises many kinds
-        raise WrongInput(
+        raise Refused(
             f"evaluate.inception: {weights} has no weights of torch-fidelity's InceptionV3:"
             f" {one_line(error)}"
         ) from None
@@ -83,7 +82,7 @@ def serve(connection: Connection, weights: str, device: str) -> None:
         # One process owns a Gaudi, and the sampling processes need it.
         where = choose_device("auto" if device.startswith("hpu") else device)
         network = open_inception(weights).to(where)
-    except WrongInput as error:
+    except Refused as error:
         connection.send_bytes(str(error).encode())
         return
     connection.send_bytes(b"")
@@ -104,10 +103,10 @@ END_SECONDS = 10.0
 
 
 def fidelity_folder() -> Path:
-    """The folder of torch-fidelity's packages. Raises WrongInput if it is not installed."""
+    """The folder of torch-fidelity's packages. Raises Refused if it is not installed."""
     folder = Path(sys.prefix + ENVIRONMENT)
     if not (folder / "torch_fidelity").is_dir():
-        raise WrongInput(
+        raise Refused(
             "evaluate.inception: torch-fidelity is not installed: run `make setup-fidelity`, or "
             "outside of .venv `python -m pip install --no-deps --target "
             f"{folder} --requirement requirements/fidelity.txt`"
@@ -123,12 +122,12 @@ def check_inception(weights: Path, named: str) -> None:
         named: the file in the recipe.
 
     Raises:
-        WrongInput: it does not load.
+        Refused: it does not load.
     """
     try:
         Inception(weights, "cpu").close()
-    except WrongInput as error:
-        raise WrongInput(str(error).replace(str(weights), without_secrets(named))) from None
+    except Refused as error:
+        raise Refused(str(error).replace(str(weights), without_secrets(named))) from None
 
 
 class Inception:
@@ -142,8 +141,8 @@ class Inception:
         device: as for Clip.
 
     Raises:
-        WrongInput: torch-fidelity is not installed, or the file is no such weights file.
-        TransientError: the process ended.
+        Refused: torch-fidelity is not installed, or the file is no such weights file.
+        Away: the process ended.
     """
 
     def __init__(self, weights: Path, device: str = "auto") -> None:
@@ -166,7 +165,7 @@ class Inception:
         self._finalizer = weakref.finalize(self, _end, self._connection, self._child)
         if message := self._receive().decode():
             self.close()
-            raise WrongInput(message)
+            raise Refused(message)
 
     def images(self, pictures: Iterable[Picture]) -> Float32:
         """Features f32 [N, 2048], not normalised. Picture sizes may differ.
@@ -200,12 +199,12 @@ class Inception:
         except (EOFError, OSError):
             raise self._lost() from None
 
-    def _lost(self) -> TransientError:
+    def _lost(self) -> Away:
         self.close()
         self._log.seek(0)
         last = self._log.read().strip().rpartition("\n")[2]
         code = self._child.returncode
-        return TransientError(f"evaluate.inception: its process ended with {code}: {last}")
+        return Away(f"evaluate.inception: its process ended with {code}: {last}")
 
 
 def _end(connection: Connection, child: subprocess.Popen[bytes]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.settings.evaluate import JudgeName, PreferenceModel
-from runtimes.contract import WrongInput
 from tasks.evaluate.distances import preference_scores
 from tasks.evaluate.features import Clip
 
@@ -78,7 +78,7 @@ def open_judges(
         prompts: all that will be judged; the log has how many a preference model cuts.
 
     Raises:
-        WrongInput: a preference model fails to load.
+        Refused: a preference model fails to load.
     """
     found: dict[str, Judge] = {}
     for one in settings:
@@ -101,24 +101,24 @@ def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str
 
 
 def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequence[str]) -> None:
-    """Raise WrongInput for the first prompt that a judge does not support."""
+    """Raise Refused for the first prompt that a judge does not support."""
     for one in settings:
         if isinstance(one, PreferenceModel):
             continue
         try:
             JUDGES[one].check(prompts)
         except ValueError as error:
-            raise WrongInput(
+            raise Refused(
                 f"evaluate.judges: {one}: {error}; for other prompts leave {one} out"
             ) from None
 
 
 def check_sides(settings: Sequence[JudgeName | PreferenceModel], height: int, width: int) -> None:
-    """Raise WrongInput for a judge that does not support pictures of this size."""
+    """Raise Refused for a judge that does not support pictures of this size."""
     for one in settings:
         side = None if isinstance(one, PreferenceModel) else JUDGES[one].side
         if side is not None and (height, width) != (side, side):
-            raise WrongInput(
+            raise Refused(
                 f"evaluate.judges: {one} judges pictures of {side} x {side} pixels, not {height} x "
                 f"{width}: set evaluate.height and width, or leave {one} out"
             )
@@ -130,12 +130,12 @@ def judge_pictures(
     """Metric name -> scores [N] of pictures u8 [N, H, W, 3].
 
     Raises:
-        WrongInput: a judge does not support these pictures.
+        Refused: a judge does not support these pictures.
     """
     found = {}
     for name, judge in judges.items():
         try:
             found[name] = judge(images, prompts)
         except ValueError as error:
-            raise WrongInput(f"evaluate.judges: {name}: {error}") from None
+            raise Refused(f"evaluate.judges: {name}: {error}") from None
     return found

@@ -92,7 +92,7 @@ class MetricSuite:
 
     @classmethod
     def of(cls, given: EvalInputs, store: Store, progress: Report) -> MetricSuite:
-        """The metrics of a recipe. Raises WrongInput if a model fails to load."""
+        """The metrics of a recipe. Raises Refused if a model fails to load."""
         recipe = given.recipe
         settings = given.recipe.evaluate
         sets = prompt_sets(given.recipe)

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.remote_stores import is_of_client, is_outage, remedy, web_cause
+from configs.errors import Away, Refused
 from configs.explain_errors import hint_of
 from configs.secrets import one_line
 from configs.settings.evaluate import JudgeName, PreferenceModel, PromptSet
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes.contract import WrongInput
 from tasks.evaluate import memorization
 from tasks.evaluate.distances import (
     DISTANCES,
@@ -44,7 +44,6 @@ from tasks.evaluate.distances import (
 from tasks.evaluate.features import Clip, Float32
 from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
 from tasks.panels import human
-from tasks.stage import TransientError
 
 MODELS = ("base", "tuned", "champion")
 
@@ -93,7 +92,7 @@ def prompt_sets(recipe: Recipe) -> PromptSets:
     """Prompt set name -> the prompt of every picture.
 
     Raises:
-        WrongInput: a prompt file cannot be read, or the name has unsupported characters.
+        Refused: a prompt file cannot be read, or the name has unsupported characters.
     """
     return {name: _expand(name, given) for name, given in recipe.evaluate.prompts.items()}
 
@@ -108,7 +107,7 @@ def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
 
 def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
     if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
-        raise WrongInput(f"evaluate.prompts: name {name!r}: use letters, digits, _, . and - only")
+        raise Refused(f"evaluate.prompts: name {name!r}: use letters, digits, _, . and - only")
     prompts = given.prompts or read_prompts(f"evaluate.prompts.{name}.file", str(given.file))
     return tuple(prompt for prompt in prompts for _ in range(given.images_per_prompt))
 
@@ -117,8 +116,8 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     """The non-empty lines of a UTF-8 text file at an fsspec URL.
 
     Raises:
-        WrongInput: the file cannot be read or has no prompt; the message names `setting`.
-        TransientError: its store does not respond.
+        Refused: the file cannot be read or has no prompt; the message names `setting`.
+        Away: its store does not respond.
     """
     try:
         with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
@@ -126,17 +125,15 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
     except Exception as error:  # clients of remote stores define their own exception types
         cause = web_cause(url, error)
         if isinstance(cause, FileNotFoundError):
-            raise WrongInput(f"{setting}: {url}: no such file") from None
+            raise Refused(f"{setting}: {url}: no such file") from None
         why = getattr(cause, "strerror", None) or one_line(cause)
         if is_outage(cause):
-            raise TransientError(
-                f"{setting}: {url} cannot be read ({why}): {remedy(cause)}"
-            ) from error
+            raise Away(f"{setting}: {url} cannot be read ({why}): {remedy(cause)}") from error
         if not isinstance(cause, OSError | ValueError) and not is_of_client(cause):
             raise
-        raise WrongInput(f"{setting}: {url} cannot be read: {why}") from None
+        raise Refused(f"{setting}: {url} cannot be read: {why}") from None
     if not prompts:
-        raise WrongInput(f"{setting}: {url} has no prompt: write one per line")
+        raise Refused(f"{setting}: {url} has no prompt: write one per line")
     return prompts
 
 
@@ -191,7 +188,7 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
         held_out: number of pictures that a nonzero `encode.holdout` selects.
 
     Raises:
-        WrongInput: a prompt file cannot be read.
+        Refused: a prompt file cannot be read.
     """
     sets = list(recipe.evaluate.prompts)
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
@@ -299,7 +296,7 @@ class SampleScorer:
             strip: PNG bytes with one picture per prompt, left to right, all of one width.
 
         Raises:
-            WrongInput: the CLIP model fails to load, or a judge does not support the pictures.
+            Refused: the CLIP model fails to load, or a judge does not support the pictures.
         """
         whole = np.asarray(Image.open(io.BytesIO(strip)).convert("RGB"))
         pictures = np.stack(np.split(whole, len(self._prompts), axis=1))

@@ -21,20 +21,12 @@ import numpy as np
 import yaml
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.models import (
-    IGNORED,
-    ModelAway,
-    ModelNotFound,
-    cache_folder,
-    digest_model,
-    digest_model_file,
-    resolve_model,
-)
+from artifacts.models import IGNORED, cache_folder, digest_model, digest_model_file, resolve_model
 from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
 from artifacts.remote_stores import is_forbidden, is_outage
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import vae_path
 from tasks.evaluate import draw
@@ -62,8 +54,8 @@ def load_published_model(folder: Path) -> EvalModel:
 
     Raises:
         Damaged: a file is not the one that its manifest names; a folder without one is not checked.
-        ModelNotFound, ModelAway: the base of the adapters is missing, or does not answer now.
-        WrongInput: the folder has neither a pipeline nor adapters.
+        Refused, Away: the base of the adapters is missing, or does not answer now.
+        Refused: the folder has neither a pipeline nor adapters.
     """
     _check_files(folder)
     found = find_parts(folder)
@@ -78,7 +70,7 @@ def find_parts(folder: Path) -> EvalModel:
         return EvalModel("", folder, weights, evaluated=evaluated)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
-        raise WrongInput(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
+        raise Refused(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     base, vae = _base_of(folder)
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
     return EvalModel("", base, TrainedWeights(own, lora), vae, evaluated)
@@ -166,8 +158,8 @@ def _base_of(folder: Path) -> tuple[Path, Path | None]:
         given = model.get("vae")
         return base, None if given is None else vae_path(base, resolve_model(os.fspath(given)))
     except (KeyError, TypeError):
-        raise WrongInput(f"{folder}/{RECIPE} does not name the base of its adapters") from None
-    except (ModelNotFound, ModelAway) as error:
+        raise Refused(f"{folder}/{RECIPE} does not name the base of its adapters") from None
+    except (Refused, Away) as error:
         raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None
 
 
@@ -257,7 +249,7 @@ def _finite(estimates: Estimates) -> Estimates:
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     """The `tuned` metrics of a publication; None if they are missing, damaged or not comparable.
 
-    Raises StorageError if a remote store does not give them.
+    Raises Failed if a remote store does not give them.
     """
     place = Store(uri)
     fs = place.fs

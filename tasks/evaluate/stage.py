@@ -14,9 +14,9 @@ import numpy as np
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import describe_encoders, read_denoiser_config
 from runtimes.sample import initial_noise
@@ -75,17 +75,17 @@ def key_parts(given: EvalInputs, trained: Artifact) -> KeyParts:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise WrongInput for an unreadable prompt file, or a judge with a wrong prompt or name."""
+    """Raise Refused for an unreadable prompt file, or a judge with a wrong prompt or name."""
     known = Counter(metric_names(recipe))
     for judge in judge_names(recipe.evaluate.judges):
         names = by_set(judge, recipe.evaluate.prompts)
         if judge in LOWER_IS_BETTER or any(known[name] > 1 for name in names):
-            raise WrongInput(f"evaluate.judges: {judge} is the name of another metric: rename it")
+            raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 
 def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
-    """Raise WrongInput for a picture size that the model or a judge does not support."""
+    """Raise Refused for a picture size that the model or a judge does not support."""
     given = recipe.evaluate
     sides = {"height": given.height, "width": given.width}
     initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base, vae)
@@ -139,11 +139,11 @@ def build(
 
 
 def _check_finite(models: Mapping[str, Estimates]) -> None:
-    """Raise WrongInput for a metric without a value: no rule of a gate can compare it."""
+    """Raise Refused for a metric without a value: no rule of a gate can compare it."""
     for model, estimates in models.items():
         for name, found in estimates.items():
             if not np.isfinite(found.value):
-                raise WrongInput(
+                raise Refused(
                     f"{name} of the {model} model is {found.value}: its weights are not finite, "
                     "or its activations exceed evaluate.dtype"
                 )

@@ -25,10 +25,10 @@ from typing import Any
 
 from artifacts.records import digest_json
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import (
     describe_encoders,
@@ -123,7 +123,7 @@ class Planner:
         config = read_part_config(self._model, detect_family(self._model).denoiser)
         try:
             trained_config(config, train, replacement_config(train))
-        except WrongInput:
+        except Refused:
             return False
         return True
 
@@ -473,7 +473,7 @@ def plan_gpu_training(
         say: receives a message before each computation, which takes seconds to a minute.
 
     Raises:
-        ModelNotFound, WrongInput: the plan does not support the recipe or the GPU.
+        Refused: the plan does not support the recipe or the GPU.
         PlanFailed: the planner failed.
     """
     there = parse_gpu(gpu)
@@ -492,7 +492,7 @@ def plan_for(
 ) -> GpuPlan:
     """`plan_gpu_training` for local folders; their configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
-        raise WrongInput("train.fsdp: a GPU plan knows unsharded weights only: set 1")
+        raise Refused("train.fsdp: a GPU plan knows unsharded weights only: set 1")
     planner = Planner(recipe, model, vae, say)
     planner.compute(planner.requests(recipe))
     peaks = planner.peaks(recipe)
@@ -513,7 +513,7 @@ def check_fits(
     *,
     small: int = SMALL,
 ) -> None:
-    """Raise WrongInput for a recipe that cannot train or be evaluated on a GPU.
+    """Raise Refused for a recipe that cannot train or be evaluated on a GPU.
 
     A recipe that may fit is accepted, with a warning if the plan says that it does not. A model
     that is small beside the memory is not planned, since that costs seconds to a minute.
@@ -535,9 +535,9 @@ def check_fits(
         log.warning("the memory of training is unknown: %s", error)
         return
     if plan.least_training > memory:
-        raise WrongInput(plan.refusal())
+        raise Refused(plan.refusal())
     if host is not None and plan.peaks.host > host:
-        raise WrongInput(
+        raise Refused(
             f"evaluate.offload keeps {plan.peaks.host / GIB:.1f} GiB of weights in the host's "
             f"memory, which has {host / GIB:.1f} GiB: set false, or use a larger host"
         )

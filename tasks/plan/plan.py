@@ -22,10 +22,10 @@ from typing import Any
 from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
+from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family, family_named
 from runtimes.pipeline_folder.folder import describe_encoders, vae_path
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
@@ -33,7 +33,7 @@ from runtimes.process.planner import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
 
 
-class PlanFailed(RuntimeError):
+class PlanFailed(Failed):
     """The planner's process failed; the message has the last lines of its log."""
 
 
@@ -131,7 +131,7 @@ def config_folders(recipe: Recipe) -> tuple[Path, Path | None]:
     """Local folders of the base, and of a separate VAE; of a model on the hub with configs alone.
 
     Raises:
-        ModelNotFound: the base or the VAE does not exist.
+        Refused: the base or the VAE does not exist.
     """
     model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
     separate = recipe.model.vae
@@ -179,7 +179,7 @@ def ask_planner(
     """Run a planner's module in a child process on a request; the JSON object that it prints.
 
     Raises:
-        WrongInput: the planner does not support the request.
+        Refused: the planner does not support the request.
         PlanFailed: the planner failed.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
@@ -193,7 +193,7 @@ def ask_planner(
         raise PlanFailed(f"the step could not be planned (exit code {done.returncode}): {last}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "wrong_input" in found:
-        raise WrongInput(found["wrong_input"])
+        raise Refused(found["wrong_input"])
     return found
 
 
@@ -249,7 +249,7 @@ def estimate_disk(
         trials: of a sweep, the recipes that are trained and measured; one of them is published.
 
     Raises:
-        WrongInput: the base's configs are invalid, or a prompt file cannot be read.
+        Refused: the base's configs are invalid, or a prompt file cannot be read.
     """
     info = describe_encoders(model, vae)
     trained = [(one, _trained_parameters(one.train, model)) for one in trials or (recipe,)]
@@ -334,7 +334,7 @@ def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -
 def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     try:
         return weight_shapes(folder)
-    except WrongInput:  # another stage reports a damaged file
+    except Refused:  # another stage reports a damaged file
         return {}
 
 

@@ -133,7 +133,7 @@ def plan_slice_training(
         say: receives a message before each compilation, which takes minutes.
 
     Raises:
-        ModelNotFound, WrongInput: the plan does not support the recipe or the slice.
+        Refused: the plan does not support the recipe or the slice.
         PlanFailed: the compiler failed.
     """
     where = parse_slice(topology)

@@ -17,6 +17,7 @@ from typing import Any
 
 from artifacts.safetensors import Arrays
 from artifacts.tensor_header import header_bytes
+from configs.errors import Refused
 from runtimes.adapters import lora as kohya
 from runtimes.adapters.lora import (
     LORA_WEIGHTS,
@@ -26,7 +27,6 @@ from runtimes.adapters.lora import (
     stored_name,
     with_alpha_in_weights,
 )
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, read_scheduler_config
 from runtimes.pipeline_folder.folder import folder_extras
@@ -59,7 +59,7 @@ def assemble(
 
     Raises:
         FileNotFoundError: a part or its weights are missing.
-        WrongInput: a part lacks a layer of its adapters, or a weight does not fit `dtype`.
+        Refused: a part lacks a layer of its adapters, or a weight does not fit `dtype`.
     """
     adapters = adapters or {}
     out.mkdir(parents=True, exist_ok=True)
@@ -99,9 +99,9 @@ class _Merging:
         return torch.from_numpy(adapter.merged(tensor.float().numpy()))
 
     def finish(self) -> None:
-        """Raise WrongInput if an adapter had no layer."""
+        """Raise Refused if an adapter had no layer."""
         if self._unused:
-            raise WrongInput(f"the adapters are for another model: it has no {min(self._unused)}")
+            raise Refused(f"the adapters are for another model: it has no {min(self._unused)}")
 
 
 def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> None:
@@ -169,7 +169,7 @@ def cast(name: str, tensor: Any, dtype: str) -> Any:
     """The tensor as `dtype` if it is floating point, else unchanged; contiguous.
 
     Raises:
-        WrongInput: a finite value overflows `dtype`.
+        Refused: a finite value overflows `dtype`.
     """
     import torch
 
@@ -177,7 +177,7 @@ def cast(name: str, tensor: Any, dtype: str) -> Any:
         return tensor.contiguous()
     half = tensor.to(getattr(torch, dtype))
     if tensor.isfinite().all() and not half.isfinite().all():
-        raise WrongInput(f"publish.dtype: {name} does not fit {dtype}: set bfloat16 or float32")
+        raise Refused(f"publish.dtype: {name} does not fit {dtype}: set bfloat16 or float32")
     return half.contiguous()
 
 
@@ -220,7 +220,7 @@ def write_adapters(
         scheduler: folder of the scheduler if it differs from the base's.
 
     Raises:
-        WrongInput: a weight does not fit `dtype`.
+        Refused: a weight does not fit `dtype`.
     """
     from safetensors import safe_open
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from artifacts.models import resolve_model, was_not_reached
 from artifacts.records import first_fault, write_atomic
 from artifacts.store import MANIFEST
+from configs.errors import Failed, Refused
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
 from tasks.stage import REPORT
@@ -36,12 +37,8 @@ UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
 
 
-class SignatureError(ValueError):
-    """A key is unusable, or a model is not as it was signed."""
-
-
 def check_key(key: str) -> None:
-    """Raise SignatureError for a file that is no private key of a supported curve."""
+    """Raise Refused for a file that is no private key of a supported curve."""
     _signer(key)
 
 
@@ -49,13 +46,13 @@ def sign_version(registry: Registry, version: Version, key: str) -> None:
     """Write `model.sig` beside a version's files, unless it has a valid one of the key.
 
     Raises:
-        SignatureError: the key is unusable, or a file is not as published.
+        Refused: the key is unusable, or a file is not as published.
     """
     config = _signer(key)
     root = f"{registry.root}/{version.name}"
     fault = first_fault(registry.fs, root, version.manifest["files"], deep=True)
     if fault is not None:
-        raise SignatureError(f"{registry.name} {version.name} is not signed: {fault}")
+        raise Refused(f"{registry.name} {version.name} is not signed: {fault}")
     folder = resolve_model(version.uri)
     with tempfile.TemporaryDirectory(prefix="kiln-sign-") as scratch:
         if (folder / SIGNATURE).is_file() and _is_signed_by(key, folder, Path(scratch)):
@@ -70,7 +67,7 @@ def verify_folder(folder: Path, key: Path) -> None:
     """Check that a folder has exactly the files that the owner of a public key signed.
 
     Raises:
-        SignatureError: the folder has no signature, one of another key, or other files.
+        Refused: the folder has no signature, one of another key, or other files.
     """
     from cryptography.hazmat.primitives import serialization as pem
     from model_signing import verifying
@@ -78,9 +75,9 @@ def verify_folder(folder: Path, key: Path) -> None:
     try:
         pem.load_pem_public_key(key.read_bytes())
     except (OSError, ValueError) as error:
-        raise SignatureError(f"public key {key}: {error}") from None
+        raise Refused(f"public key {key}: {error}") from None
     if not (folder / SIGNATURE).is_file():
-        raise SignatureError(f"{folder} is not signed: it has no {SIGNATURE}")
+        raise Refused(f"{folder} is not signed: it has no {SIGNATURE}")
     try:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=key)
         verifier.set_hashing_config(_hashing(folder)).verify(folder, folder / SIGNATURE)
@@ -89,7 +86,7 @@ def verify_folder(folder: Path, key: Path) -> None:
         if changed := CHANGED.findall(reason):
             others = OTHERS.findall(CHANGED.sub("", reason))
             reason = "; ".join([*others, f"changed files: {', '.join(changed)}"])
-        raise SignatureError(f"{folder} is not as signed by {key}: {reason}") from None
+        raise Refused(f"{folder} is not as signed by {key}: {reason}") from None
 
 
 def _hashing(folder: Path):  # type: ignore[no-untyped-def]  # the library is imported late: 0.7 s
@@ -111,7 +108,7 @@ def _signer(key: str):  # type: ignore[no-untyped-def]
         reason = f"{error} ({PASSWORD})"
     except (OSError, ValueError) as error:
         reason = str(error)
-    raise SignatureError(f"signing key {key}: {reason} (see docs/publishing.md)")
+    raise Refused(f"signing key {key}: {reason} (see docs/publishing.md)")
 
 
 def _password() -> Any:
@@ -130,7 +127,7 @@ def _is_signed_by(key: str, folder: Path, scratch: Path) -> bool:
     (scratch / "public.pem").write_bytes(public)
     try:
         verify_folder(folder, scratch / "public.pem")
-    except SignatureError:
+    except Refused:
         return False
     return True
 
@@ -140,7 +137,7 @@ CARD = "README.md"
 MADE_BY_HUB = {".gitattributes"}  # with each repository
 
 
-class PushFailed(RuntimeError):
+class PushFailed(Failed):
     """The hub did not accept a model."""
 
 

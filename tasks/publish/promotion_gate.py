@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from tasks.evaluate.distances import LEVEL, Estimate, Estimates, Interval, difference, quantile
 from tasks.evaluate.metrics import hint_of_metric, prompt_sets, sets_of_metric
@@ -30,10 +31,6 @@ _COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operato
 #: With fewer prompts, an interval at 95% is wider than ± 2.8 standard errors.
 LEAST_PROMPTS = 5
 ENOUGH_PROMPTS = 8
-
-
-class GateError(ValueError):
-    """A rule cannot be parsed, or its metric is not measured."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,11 @@ def parse_rule(text: str) -> Rule:
     """Parse a rule: `cmmd < base`, `clip_score >= champion * 0.98`, `kid < champion at 95%`.
 
     Raises:
-        GateError: the text is no rule.
+        Refused: the text is no rule.
     """
     match = _RULE.fullmatch(text)
     if match is None:
-        raise GateError(
+        raise Refused(
             f"gate rule {text!r}: write it as `metric >= number`, `metric < base` or "
             "`metric >= champion * 0.98`, with ` at 95%` for confidence"
         )
@@ -84,14 +81,14 @@ def parse_rule(text: str) -> Rule:
     factor, offset = (amount, 0.0) if how == "*" else (1.0, -amount if how == "-" else amount)
     level = None if percent is None else float(percent) / 100
     if level is not None and not 0.5 <= level < 1:
-        raise GateError(f"gate rule {text!r}: a level is at least 50% and below 100%")
+        raise Refused(f"gate rule {text!r}: a level is at least 50% and below 100%")
     return Rule(text, metric, op, bound, model and model.lower(), factor, offset, level)
 
 
 def check_rules(
     rules: Sequence[str], metrics: Sequence[str], resamples: int, hint: str | None = None
 ) -> None:
-    """Raise GateError for the first rule that cannot be parsed or measured.
+    """Raise Refused for the first rule that cannot be parsed or measured.
 
     Args:
         metrics: names of the measured metrics.
@@ -102,10 +99,10 @@ def check_rules(
         rule = parse_rule(text)
         needed = 0 if rule.level is None else _resamples_needed(rule.level)
         if resamples < needed:
-            raise GateError(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
+            raise Refused(f"gate rule {text!r}: it needs evaluate.bootstrap of {needed} or more")
         if rule.metric not in metrics:
             hint = hint or hint_of_metric(rule.metric, metrics)
-            raise GateError(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
+            raise Refused(f"gate rule {text!r}: {rule.metric} is not measured ({hint})")
 
 
 def _resamples_needed(level: float) -> int:
@@ -117,7 +114,7 @@ def warnings_of_few_prompts(recipe: Recipe) -> list[str]:
     """A line for each rule with a level whose interval few prompts make too wide to pass.
 
     Raises:
-        WrongInput: a prompt file cannot be read.
+        Refused: a prompt file cannot be read.
     """
     rules = [rule for rule in map(parse_rule, recipe.publish.gate) if rule.level is not None]
     sets = prompt_sets(recipe) if rules else {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from artifacts.records import write_atomic
 from artifacts.store import Artifact, Store
+from configs.errors import Away
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES, Recipe
 from tasks.panels import Facts, Panel
@@ -20,7 +21,7 @@ from tasks.publish import report
 from tasks.publish.hub import sign_version
 from tasks.publish.registry import AliasNotWritten, ChampionChanged, Registry, Version
 from tasks.publish.stage import STAGE, check_champion, registry_of
-from tasks.stage import REPORT, StageResult, TransientError, failing, storing
+from tasks.stage import REPORT, StageResult, failing, storing
 
 log = logging.getLogger("kiln")
 
@@ -45,7 +46,7 @@ def register(
     of the report, or after the promotion, is logged.
 
     Raises:
-        TransientError: the champion is not the one that the gate compared with, or another run's
+        Away: the champion is not the one that the gate compared with, or another run's
             `keep_versions` has deleted the version: a retry publishes it again.
     """
     registry = registry_of(recipe)
@@ -106,17 +107,17 @@ def _promote(
     start: str | None,
     check: Callable[[], None],
 ) -> None:
-    """Make a version the champion. Raises TransientError if another became it meanwhile.
+    """Make a version the champion. Raises Away if another became it meanwhile.
 
     Args:
         forced: the reason to publish despite the gate.
         start: as of `register`.
-        check: raises TransientError unless the gate compared with the present champion.
+        check: raises Away unless the gate compared with the present champion.
     """
     champion = registry.champion()
     expected = champion.name if champion else None
     if start not in (None, expected):
-        raise TransientError(f"{expected} became the champion meanwhile: run again")
+        raise Away(f"{expected} became the champion meanwhile: run again")
     check()
     try:
         why = "published" if forced is None else f"forced: {forced}"
@@ -124,7 +125,7 @@ def _promote(
     except AliasNotWritten as error:  # it holds: a retry would not announce it
         log.warning("publish: %s", error)
     except ChampionChanged as error:
-        raise TransientError(f"{error}: run again") from None
+        raise Away(f"{error}: run again") from None
 
 
 def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
@@ -144,13 +145,13 @@ def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
 
 @contextmanager
 def _unless_deleted(registry: Registry, version: Version) -> Iterator[None]:
-    """Raise TransientError for an error whose cause is that another run deleted the version."""
+    """Raise Away for an error whose cause is that another run deleted the version."""
     try:
         yield
     except Exception as error:
         if registry.has(version.name):
             raise
-        raise TransientError(
+        raise Away(
             f"{version.name} was deleted by another run before its promotion: run again"
         ) from error
 

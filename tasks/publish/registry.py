@@ -47,6 +47,7 @@ from artifacts.records import (
     write_atomic,
 )
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
+from configs.errors import Failed, Refused
 from configs.explain_errors import hint_of
 from configs.secrets import one_line
 from tasks.stage import REPORT
@@ -59,11 +60,7 @@ ROLLED_BACK = "rolled back"
 Moves = list[dict[str, Any]]  # {version, why, at, token} and facts, oldest first
 
 
-class RegistryError(ValueError):
-    """A model or version is missing or damaged; the message lists the existing versions."""
-
-
-class AliasNotWritten(RuntimeError):
+class AliasNotWritten(Failed):
     """The champion has changed, but its alias could not follow."""
 
 
@@ -79,14 +76,14 @@ class Champions:
     def moves(self) -> Moves:
         """Changes of the champion.
 
-        Raises RegistryError if the history is damaged, and its copy is damaged or missing.
+        Raises Refused if the history is damaged, and its copy is damaged or missing.
         """
         found = _decode(read(self._fs, self._history), self._history)
         if found:
             return found
         copied = _decode(read(self._fs, self._copy), self._copy)
         if copied is None or (found is None and not copied):
-            raise RegistryError(
+            raise Refused(
                 f"{self._history} and its copy {COPY} are damaged: restore one of them, or delete "
                 "both and promote a version"
             )
@@ -228,7 +225,7 @@ CANDIDATE = "candidate"  # aliases
 SAME_MODEL = "key_without_champion"  # fact of a move of the champion
 
 
-class ChampionChanged(RegistryError):
+class ChampionChanged(Refused):
     """The champion is another than the one that a promotion was decided against."""
 
 
@@ -257,7 +254,7 @@ def _key_of(manifest: Mapping[str, Any]) -> str:
 
 
 class Registry:
-    """The versions of one model name in a registry. Raises StoreError for an invalid URL."""
+    """The versions of one model name in a registry. Raises Refused for an invalid URL."""
 
     def __init__(self, url: str, name: str) -> None:
         self.store = Store(url)
@@ -285,13 +282,13 @@ class Registry:
         return [(name, fault) for name, fault in self._manifests() if isinstance(fault, str)]
 
     def champion(self) -> Version | None:
-        """The champion; None without one. Raises RegistryError if it is damaged."""
+        """The champion; None without one. Raises Refused if it is damaged."""
         name = last(self.history())
         if name is None:
             return None
         champion = self._version(name)
         if champion is None:
-            raise RegistryError(
+            raise Refused(
                 f"{self.name}: the champion {name} is damaged: restore it, or promote another"
             )
         return champion
@@ -322,7 +319,7 @@ class Registry:
             expected: the present champion's version, None for none; default: whichever it is.
 
         Raises:
-            RegistryError: the version does not exist.
+            Refused: the version does not exist.
             ChampionChanged: the champion is neither `expected` nor this version already, as after
                 a promotion whose answer was lost.
             AliasNotWritten: it is the champion, but the alias could not be written.
@@ -340,7 +337,7 @@ class Registry:
         return found
 
     def version(self, name: str) -> Version:
-        """The version with a name such as v2. Raises RegistryError if it does not exist."""
+        """The version with a name such as v2. Raises Refused if it does not exist."""
         # Any other name is no folder of a version.
         found = self._version(name) if re.fullmatch(r"v\d+", name) else None
         if found is None:
@@ -348,8 +345,8 @@ class Registry:
             if not names:
                 models = subfolders(self.fs, self.store.root) or ["none"]
                 hint = hint_of(self.name, models)
-                raise RegistryError(f"{self.name} {name}: no such model in the registry ({hint})")
-            raise RegistryError(f"{self.name} {name}: no such version (there are: {names})")
+                raise Refused(f"{self.name} {name}: no such model in the registry ({hint})")
+            raise Refused(f"{self.name} {name}: no such version (there are: {names})")
         return found
 
     def has(self, name: str) -> bool:
@@ -361,17 +358,17 @@ class Registry:
         """Restore the previous champion; repeated calls go back to the oldest that is kept.
 
         Raises:
-            RegistryError: there is no champion or no earlier one.
+            Refused: there is no champion or no earlier one.
         """
 
         def earlier(moves: Moves) -> str:
             current = last(moves)
             if current is None:
-                raise RegistryError(f"{self.name}: there is no champion to roll back from")
+                raise Refused(f"{self.name}: there is no champion to roll back from")
             readable = {version.name for version in self.versions()}
             found = next((n for n in _newest_first(moves) if n != current and n in readable), None)
             if found is None:
-                raise RegistryError(f"{self.name}: no champion before {current} is kept")
+                raise Refused(f"{self.name}: no champion before {current} is kept")
             return found
 
         return self.version(self._champions.move(earlier, ROLLED_BACK))
@@ -385,13 +382,13 @@ class Registry:
         """The version `v2`, or that of the alias `champion` or `candidate`; "" is the champion.
 
         Raises:
-            RegistryError: it does not exist.
+            Refused: it does not exist.
         """
         if which not in ("", CHAMPION, CANDIDATE):
             return self.version(which)
         found = self.candidate() if which == CANDIDATE else self.champion()
         if found is None:
-            raise RegistryError(f"{self.name}: there is no {which or CHAMPION}")
+            raise Refused(f"{self.name}: there is no {which or CHAMPION}")
         return found
 
     def keep(self, count: int) -> list[str]:
@@ -484,7 +481,7 @@ class Registry:
         return moves[-1] if moves else None
 
     def history(self) -> Moves:
-        """Changes of the champion, oldest first. Raises RegistryError if they are damaged."""
+        """Changes of the champion, oldest first. Raises Refused if they are damaged."""
         return self._champions.moves()
 
     def damaged_histories(self) -> list[str]:
@@ -553,7 +550,7 @@ class Registry:
         manifest = {**artifact.manifest, "files": stamped(self.fs, root, copied)}
         lock.check()
         if not create(self.fs, f"{root}/{MANIFEST}", encode_record(manifest)):
-            raise RegistryError(f"{self.name} {name}: another publisher made it: publish again")
+            raise Refused(f"{self.name} {name}: another publisher made it: publish again")
         return Version(name, self.url(name), manifest)
 
     def _mend(self, version: Version, artifact: Artifact, lock: Lock) -> bool:

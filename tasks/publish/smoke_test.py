@@ -59,9 +59,9 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
         vae: folder of the VAE that replaces the base's own.
 
     Raises:
-        TransientError: the process was killed, or ran out of memory or time, on a busy machine.
+        Away: the process was killed, or ran out of memory or time, on a busy machine.
     """
-    from tasks.stage import TransientError  # the script has no project to import from
+    from configs.errors import Away
 
     job = json.dumps(describe(folder, base, vae, recipe))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
@@ -75,14 +75,14 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise TransientError(f"smoke test: no picture after {SECONDS} s: run again") from None
+        raise Away(f"smoke test: no picture after {SECONDS} s: run again") from None
     if result.returncode < 0:
         name = signal.Signals(-result.returncode).name
-        raise TransientError(f"smoke test: killed by {name}: run again")
+        raise Away(f"smoke test: killed by {name}: run again")
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         if (lack := OF_THE_MACHINE.search(result.stderr)) is not None:
-            raise TransientError(f"smoke test: {lack[0]}: run again")
+            raise Away(f"smoke test: {lack[0]}: run again")
         raise SmokeTestFailed(lines[-1])
 
 

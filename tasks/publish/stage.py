@@ -18,6 +18,7 @@ from typing import Any
 from artifacts.models import digest_model
 from artifacts.records import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft, KeyParts
+from configs.errors import Away
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import read_adapters
@@ -33,16 +34,7 @@ from tasks.publish import model_card, promotion_gate, smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import published_settings
 from tasks.publish.registry import Registry, Version, registry_url
-from tasks.stage import (
-    BOOTSTRAP,
-    GATE,
-    GRID,
-    METRICS,
-    RECIPE,
-    TrainedWeights,
-    TransientError,
-    local_weights,
-)
+from tasks.stage import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, TrainedWeights, local_weights
 
 #: Input -> its title, where an input is no artifact of the store.
 TITLES = {"source": "source", "encoders": "encoders", "base": "base model", "clip": "judge: CLIP"}
@@ -194,14 +186,14 @@ def compared_champion(recipe: Recipe, inputs: Mapping[str, str]) -> Version | No
 def check_champion(
     recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, key: Mapping[str, Any]
 ) -> None:
-    """Raise TransientError unless the champion is the one that a key names.
+    """Raise Away unless the champion is the one that a key names.
 
     Args:
         key: its `settings` and `inputs`, as in a manifest.
     """
     now = _inputs(recipe, trained, evaluated, base, key["settings"])
     if now.get("champion") != key["inputs"].get("champion"):
-        raise TransientError("another model became the champion meanwhile: run again")
+        raise Away("another model became the champion meanwhile: run again")
 
 
 def _champion_before(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
@@ -239,7 +231,7 @@ def build(
 
     Raises:
         Rejected: a rule or the smoke test failed; the draft is empty.
-        TransientError: the champion is not the one that the draft's key names.
+        Away: the champion is not the one that the draft's key names.
     """
     recipe = given.recipe
     inputs = draft.parts.inputs

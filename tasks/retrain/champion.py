@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from artifacts.store import Artifact, Store
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
-from runtimes.contract import WrongInput
 from tasks.encode.transform import settings_for_key
 from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.stage import registry_of
@@ -30,7 +30,7 @@ class Champion:
     compared_latents: str
 
     def load(self, store: Store, stage: str, key: str) -> Artifact:
-        """One of its artifacts. Raises WrongInput if the store lacks it."""
+        """One of its artifacts. Raises Refused if the store lacks it."""
         return _load(store, stage, key, self.version)
 
     def comparison_set(
@@ -55,7 +55,7 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
     """The champion of a recipe's model; None without one.
 
     Raises:
-        WrongInput: the store lacks an artifact that it was made of.
+        Refused: the store lacks an artifact that it was made of.
     """
     version = registry_of(recipe).champion()
     if version is None:
@@ -87,7 +87,7 @@ def find_champion(recipe: Recipe, store: Store) -> Champion | None:
 def check_held_out(
     recipe: Recipe, store: Store, champion: Champion, *, continues: bool = False
 ) -> None:
-    """Raise WrongInput if the recipe holds out pictures that the champion was trained on.
+    """Raise Refused if the recipe holds out pictures that the champion was trained on.
 
     On them, its weights look better than they are, and so do weights that continue from them.
 
@@ -99,7 +99,7 @@ def check_held_out(
     held_out = _held_out(store, champion)
     if recipe.encode.holdout > held_out:  # a lower share is a part of a higher one
         base = "set retrain.start: base and " if continues else ""
-        raise WrongInput(
+        raise Refused(
             f"encode.holdout: {recipe.encode.holdout:g} holds out pictures that the champion was "
             f"trained on: set {held_out:g}, as it had, or {base}remove the rules on the champion "
             "from publish.gate"
@@ -107,7 +107,7 @@ def check_held_out(
 
 
 def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> None:
-    """Raise WrongInput as check_held_out does, for a model that is trained without a retraining.
+    """Raise Refused as check_held_out does, for a model that is trained without a retraining.
 
     Of a champion of another store, or of other pictures, no picture is known to be held out here.
 
@@ -123,7 +123,7 @@ def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> No
         before = champion.load(store, "download", champion.images)
         made_of = latents.manifest["run"]["parents"]["images"]["key"]
         images = champion.load(store, "download", made_of)
-    except WrongInput:  # it was published from another store
+    except Refused:  # it was published from another store
         return
     if _pictures(before) & _pictures(images):
         check_held_out(recipe, store, champion)
@@ -164,7 +164,7 @@ def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> N
 def _load(store: Store, stage: str, key: str, version: str) -> Artifact:
     artifact = store.load(stage, key)
     if artifact is None:
-        raise WrongInput(
+        raise Refused(
             f"{store.url} has no artifact {stage} {key[:12]} of the champion {version}: "
             "publish a model from this store first (`kiln run`)"
         )

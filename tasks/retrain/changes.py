@@ -82,7 +82,7 @@ def plan_changes(
 
     Raises:
         SourceError: the plan's rows cannot be read.
-        WrongInput: the store lacks the champion's images.
+        Refused: the store lacks the champion's images.
     """
     if champion is None:
         count = len(plan.shards)

@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from artifacts.store import Artifact, Draft
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FLOW, is_flow, read_scheduler_config
 from tasks import train
 from tasks.progress import Progress
@@ -47,7 +47,7 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
 
 
 def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
-    """Raise WrongInput if the weights of `start` are of another base, or trained otherwise."""
+    """Raise Refused if the weights of `start` are of another base, or trained otherwise."""
     fixed = Train.names_with("fixed_by_weights")
     given = (start.manifest["settings"], train.settings_for_key(recipe))
     before, now = (_with_those_of(base, settings) for settings in given)
@@ -59,7 +59,7 @@ def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
     if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
     if changed:
-        raise WrongInput(
+        raise Refused(
             f"retrain.start: champion: training cannot continue from its weights "
             f"({', '.join(changed)}): set retrain.start: base"
         )

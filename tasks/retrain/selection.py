@@ -48,7 +48,7 @@ def cut_shard(
     Returns `train/<h>x<w>` -> number of samples.
 
     Raises:
-        WrongInput: the shard is missing or damaged.
+        Refused: the shard is missing or damaged.
     """
     chosen = _choose(ref.groups, count, seed)
     files = ShardFiles([ref], open_limit=1, cache_bytes=cache_bytes)

@@ -17,8 +17,6 @@ from store_servers import REMOTE, S3Server, UrlOf
 
 from artifacts import models
 from artifacts.models import (
-    ModelAway,
-    ModelNotFound,
     cache_folder,
     check_file_available,
     digest_model,
@@ -27,8 +25,8 @@ from artifacts.models import (
     resolve_file,
     resolve_model,
 )
-from artifacts.remote_stores import CacheFull, CacheUnusable
 from artifacts.store import Store
+from configs.errors import Away, Failed, Refused
 
 
 @pytest.fixture(params=["memory", *REMOTE])
@@ -95,7 +93,7 @@ def test_a_model_is_not_mixed_with_one_that_its_url_matches_as_a_pattern(
     assert (own / "unet/config.json").read_bytes() == b"m[1]"
     staged = fetch_model(f"{url}/m[1]", digest_model(own), digest_model)
     assert (staged / "unet/config.json").read_bytes() == b"m[1]"
-    with pytest.raises(ModelNotFound, match="no files there"):
+    with pytest.raises(Refused, match="no files there"):
         fetch_model(f"{url}/none", "0", digest_model)
 
 
@@ -106,7 +104,7 @@ def test_a_name_that_leads_out_of_a_remote_model_is_refused(
     url = url_of("s3")
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe({f"{root}/model_index.json": b"{}", f"{root}/../../../../outside.txt": b"evil"})
-    with pytest.raises(ModelNotFound, match="leads out of its folder"):
+    with pytest.raises(Refused, match="leads out of its folder"):
         resolve_model(url)
     with pytest.raises(ValueError, match="leads out of its folder"):
         fetch_model(url, "0", digest_model)
@@ -117,7 +115,7 @@ def test_a_model_in_a_closed_bucket_is_a_one_line_error(
     gcs: GcsServer, url_of: UrlOf, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gcs, "forbidden", ".*")
-    with pytest.raises(ModelNotFound, match="Forbidden: "):
+    with pytest.raises(Refused, match="Forbidden: "):
         resolve_model(url_of("gs"))
 
 
@@ -128,7 +126,7 @@ def test_a_model_whose_files_are_listed_and_not_given_is_a_one_line_error(
     fs, root = fsspec.core.url_to_fs(url)
     fs.pipe_file(f"{root}/model_index.json", b"{}")
     monkeypatch.setattr(gcs, "forbidden", "GET .*model_index.json$")
-    with pytest.raises(ModelNotFound, match=f"^model {url}: Forbidden: "):
+    with pytest.raises(Refused, match=f"^model {url}: Forbidden: "):
         resolve_model(url)
 
 
@@ -191,7 +189,7 @@ MISSING = ["memory://none.pth", "none.pth", "memory://", "foo://none.pth", "~nob
 @pytest.mark.parametrize("path", MISSING)
 def test_a_missing_file_is_a_one_line_error(path: str) -> None:
     for find in (resolve_file, check_file_available):
-        with pytest.raises(ModelNotFound, match=f"file {path}: ") as error:
+        with pytest.raises(Refused, match=f"file {path}: ") as error:
             find(path)
         assert "\n" not in str(error.value)
 
@@ -255,14 +253,14 @@ def test_a_file_of_a_server_without_versions_is_never_stale(web: Web) -> None:
 def test_a_refusal_is_no_missing_file(web: Web) -> None:
     web.refused = {"GET"}  # of the file alone
     assert check_file_available(web.url) == "remote file"
-    with pytest.raises(ModelNotFound, match=r"weights: ClientResponseError: 403"):
+    with pytest.raises(Refused, match=r"weights: ClientResponseError: 403"):
         resolve_file(web.url)
     web.refused = {"HEAD", "GET"}
     for find in (resolve_file, check_file_available):
-        with pytest.raises(ModelNotFound, match=r"weights: ClientResponseError: 403") as error:
+        with pytest.raises(Refused, match=r"weights: ClientResponseError: 403") as error:
             find(web.url)
         assert "Signature=1" not in str(error.value)
-    with pytest.raises(ModelNotFound, match=r"none: no such file$"):
+    with pytest.raises(Refused, match=r"none: no such file$"):
         resolve_file(web.url.replace("weights", "none"))
 
 
@@ -274,22 +272,22 @@ def test_an_outage_is_no_missing_file(web: Web, refusing_url: str) -> None:
     folder, file = web.url.partition("/weights")[0], f"{refusing_url}/weights"
     for find in (resolve_file, check_file_available):
         for url, words in ((web.url, busy), ("http://127.0.0.1:9/weights", away)):
-            with pytest.raises(ModelAway, match=words):
+            with pytest.raises(Away, match=words):
                 find(url)
-        with pytest.raises(ModelAway, match=r"weights: cannot be fetched now \(.*invalid at this"):
+        with pytest.raises(Away, match=r"weights: cannot be fetched now \(.*invalid at this"):
             find(file)
     for url in (folder, "http://127.0.0.1:9/model"):
-        with pytest.raises(ModelAway, match=rf"^model {url}: cannot be fetched now"):
+        with pytest.raises(Away, match=rf"^model {url}: cannot be fetched now"):
             resolve_model(url)
     web.refused = {"GET"}  # once the file is found
-    with pytest.raises(ModelAway, match=busy):
+    with pytest.raises(Away, match=busy):
         resolve_file(web.url)
 
 
 @pytest.mark.slow
 def test_a_bucket_that_does_not_answer_is_no_missing_file(s3_away: None) -> None:
     for find in (resolve_file, check_file_available):
-        with pytest.raises(ModelAway, match=r"weights: .*[Cc]onnect") as error:
+        with pytest.raises(Away, match=r"weights: .*[Cc]onnect") as error:
             find("s3://bucket/weights")
         assert "\n" not in str(error.value) and "no such file" not in str(error.value)
 
@@ -297,7 +295,7 @@ def test_a_bucket_that_does_not_answer_is_no_missing_file(s3_away: None) -> None
 def test_a_cache_that_cannot_be_written_is_no_missing_model(remote: str, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file is in the way")
     for resolve in (resolve_model, lambda url: resolve_file(f"{url}/unet/config.json")):
-        with pytest.raises(CacheUnusable, match=r"Not a directory\): set KILN_CACHE to a writable"):
+        with pytest.raises(Failed, match=r"Not a directory\): set KILN_CACHE to a writable"):
             resolve(remote)
 
 
@@ -314,5 +312,5 @@ def test_a_full_cache_says_where_to_free_space(
 
     monkeypatch.setattr(fs, "get_file", full)
     monkeypatch.setattr(fs, "get", full)
-    with pytest.raises(CacheFull, match=f"no space left for the cache {cache_folder()}: free"):
+    with pytest.raises(Away, match=f"no space left for the cache {cache_folder()}: free"):
         resolve(remote)

@@ -10,15 +10,13 @@ from hub_server import HubServer, Repository
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from artifacts.models import (
-    ModelAway,
-    ModelNotFound,
     check_on_hub,
     digest_model,
     files_to_fetch,
     resolve_configs,
     resolve_model,
 )
-from artifacts.remote_stores import CacheFull
+from configs.errors import Away, Refused
 
 SDXL = {
     "model_index.json",
@@ -84,7 +82,7 @@ def test_a_model_that_the_cache_of_the_hub_lacks_offline_is_a_one_line_error(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "unset HF_HUB_OFFLINE to fetch it" in refused("some/model")
-    with pytest.raises(ModelNotFound, match="unset HF_HUB_OFFLINE"):
+    with pytest.raises(Refused, match="unset HF_HUB_OFFLINE"):
         check_on_hub("some/model", revision=None)
     assert hub.requests == []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -109,7 +107,7 @@ def refused(url: str, revision: str | None = None, *, away: bool = False) -> str
     Args:
         away: whether the hub may have it later.
     """
-    with pytest.raises(ModelAway if away else ModelNotFound) as raised:
+    with pytest.raises(Away if away else Refused) as raised:
         resolve_model(url, revision=revision)
     line = str(raised.value)
     assert line.startswith(f"model {url}: ") and "\n" not in line
@@ -292,7 +290,7 @@ def test_a_full_disk_is_no_missing_model(
     blobs = tmp_path / "hub/models--some--model/blobs"
     blobs.mkdir(parents=True)
     (blobs / f"{digest.hexdigest()}.{UUID(int=0).hex[:8]}.incomplete").symlink_to("/dev/full")
-    with pytest.raises(CacheFull, match=f"no space left for the cache {tmp_path}/hub: .* HF_HOME"):
+    with pytest.raises(Away, match=f"no space left for the cache {tmp_path}/hub: .* HF_HOME"):
         resolve_model("some/model")
 
 

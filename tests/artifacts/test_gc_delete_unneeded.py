@@ -11,17 +11,9 @@ from gc_stores import DAY, age, collector, kinds, make, use
 from store_servers import REMOTE, UrlOf
 
 from artifacts.filesystems import files
-from artifacts.gc import (
-    CONTINUED,
-    Collector,
-    Garbage,
-    GarbageUnsure,
-    Marks,
-    mark,
-    needed_by,
-    record_run,
-)
+from artifacts.gc import CONTINUED, Collector, Garbage, Marks, mark, needed_by, record_run
 from artifacts.store import KeyParts, Store
+from configs.errors import Refused
 
 
 @pytest.fixture(params=["local", *REMOTE])
@@ -156,7 +148,7 @@ def test_gc_deletes_nothing_that_is_not_of_the_store(store: Store) -> None:
     manifest = f"{store.root}/images/{'b' * 64}/manifest.json"
     store.fs.makedirs(manifest.rpartition("/")[0], exist_ok=True)
     store.fs.pipe_file(manifest, b"{}")
-    with pytest.raises(GarbageUnsure, match=r"manifest\.json"):
+    with pytest.raises(Refused, match=r"manifest\.json"):
         list(found.garbage())
 
 
@@ -264,13 +256,13 @@ def test_a_rejected_run_keeps_no_staged_model(local: Store, stage: str, deleted:
 def test_gc_deletes_nothing_if_a_record_is_damaged(local: Store) -> None:
     model = make(local, "train", 1)
     local.fs.pipe_file(f"{model.path}/manifest.json", b"{")
-    with pytest.raises(GarbageUnsure, match="rebuild it, or move"):
+    with pytest.raises(Refused, match="rebuild it, or move"):
         needed_by(local, [("train", model.key)])
-    with pytest.raises(GarbageUnsure, match="its shards are unknown"):
+    with pytest.raises(Refused, match="its shards are unknown"):
         list(collector(local, min_age=DAY).garbage())
     record_run(local, "r1", {"stages": {}})
     local.fs.pipe_file(f"{local.root}/runs/r1.json", b"{")
-    with pytest.raises(GarbageUnsure, match="damaged"):
+    with pytest.raises(Refused, match="damaged"):
         collector(local)
 
 
@@ -332,7 +324,7 @@ def test_an_io_error_ends_gc_with_nothing_deleted(
             patch.setattr(where, call, flaky(fail))
             try:
                 items: list[Garbage] = list(collector(local).garbage())
-            except (OSError, GarbageUnsure):
+            except (OSError, Refused):
                 continue
         assert kinds(items) == [("train", "artifact"), ("train", "shard")]
         if calls < fail:

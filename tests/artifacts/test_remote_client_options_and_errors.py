@@ -32,9 +32,10 @@ from yarl import URL
 from artifacts.filesystems import delete_tree
 from artifacts.remote_stores import StoreRefused, is_of_client, is_outage
 from artifacts.store import KeyParts, Store
+from configs.errors import Away, Failed
 from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
 from tasks.publish.registry import Registry
-from tasks.stage import StorageAway, StorageError, storing
+from tasks.stage import storing
 
 PARTS = KeyParts("train", 1, {}, {})
 
@@ -67,7 +68,7 @@ def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
                 ask()
         with pytest.raises(CheckpointsUnreachable, match="invalid at this time"):
             checkpoints.latest()
-        with pytest.raises(StorageAway), storing(store):
+        with pytest.raises(Away), storing(store):
             artifact.read("a")
     assert checkpoints.latest() is not None
     assert store.find(PARTS.stage, PARTS.key) is not None
@@ -76,11 +77,11 @@ def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        ("SlowDown", StorageAway),
-        ("ServiceUnavailable", StorageAway),
-        ("InternalError", StorageAway),
-        ("AccessDenied", StorageError),
-        ("ExpiredToken", StorageError),
+        ("SlowDown", Away),
+        ("ServiceUnavailable", Away),
+        ("InternalError", Away),
+        ("AccessDenied", Failed),
+        ("ExpiredToken", Failed),
         ("NoSuchKey", FileNotFoundError),
     ],
 )
@@ -251,24 +252,24 @@ def test_the_answer_of_a_web_server_is_read_by_its_present_name(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (NoCredentialsError(), StorageAway),  # a cloud's service of credentials may fail
-        (UnauthorizedSSOTokenError(), StorageError),
+        (NoCredentialsError(), Away),  # a cloud's service of credentials may fail
+        (UnauthorizedSSOTokenError(), Failed),
     ],
 )
 def test_what_a_store_without_credentials_needs_is_told(
     error: Exception, kind: type[Exception]
 ) -> None:
     said = "^no valid credentials for memory:///closed .*: log in by its cloud's tool, or set "
-    with pytest.raises(StorageError, match=said) as found, storing(Store("memory://closed")):
+    with pytest.raises(kind, match=said) as found, storing(Store("memory://closed")):
         raise error
     assert type(found.value) is kind
 
 
 def test_a_store_whose_name_no_bucket_can_have_is_not_waited_for() -> None:
     said = "^memory:///closed cannot be used .*Invalid bucket name.: correct its URL$"
-    with pytest.raises(StorageError, match=said) as found, storing(Store("memory://closed")):
+    with pytest.raises(Failed, match=said) as found, storing(Store("memory://closed")):
         raise ParamValidationError(report="Invalid bucket name")
-    assert type(found.value) is StorageError
+    assert type(found.value) is Failed
 
 
 def test_a_valueerror_of_ours_is_not_of_a_client() -> None:

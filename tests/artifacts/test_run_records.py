@@ -7,8 +7,9 @@ from gc_stores import DAY, age, collector, kinds, make, use
 from store_servers import REMOTE, UrlOf
 
 from artifacts.compare_and_swap import swap
-from artifacts.gc import GarbageUnsure, record_run, runs
+from artifacts.gc import record_run, runs
 from artifacts.store import KeyParts, Store
+from configs.errors import Refused
 
 
 @pytest.fixture(params=["local", *REMOTE])
@@ -35,7 +36,7 @@ def test_a_run_record_keeps_every_artifact_of_a_stage(store: Store) -> None:
 @pytest.mark.parametrize("stages", [None, [], {"train": {}}, {"train": [1]}])
 def test_a_run_record_without_stages_is_damaged(local: Store, stages: object) -> None:
     record_run(local, "r1", {"stages": stages})
-    with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):
+    with pytest.raises(Refused, match=r"r1\.json is damaged"):
         list(runs(local))
 
 
@@ -104,9 +105,9 @@ def test_a_changed_byte_of_a_run_record_is_damage(store: Store) -> None:
     path = f"{store.root}/runs/r1.json"
     other = ("0" if model.key[0] != "0" else "1") + model.key[1:]
     store.fs.pipe_file(path, store.fs.cat_file(path).replace(model.key.encode(), other.encode()))
-    with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):
+    with pytest.raises(Refused, match=r"r1\.json is damaged"):
         collector(store)
-    with pytest.raises(GarbageUnsure, match=r"r1\.json is damaged"):  # its run goes no further
+    with pytest.raises(Refused, match=r"r1\.json is damaged"):  # its run goes no further
         use(store, "r1", model)
 
 

@@ -15,7 +15,8 @@ from artifacts import records
 from artifacts import store as store_module
 from artifacts.filesystems import files, name_of, present_time, subfolders
 from artifacts.records import Damaged, FileEntry, digest_bytes
-from artifacts.store import KeyParts, Store, StoreError
+from artifacts.store import KeyParts, Store
+from configs.errors import Failed, Refused
 
 
 def test_an_artifact_is_there_only_after_commit(any_store: Store) -> None:
@@ -139,12 +140,12 @@ def test_a_folder_where_a_file_was_is_a_fault(
 
 def test_an_invalid_store_is_a_one_line_error() -> None:
     for name in ("s3://bucket/a::b", "./a::b"):
-        with pytest.raises(StoreError, match=f"^store {name}: `::` chains URLs, such as zip:"):
+        with pytest.raises(Refused, match=f"^store {name}: `::` chains URLs, such as zip:"):
             Store(name)
-    with pytest.raises(StoreError, match="store foo://bar"):
+    with pytest.raises(Refused, match="store foo://bar"):
         Store("foo://bar")
     for url in ("ftp://127.0.0.1:9/store", "zip:///nowhere.zip"):  # their clients open at once
-        with pytest.raises(StoreError, match=f"^store {url}: "):
+        with pytest.raises(Refused, match=f"^store {url}: "):
             Store(url)
 
 
@@ -202,7 +203,7 @@ def test_a_misspelt_bucket_is_refused_and_not_created(
 ) -> None:
     monkeypatch.setattr(gcs, "absent", "buckte")
     for url in ("s3://buckte/store", "gs://buckte/store"):
-        with pytest.raises(StoreError, match=f"^store {url}: its bucket does not exist: correct"):
+        with pytest.raises(Refused, match=f"^store {url}: its bucket does not exist: correct"):
             Store(url).check_writable()
     assert "buckte" not in Store("s3://buckte").fs.ls("")
     buckets = [path for _, path in s3.requests + gcs.requests if path.endswith("/buckte")]
@@ -235,7 +236,7 @@ def test_a_store_that_ignores_conditions_is_refused(
 ) -> None:
     store = Store(url_of("memory"))
     monkeypatch.setattr(store_module, "create", lambda fs, path, data: not fs.pipe_file(path, data))
-    with pytest.raises(StoreError, match="ignores the conditions of writes"):
+    with pytest.raises(Refused, match="ignores the conditions of writes"):
         store.check_writable()
     assert store.fs.find(store.root) == []
 
@@ -291,5 +292,5 @@ def test_what_a_newer_version_wrote_is_neither_read_nor_rebuilt(store: Store) ->
         "files": [{"path": "a", "new": 1}],
     }
     records.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
-    with pytest.raises(records.NewerFormat, match="newer version of kilnworks: update this one"):
+    with pytest.raises(Failed, match="newer version of kilnworks: update this one"):
         store.find("encode", PARTS.key)

@@ -11,7 +11,8 @@ from chaos.faults import Fault
 
 from artifacts.filesystems import files
 from artifacts.store import Store
-from tasks.publish.registry import Champions, RegistryError
+from configs.errors import Refused
+from tasks.publish.registry import Champions
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def restore(store: Store, found: Damage) -> None:
     """Write a file's bytes again if nobody has mended it."""
     folder, name = found.path.rsplit("/", 1)
     if name.startswith("history."):  # `before` may be older than what the other of the two holds
-        with suppress(RegistryError):
+        with suppress(Refused):
             Champions(store.fs, folder).moves()
             return
     with suppress(FileNotFoundError):

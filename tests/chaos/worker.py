@@ -30,19 +30,21 @@ from fsspec.exceptions import FSTimeoutError
 
 from artifacts import gc, lock
 from artifacts.filesystems import Clock, present_time
-from artifacts.gc import RUNS, GarbageUnsure
+from artifacts.gc import RUNS
 from artifacts.lock import LockLost
 from artifacts.records import Damaged
 from artifacts.remote_stores import is_of_client
 from artifacts.store import Store
-from flows.store_commands import NotInStore, StoreNotThere, collect_garbage, verify_store
+from configs.errors import Away, Failed, Refused
+from flows.store_commands import collect_garbage, verify_store
 from tasks import stage
-from tasks.publish.registry import AliasNotWritten, Registry, RegistryError
+from tasks.publish.registry import AliasNotWritten, Registry
 
 #: Errors after which a user runs the command again, or restores what the message names.
 EXPECTED = (
-    *(stage.StageFailed, stage.StorageError, stage.TransientError, LockLost, Damaged),
-    *(RegistryError, AliasNotWritten, GarbageUnsure, NotInStore, StoreNotThere),
+    *(stage.StageFailed, Failed, Away, LockLost, Damaged),
+    Refused,
+    AliasNotWritten,
     *(OSError, FSTimeoutError),
 )
 

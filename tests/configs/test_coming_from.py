@@ -7,7 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from configs import explain_errors
-from configs.load_recipe import RecipeError, load_recipe
+from configs.errors import Refused
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from.md"
@@ -44,7 +45,7 @@ def test_table_names_only_settings_of_a_recipe(foreign: explain_errors.Foreign) 
     ],
 )
 def test_error_for_a_setting_of_another_tool_names_ours(key: str, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(Refused) as caught:
         load_recipe("digits", {key: 1})
     assert words in str(caught.value)
 
@@ -54,5 +55,5 @@ def test_epochs_are_converted_to_steps() -> None:
     resolved = train.with_steps(100)
     assert (resolved.steps, resolved.epochs) == (16, None)  # 250 samples, rounded up
     assert resolved.with_steps(7) is resolved
-    with pytest.raises(RecipeError, match="epochs and steps exclude each other"):
+    with pytest.raises(Refused, match="epochs and steps exclude each other"):
         load_recipe("digits", {"train.epochs": 1, "train.steps": 5})

@@ -6,14 +6,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from configs.load_recipe import (
-    RecipeError,
-    add_values,
-    json_schema,
-    load_trials,
-    parse_values,
-    parse_yaml,
-)
+from configs.errors import Refused
+from configs.load_recipe import add_values, json_schema, load_trials, parse_values, parse_yaml
 
 
 def sweep(**values: Any) -> dict[str, Any]:
@@ -50,7 +44,7 @@ def test_values_may_be_lists_and_words() -> None:
     ],
 )
 def test_wrong_values_are_refused(overrides: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words) as refused:
+    with pytest.raises(Refused, match=words) as refused:
         load_trials("digits", overrides)
     assert "\n" not in str(refused.value)
 
@@ -67,13 +61,13 @@ def test_null_drops_an_inherited_setting_from_the_grid(tmp_path: Path) -> None:
 
 
 def test_a_recipe_without_values_names_the_remedy() -> None:
-    with pytest.raises(RecipeError, match=r"nothing to sweep: set sweep\.values, or add `--set"):
+    with pytest.raises(Refused, match=r"nothing to sweep: set sweep\.values, or add `--set"):
         load_trials("sdxl", {})
 
 
 @pytest.mark.parametrize("text", ["train.seed", "=1,2", "train.seed=1,[", "train.seed={"])
 def test_malformed_values_are_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="write it as key=value,value"):
+    with pytest.raises(Refused, match="write it as key=value,value"):
         parse_values(text)
 
 
@@ -81,7 +75,7 @@ def test_a_setting_is_given_once() -> None:
     assert add_values({}, ["train.seed=0,1", "train.steps=5"]) == {
         "sweep.values": {"train.seed": [0, 1], "train.steps": [5]}
     }
-    with pytest.raises(RecipeError, match="is given twice"):
+    with pytest.raises(Refused, match="is given twice"):
         add_values({}, ["train.seed=0", "train.seed=1"])
 
 

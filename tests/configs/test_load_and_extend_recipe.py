@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 import yaml
 
+from configs.errors import Refused
 from configs.load_recipe import (
-    RecipeError,
     dump,
     dump_yaml,
     find_recipe,
@@ -103,7 +103,7 @@ def test_documented_recipes_exist() -> None:
     ],
 )
 def test_error_names_the_file_and_the_setting(overrides, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(Refused) as caught:
         load_recipe("digits", overrides)
     assert words in str(caught.value) and len(str(caught.value)) < 200
     assert str(caught.value).startswith(("digits.yaml", "override "))
@@ -140,7 +140,7 @@ def test_a_prompt_is_no_path(tmp_path: Path) -> None:
     ],
 )
 def test_a_fault_inside_a_section_or_a_list_is_the_only_one(settings, line: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(Refused) as caught:
         load_recipe("digits", settings)
     assert str(caught.value) == f"override {line}"
 
@@ -149,7 +149,7 @@ def test_the_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\ntrain: {steps: many}\n", encoding="utf-8")
     given = {"train.batch_size": 0, "trian.steps": 1, "encode": {"batch_size": 2, "holdout": 7}}
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(Refused) as caught:
         load_recipe(str(path), given)
     starts = (
         *("mine.yaml: train.steps: ", "override encode.holdout: "),
@@ -158,20 +158,20 @@ def test_the_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None
     for line, start in zip(sorted(str(caught.value).splitlines()), starts, strict=True):
         assert line.startswith(start)
     path.write_text("extends: digits\nencode: {hold: 1}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"^mine\.yaml: encode\.hold: unknown setting"):
+    with pytest.raises(Refused, match=r"^mine\.yaml: encode\.hold: unknown setting"):
         load_recipe(str(path), {"encode": {"batch_size": 2}})
     path.write_text("extends: digits\ntrain: {processes: 2}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"^mine\.yaml with overrides: train: .*multiple of pro"):
+    with pytest.raises(Refused, match=r"^mine\.yaml with overrides: train: .*multiple of pro"):
         load_recipe(str(path), {"train.global_batch_size": 7})
 
 
 def test_an_error_of_yaml_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\ntrain:\n  steps: 7\n lr: 2\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"mine\.yaml, line 4: not valid YAML: expected"):
+    with pytest.raises(Refused, match=r"mine\.yaml, line 4: not valid YAML: expected"):
         load_recipe(str(path))
     path.write_text("extends: digits\ntrain: {}\ntrain: {}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"mine\.yaml, line 3: not valid YAML: .*train is set tw"):
+    with pytest.raises(Refused, match=r"mine\.yaml, line 3: not valid YAML: .*train is set tw"):
         load_recipe(str(path))
 
 
@@ -180,7 +180,7 @@ def test_an_error_of_yaml_names_the_line(tmp_path: Path) -> None:
     [("digit", r"digit: not found \(did you mean digits"), ("no.yaml", "no.yaml: no such file")],
 )
 def test_an_unknown_recipe_is_refused(name: str, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(Refused, match=words):
         load_recipe(name)
 
 
@@ -192,7 +192,7 @@ def test_invalid_recipe_file_raises(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("loop.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"loop\.yaml"):
+    with pytest.raises(Refused, match=r"loop\.yaml"):
         load_recipe("loop.yaml")
 
 
@@ -217,7 +217,7 @@ def test_a_recipe_with_epochs_does_not_inherit_steps(tmp_path: Path) -> None:
     assert load_recipe(str(path)) == by_epochs
     assert load_recipe(str(path), {"train.steps": 7}).train.epochs is None
     path.write_text("extends: digits\ntrain: {epochs: 3, steps: 7}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"train: epochs and steps exclude each other: remove"):
+    with pytest.raises(Refused, match=r"train: epochs and steps exclude each other: remove"):
         load_recipe(str(path))
 
 
@@ -229,7 +229,7 @@ def test_null_drops_an_inherited_set_of_prompts(tmp_path: Path) -> None:
     assert [*found.prompts] == ["new"] and not found.judges
     jsonschema.validate(parse_yaml(text), json_schema())
     assert [*load_recipe("digits", {"evaluate.prompts.new": None}).evaluate.prompts] == ["old"]
-    with pytest.raises(RecipeError, match=r"evaluate\.prompts: .* at least 1 item"):
+    with pytest.raises(Refused, match=r"evaluate\.prompts: .* at least 1 item"):
         load_recipe(str(path), {"evaluate.prompts.new": None})
 
 
@@ -238,7 +238,7 @@ def test_a_path_without_its_suffix_is_suggested(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").touch()
-    with pytest.raises(RecipeError, match=r"mine: not found \(did you mean mine\.yaml\?\)"):
+    with pytest.raises(Refused, match=r"mine: not found \(did you mean mine\.yaml\?\)"):
         load_recipe("mine")
 
 
@@ -247,7 +247,7 @@ def test_a_file_beside_the_recipe_is_suggested_for_extends(tmp_path: Path) -> No
     path = tmp_path / "mine.yaml"
     path.write_text("extends: first.yaml\n", encoding="utf-8")
     words = r"mine\.yaml: extends: recipe first\.yaml: .* \(did you mean \./first\.yaml\?\)"
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(Refused, match=words):
         load_recipe(str(path))
     path.write_text("extends: ./first.yaml\n", encoding="utf-8")
     assert load_recipe(str(path)).name == "digits"
@@ -256,12 +256,12 @@ def test_a_file_beside_the_recipe_is_suggested_for_extends(tmp_path: Path) -> No
 def test_a_recipe_without_sections_is_told_to_extend_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("name: mine\nsource: {kind: folder, path: ./pictures}\n", encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(Refused) as error:
         load_recipe(str(path))
     begin = "begin with `extends: NAME`, such as sdxl-lora (`kiln recipes` lists them)"
     assert str(error.value) == f"mine.yaml: it lacks model, evaluate, publish: {begin}"
     path.write_text("extends: digits\nsource: {kind: folder}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"^mine\.yaml: source\.path: missing; it must be set$"):
+    with pytest.raises(Refused, match=r"^mine\.yaml: source\.path: missing; it must be set$"):
         load_recipe(str(path))
 
 
@@ -296,7 +296,7 @@ def test_the_same_kind_of_source_keeps_the_other_settings(tmp_path: Path) -> Non
 )
 def test_a_list_of_text_is_not_read_as_parquet(name: str) -> None:
     source = {"kind": "urls", "path": name}
-    with pytest.raises(RecipeError, match=r"ends in \.csv: set format to csv") as error:
+    with pytest.raises(Refused, match=r"ends in \.csv: set format to csv") as error:
         load_recipe("digits", {"source": source})
     assert "hidden" not in str(error.value)
     load_recipe("digits", {"source": {**source, "format": "csv"}})
@@ -373,7 +373,7 @@ def test_override_values_are_yaml(text: str, expected) -> None:
     "text", ["train.steps", "=3", "a=[", "a=b #\0", "a=b #\ud800", r'a="\UFFFFFFFF"']
 )
 def test_a_malformed_override_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="override"):
+    with pytest.raises(Refused, match="override"):
         parse_override(text)
 
 
@@ -396,11 +396,11 @@ def test_override_of_a_section_keeps_other_settings() -> None:
 def test_an_empty_section_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     line = r"evaluate\.prompts: {} changes nothing of new, .*: remove it, or set what"
     for overrides in ({"evaluate.prompts": {}}, {"evaluate": {"prompts": {}}}):
-        with pytest.raises(RecipeError, match=f"^override {line}"):
+        with pytest.raises(Refused, match=f"^override {line}"):
             load_recipe("digits", overrides)
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits\nevaluate: {prompts: {}}\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=rf"^mine\.yaml: {line}"):
+    with pytest.raises(Refused, match=rf"^mine\.yaml: {line}"):
         load_recipe(str(path))
     empty = {"beam": {}, "train.best_checkpoint": {"metric": "clip_score"}, "train.hpu": {}}
     overrides = {**empty, "train.sample_every_n_steps": 100, "train.checkpointing_steps": 100}
@@ -427,7 +427,7 @@ def test_a_dumped_recipe_has_no_secret_of_digits() -> None:
     "setting", ["store", "publish.registry", "model.path", "model.vae", "evaluate.clip"]
 )
 def test_a_secret_in_a_url_that_artifacts_name_is_refused(setting: str, url: str) -> None:
-    with pytest.raises(RecipeError, match=f"{setting}: a URL with a secret is refused") as error:
+    with pytest.raises(Refused, match=f"{setting}: a URL with a secret is refused") as error:
         load_recipe("digits", {setting: url})
     assert "hidden" not in str(error.value)
 
@@ -435,7 +435,7 @@ def test_a_secret_in_a_url_that_artifacts_name_is_refused(setting: str, url: str
 @pytest.mark.parametrize("scheme", ["s3", "hf", "gs"])
 def test_a_password_is_refused_unless_http_sends_it(scheme: str) -> None:
     source = {"kind": "urls", "path": f"{scheme}://us:hidden@bucket/a"}
-    with pytest.raises(RecipeError, match=r"source\.path: a URL with user and password") as error:
+    with pytest.raises(Refused, match=r"source\.path: a URL with user and password") as error:
         load_recipe("digits", {"source": source})
     assert "hidden" not in str(error.value)
     load_recipe("digits", {"source": {**source, "path": "https://us:hidden@example.org/a"}})
@@ -448,7 +448,7 @@ def test_a_name_that_fsspec_would_split_is_refused(setting: str) -> None:
             load_recipe("digits", {setting: name})  # fsspec never sees it
             continue
         source = {"source": {"kind": "urls", "path": name}}
-        with pytest.raises(RecipeError, match=f"{setting}: `::` chains URLs, such as zip:"):
+        with pytest.raises(Refused, match=f"{setting}: `::` chains URLs, such as zip:"):
             load_recipe("digits", source if setting == "source.path" else {setting: name})
 
 

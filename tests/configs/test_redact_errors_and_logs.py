@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from configs.load_recipe import RecipeError
+from configs.errors import Refused
 from configs.secrets import RedactedRecord, one_line, redacted_errors
 
 URL_ = "https://us:pass0@example.org/a?w=1&sig=s1g"
@@ -24,7 +24,7 @@ def response_error() -> aiohttp.ClientResponseError:
 ERRORS = [
     ValueError(f"no answer of {URL_}"),
     KeyError(URL_),
-    RecipeError(f"store {URL_}: refused"),
+    Refused(f"store {URL_}: refused"),
     FileNotFoundError(2, "No such file", URL_),
     OSError(f"{URL_} is away"),
     response_error(),

@@ -18,9 +18,9 @@ from PIL import Image
 from tolerances import LOSS, NORM, WEIGHTS
 from training import history
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.adapters.lora import initial_down
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family
 from runtimes.pipeline_folder.folder import job_config
 from runtimes.process.job import Events, TrainJob
@@ -180,7 +180,7 @@ def skip_unless_known(runtime: str, family: str) -> None:
     """Skip what the registry says that a runtime does not know."""
     try:
         check_family(chips.VARIANTS[runtime].runtime, family)
-    except WrongInput as error:
+    except Refused as error:
         pytest.skip(str(error))
 
 

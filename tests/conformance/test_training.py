@@ -250,7 +250,7 @@ def test_the_best_checkpoint_is_published(runtime: Subject, make_job: MakeJob) -
 def test_wrong_weights_are_named_before_anything_is_written(
     runtime: Subject, make_job: MakeJob, tmp_path: Path
 ) -> None:
-    """That a stage hears of it as WrongInput is proved by tests/tasks/test_child_process.py."""
+    """That a stage hears of it as Refused is proved by tests/tasks/test_child_process.py."""
     job = make_job(runtime.name)
     broken = Path(shutil.copytree(job.model, tmp_path / "broken"))
     (broken / "unet/diffusion_pytorch_model.safetensors").write_bytes(b"\0" * 64)

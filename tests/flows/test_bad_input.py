@@ -19,12 +19,12 @@ from kiln_command import ROOT, environment, kiln, python
 from prefect_server import Server
 
 from artifacts.store import KeyParts, Store
-from configs.load_recipe import RecipeError, load_recipe
+from configs.errors import Refused
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import checks, runner
 from flows.cli import main
 from flows.generate import output_folder
-from runtimes.contract import WrongInput
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -213,18 +213,18 @@ def test_a_download_alone_needs_no_training_runtime(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(runtime: str) -> None:
-        raise WrongInput(f"runtime {runtime} is not installed")
+        raise Refused(f"runtime {runtime} is not installed")
 
     monkeypatch.setattr(checks.registry, "check_installed", missing)
     recipe = load_recipe("digits", small)
     checks.check_before_server(recipe, "download")
-    with pytest.raises(WrongInput, match="is not installed"):
+    with pytest.raises(Refused, match="is not installed"):
         checks.check_before_server(recipe, "encode")
 
 
 def test_a_setting_without_effect_is_not_refused_before_the_server(small: dict[str, Any]) -> None:
     tf32 = {**small, "train.allow_tf32": True, "train.device": "cpu"}
-    with pytest.raises(WrongInput, match=r"allow_tf32 needs a CUDA device, not cpu"):
+    with pytest.raises(Refused, match=r"allow_tf32 needs a CUDA device, not cpu"):
         checks.check_before_server(load_recipe("digits", tf32))
     checks.check_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
 
@@ -289,7 +289,7 @@ def test_a_check_of_the_output_folder_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "missing")
     wrong = [tmp_path / name for name in ("file/deep", "file", "link", "link/deep")]
     for folder in (*wrong, Path("/proc/deep")):
-        with pytest.raises(WrongInput, match=f"^out: {folder} is not writable: "):
+        with pytest.raises(Refused, match=f"^out: {folder} is not writable: "):
             output_folder(str(folder))
 
 
@@ -297,7 +297,7 @@ def test_an_error_before_the_server_is_json_too(
     small: dict[str, Any], no_server: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = {**small, "store": "/proc/nowhere"}
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(Refused) as error:
         runner.run("finetune", recipe="digits", overrides=overrides, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"status": "failed", "error": str(error.value)}
 
@@ -340,7 +340,7 @@ def test_a_wrong_deployment_fails_before_any_stage(
     known = server.ask(f"/flow_runs/{run}")["state"]
     assert known["name"] == "Failed"
     why = "override train.stepz: unknown setting (did you mean train.steps?)"
-    assert known["message"] == f"Flow run encountered an exception: RecipeError: {why}"
+    assert known["message"] == f"Flow run encountered an exception: Refused: {why}"
     assert server.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [str(run)]}}}) == []
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES, Recipe
 from flows import run as module
-from flows.run import DiskTooSmall, check_disk
+from flows.run import check_disk
 from runtimes.families import detect_family
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.pipeline_folder.folder import describe_encoders
@@ -90,7 +91,7 @@ def test_a_disk_that_cannot_hold_the_run_refuses_it(
     assert "estimate: 1,000 rows, at most 198 MB of disk" in caplog.messages[0]
     assert "1 TB are free" in caplog.messages[0]
     free(10**7)
-    with pytest.raises(DiskTooSmall) as refused:
+    with pytest.raises(Refused) as refused:
         ask(recipe)
     said = str(refused.value)
     assert len(said.splitlines()) == 1 and "has 10 MB free" in said
@@ -103,7 +104,7 @@ def test_the_recipe_corrects_a_wrong_estimate(tmp_path: Path, free: Callable[[in
     small = {"store": str(tmp_path)}
     for size in (0, 0.009):
         ask(load_recipe("digits", {**small, "plan.disk_gb": size}))
-    with pytest.raises(DiskTooSmall, match="needs about 20 MB"):
+    with pytest.raises(Refused, match="needs about 20 MB"):
         ask(load_recipe("digits", {**small, "plan.disk_gb": 0.02}))
 
 
@@ -128,7 +129,7 @@ def test_stored_shards_need_no_space_again(tmp_path: Path, free: Callable[[int],
     ]
     for stage, key, size in steps:
         free(needed - 2)
-        with pytest.raises(DiskTooSmall):
+        with pytest.raises(Refused):
             ask(recipe, 10**6, keys)
         add_shards(recipe, stage, key)
         needed -= size // 2
@@ -145,11 +146,11 @@ def test_a_run_whose_stages_are_stored_is_not_refused(
     add_shards(recipe, "encode", "one")
     free(0)
     for stage in ("train", "evaluate", "publish"):
-        with pytest.raises(DiskTooSmall):
+        with pytest.raises(Refused):
             ask(recipe, shards=("one",))
         (tmp_path / stage / ("0" * 64)).mkdir(parents=True)  # begun, or finished
     ask(recipe, shards=("one",))
-    with pytest.raises(DiskTooSmall):
+    with pytest.raises(Refused):
         ask(recipe, shards=("one", "new"))
 
 
@@ -157,7 +158,7 @@ def test_a_sent_stage_counts_alone(tmp_path: Path, free: Callable[[int], None]) 
     recipe = load_recipe("digits", {"store": str(tmp_path)})
     free(10**6)
     check_disk(recipe, Store(recipe.store), base(recipe), None, 60, ["download"], ["one"])
-    with pytest.raises(DiskTooSmall, match=r"\(train 139 MB\)"):
+    with pytest.raises(Refused, match=r"\(train 139 MB\)"):
         check_disk(recipe, Store(recipe.store), base(recipe), None, 60, ["train"], ["one"])
 
 
@@ -231,7 +232,7 @@ def test_each_trial_of_a_sweep_is_counted_and_one_is_published(
     store = Store(str(tmp_path))
     free(sum(small.values()) + 10**6)
     check_disk(ranks[0], store, base(ranks[0]), None, 100, STAGES, [])
-    with pytest.raises(DiskTooSmall):
+    with pytest.raises(Refused):
         check_disk(ranks[0], store, base(ranks[0]), None, 100, STAGES, [], ranks)
 
 

@@ -14,8 +14,8 @@ from kiln_command import environment, python
 from store_servers import UrlOf
 from terminal import Terminal
 
-from artifacts.models import ModelAway
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Away
 from configs.load_recipe import load_recipe, recipe_names
 from flows import doctor
 from flows.cli import app, main
@@ -195,7 +195,7 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
     """By the plan that comes with it; what its model's configs would tell is null."""
 
     def away(path: str, **_: object) -> Path:
-        raise ModelAway(f"model {path}: the hub cannot be reached")
+        raise Away(f"model {path}: the hub cannot be reached")
 
     monkeypatch.setattr("tasks.plan.plan.resolve_configs", away)
     stored = memory_of(load_recipe("sdxl-lora"))

@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from flows import doctor
 from flows import doctor as flows_doctor
 from flows.doctor import examine
-from flows.runner import ServerAway, check_server
+from flows.runner import Refused, check_server
 from runtimes.contract import Probe
 from runtimes.registry import RUNTIMES
 
@@ -105,7 +105,7 @@ def test_a_closed_port_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def check_server_away(url: str) -> None:
-    with pytest.raises(ServerAway, match="refused"):
+    with pytest.raises(Refused, match="refused"):
         check_server(url)
 
 

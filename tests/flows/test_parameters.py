@@ -9,7 +9,8 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ParameterTypeError
 from pydantic import SecretStr
 
-from configs.load_recipe import RecipeError, recipe_names
+from configs.errors import Refused
+from configs.load_recipe import recipe_names
 from configs.secrets import hide_secrets
 from configs.settings.recipe import STAGES
 from flows.finetune import finetune
@@ -92,7 +93,7 @@ def test_a_secret_of_digits_is_hidden_and_reaches_the_flow() -> None:
 @pytest.mark.parametrize("overrides", WITH_SECRETS)
 def test_a_secret_that_prefect_has_stored_is_refused(overrides: dict[str, Any]) -> None:
     given = finetune.validate_parameters({"recipe": "digits", "overrides": overrides})
-    with pytest.raises(RecipeError, match="a secret in a parameter is refused") as error:
+    with pytest.raises(Refused, match="a secret in a parameter is refused") as error:
         revealed(given["overrides"])
     assert "hidden" not in str(error.value)
 
@@ -110,7 +111,7 @@ def test_every_flow_refuses_a_secret_that_is_not_hidden(
         ({"file": SecretStr(SECRET), "tpyo": 1}, "unknown setting"),
     ):
         checked = flow.validate_parameters({**given, name: settings})
-        with pytest.raises(RecipeError, match=words) as error:
+        with pytest.raises(Refused, match=words) as error:
             flow.fn(**checked)
         assert "hidden" not in str(error.value)
 

@@ -13,19 +13,16 @@ import torch
 from reused_runs import published_by, run_of_digits
 
 from artifacts.latent_shards import Latents, ShardRef
-from artifacts.models import ModelNotFound
-from configs.load_recipe import RecipeError, load_recipe, load_trials
+from configs.errors import Refused
+from configs.load_recipe import load_recipe, load_trials
 from flows.checks import _check_position_embeddings, check_gate_rules, prepare
 from flows.sweep import prepared
-from runtimes.contract import WrongInput
 from runtimes.hosts.host import NvidiaGpu, host_memory
 from runtimes.process.planner import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
-from tasks.publish.promotion_gate import GateError
 from tasks.publish.register import register
-from tasks.publish.registry import RegistryError
 from tasks.publish.stage import registry_of
 
 PAINTS: dict[str, Any] = {"train.inpainting": True, "encode.masks": 2}
@@ -116,11 +113,11 @@ def test_weights_of_inception_need_their_file_and_torch_fidelity(
 ) -> None:
     weights = tmp_path / "inception.pth"
     recipe = load_recipe("digits", {**small, "evaluate.inception": str(weights)})
-    with pytest.raises(ModelNotFound, match=r"inception\.pth: no such file"):
+    with pytest.raises(Refused, match=r"inception\.pth: no such file"):
         prepare(recipe)
     weights.write_bytes(b"weights")
     monkeypatch.setattr(inception, "ENVIRONMENT", "-absent")
-    with pytest.raises(WrongInput, match="is not installed: run `make setup-fidelity`"):
+    with pytest.raises(Refused, match="is not installed: run `make setup-fidelity`"):
         prepare(recipe)
     assert prepare(recipe, until="train").measuring.inception == weights
 
@@ -132,7 +129,7 @@ def test_a_base_without_a_computable_loss_is_refused(small: dict[str, Any], tmp_
     config = {**json.loads(path.read_text()), "prediction_type": "epsilon"}
     path.write_text(json.dumps(config))
     changed = {"model.path": str(copied), "train.prediction_type": "v_prediction"}
-    with pytest.raises(WrongInput, match="epsilon cannot go with zero terminal SNR"):
+    with pytest.raises(Refused, match="epsilon cannot go with zero terminal SNR"):
         prepare(load_recipe("digits", {**small, **changed}))
 
 
@@ -163,7 +160,7 @@ def test_a_part_that_would_not_load_is_refused(
     base = Path(shutil.copytree(load_recipe("digits", small).model.path, tmp_path / "base"))
     config = json.loads((base / file).read_text(encoding="utf-8"))
     (base / file).write_text(json.dumps(config | settings), encoding="utf-8")
-    with pytest.raises(WrongInput, match=line) as error:
+    with pytest.raises(Refused, match=line) as error:
         prepare(load_recipe("digits", {**small, "model.path": str(base)}))
     assert len(str(error.value).splitlines()) == 1
 
@@ -174,7 +171,7 @@ def test_a_vae_without_weights_is_refused(small: dict[str, Any], tmp_path: Path)
     vae = tmp_path / "vae"
     vae.mkdir()
     shutil.copy(base / "vae/config.json", vae)
-    with pytest.raises(ModelNotFound, match=r"model\.vae .*/vae: it has no \.safetensors weights"):
+    with pytest.raises(Refused, match=r"model\.vae .*/vae: it has no \.safetensors weights"):
         prepare(load_recipe("digits", {**small, "model.vae": str(vae)}))
 
 
@@ -186,7 +183,7 @@ def test_a_base_whose_parts_lead_out_of_it_is_refused(
     index = json.loads((base / "model_index.json").read_text())
     index["../../.ssh"] = ["diffusers", "UNet2DConditionModel"]
     (base / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(WrongInput, match=r"'\.\./\.\./\.ssh' is no name of a part"):
+    with pytest.raises(Refused, match=r"'\.\./\.\./\.ssh' is no name of a part"):
         prepare(load_recipe("digits", {**small, "model.path": str(base)}))
 
 
@@ -196,9 +193,7 @@ def test_a_licence_is_required_and_one_that_contradicts_the_bases_is_named(
     base = Path(shutil.copytree(load_recipe("digits", small).model.path, tmp_path / "base"))
     given = {**small, "model.path": str(base), "publish.require_license": True}
     (base / "README.md").write_text("# A base without a licence\n", encoding="utf-8")
-    with pytest.raises(
-        RecipeError, match=r"publish\.require_license: neither publish\.license nor"
-    ):
+    with pytest.raises(Refused, match=r"publish\.require_license: neither publish\.license nor"):
         prepare(load_recipe("digits", {**given, "publish.license": None}))
     (base / "README.md").write_text("---\nlicense: openrail++\n---\n", encoding="utf-8")
     prepare(load_recipe("digits", {**given, "publish.license": "openrail++"}))
@@ -209,7 +204,7 @@ def test_a_licence_is_required_and_one_that_contradicts_the_bases_is_named(
 
 @pytest.mark.parametrize("reason", ["", "  "])
 def test_a_blank_reason_forces_no_publication(small: dict[str, Any], reason: str) -> None:
-    with pytest.raises(RecipeError, match="force: give a reason"):
+    with pytest.raises(Refused, match="force: give a reason"):
         prepare(load_recipe("digits", small), force=reason)
 
 
@@ -218,7 +213,7 @@ def test_a_damaged_champion_is_found_before_the_first_stage(tmp_path: Path) -> N
     register(run.recipe, run.base, run.store, published_by(run), {})
     (Path(registry_of(run.recipe).url("v1")) / "manifest.json").write_bytes(b"{}")
     prepare(run.recipe, until="evaluate")
-    with pytest.raises(RegistryError, match="the champion v1 is damaged"):
+    with pytest.raises(Refused, match="the champion v1 is damaged"):
         prepare(run.recipe)
 
 
@@ -243,10 +238,10 @@ def test_sides_beyond_the_position_embeddings_are_refused(
         ({"largest": 32, "width": 64, "denoiser_config": str(config)}, "evaluate.* exceed the 32"),
     ]
     for wrong, words in refused:
-        with pytest.raises(RecipeError, match=words):
+        with pytest.raises(Refused, match=words):
             check(**wrong)
     given = {**small, "model.path": str(tiny_sd3), "train.snr_gamma": None}
-    with pytest.raises(RecipeError, match=r"encode\.resolution: sides of 4096 pixels exceed the"):
+    with pytest.raises(Refused, match=r"encode\.resolution: sides of 4096 pixels exceed the"):
         prepare(load_recipe("digits", {**given, "encode.resolution": 4096}))
 
 
@@ -306,7 +301,7 @@ def test_more_processes_than_devices_are_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     prepare(load_recipe("digits", {**small, "train.processes": 2}))
-    with pytest.raises(WrongInput, match="need one CUDA device each, this machine has 2"):
+    with pytest.raises(Refused, match="need one CUDA device each, this machine has 2"):
         prepare(load_recipe("digits", {**small, "train.processes": 4}))
 
 
@@ -317,7 +312,7 @@ def test_shards_that_the_devices_cannot_share_are_refused(
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     jax = {**small, "runtime": "jax", "train.device": "cpu", "train.processes": 2}
     prepare(load_recipe("digits", {**jax, "train.fsdp": 4}), until="train")
-    with pytest.raises(WrongInput, match=r"train\.fsdp 3 does not divide 4 devices"):
+    with pytest.raises(Refused, match=r"train\.fsdp 3 does not divide 4 devices"):
         prepare(load_recipe("digits", {**jax, "train.fsdp": 3}), until="train")
 
 
@@ -326,7 +321,7 @@ def test_the_runtime_must_support_the_recipes_scheduler(name: str) -> None:
     recipe = load_recipe(name)
     base = {"_class_name": "PNDMScheduler"}  # of Stable Diffusion 2
     check_scheduler(recipe.runtime, base, recipe.evaluate.scheduler, 20)
-    with pytest.raises(WrongInput, match="cannot draw with PNDMScheduler"):
+    with pytest.raises(Refused, match="cannot draw with PNDMScheduler"):
         check_scheduler(recipe.runtime, base, None, 20)
 
 
@@ -353,7 +348,7 @@ def test_a_scheduler_takes_so_many_steps(
     if words is None:
         check_scheduler("torch", config, None, steps)
         return
-    with pytest.raises(WrongInput, match=f"evaluate.num_inference_steps: .*{words}"):
+    with pytest.raises(Refused, match=f"evaluate.num_inference_steps: .*{words}"):
         check_scheduler("torch", config, None, steps)
 
 
@@ -367,9 +362,9 @@ def test_rules_without_held_out_pictures_are_refused_before_training(
 
     recipe = load_recipe("digits", {**small, "publish.gate": ["cmmd < base"]})
     check_gate_rules(recipe, latents(train=9, holdout=2))
-    with pytest.raises(GateError, match=r"cmmd is not measured \(encode\.holdout .* raise it"):
+    with pytest.raises(Refused, match=r"cmmd is not measured \(encode\.holdout .* raise it"):
         check_gate_rules(recipe, latents(train=9))
-    with pytest.raises(GateError, match=r"cmmd is not measured \(encode\.holdout .* selected 1 of"):
+    with pytest.raises(Refused, match=r"cmmd is not measured \(encode\.holdout .* selected 1 of"):
         check_gate_rules(recipe, latents(train=9, holdout=1))
     check_gate_rules(
         load_recipe("digits", {**small, "publish.gate": ["holdout_loss < base"]}),
@@ -401,7 +396,7 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
     """The largest GPU of the machine counts."""
     found = [NvidiaGpu("a GPU", size * 2**20) for size in (50, 100)]
     monkeypatch.setattr("flows.checks.usable_gpus", lambda: found)
-    with pytest.raises(WrongInput, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
+    with pytest.raises(Refused, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
         prepare(load_recipe("digits", small))
     assert planned
     prepare(load_recipe("digits", {**small, "train.device": "cpu"}))

@@ -9,6 +9,7 @@ from reused_runs import commit, published_by, publishing, reused, run_of_digits
 
 from artifacts.compare_and_swap import swap
 from artifacts.store import Artifact, Store
+from configs.errors import Away
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES
 from flows import finetune
@@ -17,7 +18,7 @@ from tasks.publish import stage as publish
 from tasks.publish.hub import PushFailed
 from tasks.publish.register import register
 from tasks.publish.registry import AliasNotWritten, Champions, Registry, Version, _encode
-from tasks.stage import StageFailed, StageResult, TransientError
+from tasks.stage import StageFailed, StageResult
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_
     store.fs.pipe_file(f"{published.path}/report.html", b"")
     results = [reused(artifact) for artifact in (*before, published)]
     if compared_with == "first":
-        with pytest.raises(TransientError, match="another model became the champion meanwhile"):
+        with pytest.raises(Away, match="another model became the champion meanwhile"):
             register(run.recipe, run.base, store, results, {})
     else:
         register(run.recipe, run.base, store, results, {})
@@ -85,7 +86,7 @@ def test_a_champion_that_changes_while_a_pool_measures_it_is_no_failure(
         return call
 
     monkeypatch.setattr(Run, "champion_metrics", measured)
-    for expected in (TransientError, StageFailed):  # the second time it stays the champion
+    for expected in (Away, StageFailed):  # the second time it stays the champion
         with pytest.raises(expected):
             finetune._measure_champion(publishing(run), None, trained, evaluated, ())  # type: ignore
 
@@ -109,7 +110,7 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
 
     monkeypatch.setattr(publish, "_inputs", compared)
     results = [reused(artifact) for artifact in (*before, published)]
-    with pytest.raises(TransientError, match="the champion is v2, not v1: run again"):
+    with pytest.raises(Away, match="the champion is v2, not v1: run again"):
         register(run.recipe, run.base, store, results, {})
     assert [move["version"] for move in registry.history()] == ["v1", "v2"]
 
@@ -318,7 +319,7 @@ def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again
 
     with monkeypatch.context() as patch:
         patch.setattr("tasks.publish.register.sign_version", delete)
-        with pytest.raises(TransientError, match="v1 was deleted by another run before its prom"):
+        with pytest.raises(Away, match="v1 was deleted by another run before its prom"):
             register(run.recipe, run.base, run.store, results, {})
     assert registry.champion() is None
     monkeypatch.setattr("tasks.publish.register.sign_version", lambda *_: None)

@@ -16,22 +16,20 @@ from botocore.exceptions import (
 )
 from prefect_server import Server
 
-from artifacts.models import ModelAway
-from artifacts.remote_stores import CacheFull
 from artifacts.store import Draft, KeyParts, Store
+from configs.errors import Away, Refused
 from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
-from runtimes.contract import WrongInput
 from tasks.download.rows import SourceAway
 from tasks.evaluate.inputs import MeasuringModels
-from tasks.stage import StageResult, StorageAway, TransientError
+from tasks.stage import StageResult
 
 PASSING = [
-    *(TransientError("away"), ConnectionError("reset"), TimeoutError("too long")),
+    *(Away("away"), ConnectionError("reset"), TimeoutError("too long")),
     EndpointConnectionError(endpoint_url="http://127.0.0.1:9"),
-    *(NoCredentialsError(), ModelAway("away"), SourceAway("away")),
+    *(NoCredentialsError(), Away("away"), SourceAway("away")),
 ]
-FULL = OSError(errno.ENOSPC, "full")  # a TransientError by the time that Prefect sees it
+FULL = OSError(errno.ENOSPC, "full")  # a Away by the time that Prefect sees it
 
 
 class Stage:
@@ -103,7 +101,7 @@ def stage(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "error", [*PASSING, FULL, CacheFull("full")], ids=lambda error: type(error).__name__
+    "error", [*PASSING, FULL, Away("full")], ids=lambda error: type(error).__name__
 )
 def test_a_transient_failure_is_retried_twice_and_then_built(
     stage: Stage, error: Exception
@@ -117,7 +115,7 @@ def test_a_transient_failure_is_retried_twice_and_then_built(
 def test_the_server_records_every_attempt_and_the_reuse(
     stage: Stage, tmp_path: Path, api: str
 ) -> None:
-    stage(TransientError("away"))
+    stage(Away("away"))
     task = stage.recorded(tmp_path, api)
     assert (task["name"], task["run_count"]) == ("encode", 2)
     assert task["state"]["name"] == "Completed" and task["tags"] == ["accelerator"]
@@ -132,7 +130,7 @@ def test_the_log_says_why_and_when_a_stage_is_tried_again(
     """A terminal shows our log alone, and would stand still for up to a quarter of an hour."""
     stage.waits = [0.01, 0.02]
     show_prefects_lines(monkeypatch, False)
-    stage(TransientError("the store is full"), TransientError("the store is away"))
+    stage(Away("the store is full"), Away("the store is away"))
     said = [record.getMessage() for record in caplog.records if "next try" in record.getMessage()]
     assert said == [
         "the store is full; the next try of encode is in about 0.01 s",
@@ -153,7 +151,7 @@ def test_a_retry_is_logged_once(
     from flows.prefect_run import should_retry
 
     def away() -> None:
-        raise TransientError("away")
+        raise Away("away")
 
     task: Any = SimpleNamespace(retry_delay_seconds=[1.0])
     run, state = SimpleNamespace(run_count=1, name="encode"), SimpleNamespace(result=away)
@@ -164,8 +162,8 @@ def test_a_retry_is_logged_once(
 
 @pytest.mark.slow
 def test_a_stage_fails_after_its_last_retry(stage: Stage) -> None:
-    with pytest.raises(TransientError, match="away"):
-        stage(*[TransientError("away")] * 9)
+    with pytest.raises(Away, match="away"):
+        stage(*[Away("away")] * 9)
     assert stage.tries == 4
 
 
@@ -174,7 +172,7 @@ def test_a_stage_fails_after_its_last_retry(stage: Stage) -> None:
     ("error", "words"),
     [
         (RuntimeError("a bug"), "a bug"),
-        (WrongInput("of ours"), "encode: of ours"),
+        (Refused("of ours"), "encode: of ours"),
         (PermissionError(errno.EACCES, "closed"), "no permission"),
         (UnauthorizedSSOTokenError(), "no valid credentials for .*: log in"),
     ],
@@ -188,7 +186,7 @@ def test_permanent_failures_are_not_retried(stage: Stage, error: Exception, word
 
 def away_once(found: Any) -> Callable[..., Any]:
     """A function whose store is away at its first call."""
-    errors: list[Exception] = [StorageAway("the store cannot be used now")]
+    errors: list[Exception] = [Away("the store cannot be used now")]
 
     def read(*_: Any) -> Any:
         if errors:

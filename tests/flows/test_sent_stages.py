@@ -17,10 +17,10 @@ from prefect.states import Completed
 
 from artifacts.filesystems import Clock
 from artifacts.gc import runs
-from artifacts.models import ModelAway
 from artifacts.remote_stores import StoreRefused
 from artifacts.store import Artifact, KeyParts, Store
-from configs.load_recipe import RecipeError, load_recipe
+from configs.errors import Away
+from configs.load_recipe import load_recipe
 from configs.settings.data import UrlSource
 from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe
 from flows import cli, finetune, send_stage, work_pools
@@ -35,7 +35,7 @@ from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, r
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
-from tasks.stage import StageFailed, StageResult, TransientError, build_or_reuse
+from tasks.stage import StageFailed, StageResult, build_or_reuse
 
 PARTS = KeyParts("train", 1, {}, {})
 
@@ -210,7 +210,7 @@ def test_crashes_without_progress_are_sent_again_with_growing_pauses_and_end(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Pool(monkeypatch, *[(StateType.CRASHED, 10.0)] * 4)
-    with pytest.raises(TransientError, match="3 runs on pool gpu crashed without progress"):
+    with pytest.raises(Away, match="3 runs on pool gpu crashed without progress"):
         pool.send(run)
     first, second = pool.slept
     assert 2.5 <= first <= 7.5 and 5 <= second <= 15
@@ -301,25 +301,25 @@ def test_only_the_download_is_told_to_retry_failed_rows(run: Run) -> None:
 
 
 def test_a_sent_run_waits_for_a_store_that_is_away(run: Run, waited: list[float]) -> None:
-    errors = [StoreRefused("503"), StoreRefused("503")]
+    errors: list[Exception] = [Away("store: it cannot be used now"), StoreRefused("503")]
 
     def check() -> Run:
         if errors:
-            raise RecipeError("store: it cannot be used now") from errors.pop()
+            raise errors.pop()
         return run
 
     assert patiently(check) is run and waited == [10.0, 60.0]
     errors.append(StoreRefused("Forbidden: no"))
-    with pytest.raises(RecipeError):
+    with pytest.raises(StoreRefused):
         patiently(check)
-    errors += [StoreRefused("503")] * 9
-    with pytest.raises(RecipeError):
+    errors += [Away("store: it cannot be used now")] * 9
+    with pytest.raises(Away):
         patiently(check)
     assert waited == [10.0, 60.0, 10.0, 60.0, 300.0]
 
 
 def test_a_sent_run_waits_for_the_hub(run: Run, waited: list[float]) -> None:
-    errors = [ModelAway("model.path: the hub cannot be reached")]
+    errors = [Away("model.path: the hub cannot be reached")]
 
     def check() -> Run:
         if errors:
@@ -372,8 +372,8 @@ def test_a_stage_begins_once_the_server_is_back(
     recipe = load_recipe("digits")
     assert send_stage.run_task(finetune.train, recipe, 1, 2, name="train 3") == "trained"
     assert waited == [10.0, 60.0]
-    answers += [answer(401), TransientError("of the stage, which Prefect has tried again")]
-    for kind in (PrefectHTTPStatusError, TransientError):
+    answers += [answer(401), Away("of the stage, which Prefect has tried again")]
+    for kind in (PrefectHTTPStatusError, Away):
         with pytest.raises(kind):
             send_stage.run_task(finetune.train, recipe, 1, 2)
 

@@ -11,13 +11,13 @@ from artifacts.gc import needed_by, runs
 from artifacts.latent_shards import INFO, Latents, ShardRef
 from artifacts.models import digest_model
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Failed, Refused
 from configs.settings.generate import read_settings
 from configs.settings.publish import Hub
 from configs.settings.train_parts import Profile
 from flows import finetune, generate
 from flows import run as run_module
 from flows.run import Run
-from runtimes.contract import WrongInput
 from tasks import download
 from tasks.encode import stage as encode
 from tasks.publish import stage as publish
@@ -88,7 +88,7 @@ def test_the_limit_of_bad_samples_holds_for_a_reused_encode_too(run: Run) -> Non
     draft = run.store.draft(encode.key_parts(run.recipe, images, run.base, None))
     draft.write(INFO, b"{}")
     draft.commit({"samples": 8, "holdout": 1, "bad": {"NaN": 2}}, {})
-    with pytest.raises(encode.EncodeFailed, match="2 of 10 samples are bad"):
+    with pytest.raises(Failed, match="2 of 10 samples are bad"):
         finetune.encode.fn(run, reused(images))
 
 
@@ -159,10 +159,10 @@ def test_the_epochs_of_each_trial_are_checked_before_a_stage_begins(run: Run) ->
 
     fine = trial(epochs=100)
     replace(run, recipe=fine, trials=[fine, trial(epochs=200)]).plan()
-    with pytest.raises(WrongInput, match=r"1e-09 of \d+ rows are less than one step"):
+    with pytest.raises(Refused, match=r"1e-09 of \d+ rows are less than one step"):
         replace(run, recipe=fine, trials=[fine, trial(epochs=1e-9)]).plan()
     traced = trial(epochs=100, profile=Profile(start=10**6, steps=2))
-    with pytest.raises(WrongInput, match=r"rows are \d+ steps: train\.profile traces steps"):
+    with pytest.raises(Refused, match=r"rows are \d+ steps: train\.profile traces steps"):
         replace(run, recipe=traced).plan()
 
 
@@ -171,7 +171,7 @@ def test_epochs_without_a_step_are_refused_before_a_stage_begins(
 ) -> None:
     train = run.recipe.train.model_copy(update={"epochs": 1e-9})
     short = replace(run, recipe=run.recipe.model_copy(update={"train": train}))
-    with pytest.raises(WrongInput, match=r"1e-09 of \d+ rows are less than one step .*: raise"):
+    with pytest.raises(Refused, match=r"1e-09 of \d+ rows are less than one step .*: raise"):
         short.plan()
     replace(short, stages=("download", "encode")).plan()
     monkeypatch.setattr(run_module, "plan_changes", lambda *given: given[-1:])
@@ -179,7 +179,7 @@ def test_epochs_without_a_step_are_refused_before_a_stage_begins(
     again.plan()  # from the champion's weights, by steps of its own
     retrain = run.recipe.retrain.model_copy(update={"start": "base"})
     again = replace(again, recipe=short.recipe.model_copy(update={"retrain": retrain}))
-    with pytest.raises(WrongInput, match="rows are less than one step"):
+    with pytest.raises(Refused, match="rows are less than one step"):
         again.plan()
     few = Latents({}, [ShardRef("", 0, "", {"train/8x8": 9, "holdout/8x8": 2})])
     monkeypatch.setattr(finetune, "open_latents", lambda _: few)

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.gc import GarbageUnsure, record_run
-from artifacts.store import Artifact, KeyParts, Store, StoreError
-from configs.load_recipe import RecipeError, dump_yaml
+from artifacts.gc import record_run
+from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Away, Refused
+from configs.load_recipe import dump_yaml
 from flows.store_commands import (
-    NotInStore,
-    StoreNotThere,
     check_store,
     collect_garbage,
     list_store,
@@ -21,7 +20,6 @@ from flows.store_commands import (
     verify_store,
 )
 from tasks.publish.registry import Registry
-from tasks.stage import StorageAway
 
 
 def model(store: Store, n: int = 1) -> Artifact:
@@ -87,7 +85,7 @@ def test_an_unreadable_manifest_is_not_whole(
     assert told[1].endswith("whole")
     assert not verify_store(store.root, damaged.key[:12])
     assert verify_store(store.root, f"publish/{whole.key[:12]}")
-    with pytest.raises(NotInStore, match=r"is damaged: .* not a readable record"):
+    with pytest.raises(Refused, match=r"is damaged: .* not a readable record"):
         show_artifact(store.root, damaged.key[:12], as_json=False)
 
 
@@ -132,7 +130,7 @@ def test_what_is_deleted_while_it_is_read_is_not_damaged(
 
 
 def test_a_store_with_nothing_to_verify_is_an_error(store: Store, registry: str) -> None:
-    with pytest.raises(NotInStore, match=f"nothing in {store.root}"):
+    with pytest.raises(Refused, match=f"nothing in {store.root}"):
         verify_store(store.root, None, given(store, registry))
     Registry(registry, "digits").publish(model(Store(f"{store.root}-other")))
     assert verify_store(store.root, None, given(store, registry))
@@ -181,7 +179,7 @@ def test_nothing_is_deleted_while_a_version_is_unreadable(
         harm_history(found, "history.copy.json")
     else:
         found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
-    with pytest.raises(GarbageUnsure, match="nothing is deleted"):
+    with pytest.raises(Refused, match="nothing is deleted"):
         collect_garbage(store.root, given(store, registry), days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
 
@@ -191,18 +189,18 @@ def test_a_collection_leaves_a_folder_of_other_programs_alone(tmp_path: Path) ->
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    with pytest.raises(NotInStore, match="name the store by --store"):
+    with pytest.raises(Refused, match="name the store by --store"):
         collect_garbage(str(tmp_path), days=0, hours=0, delete=True)
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 3
 
 
 def test_a_store_that_is_a_file_or_missing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreNotThere, match="it is a file: name a folder"):
+    with pytest.raises(Refused, match="it is a file: name a folder"):
         check_store(str(tmp_path / "file"))
-    with pytest.raises(StoreNotThere, match="not found"):
+    with pytest.raises(Refused, match="not found"):
         collect_garbage(str(tmp_path / "none"), days=0, hours=0, delete=False)
-    with pytest.raises(StoreError, match="it has no name"):
+    with pytest.raises(Refused, match="it has no name"):
         check_store("")
 
 
@@ -210,7 +208,7 @@ def test_a_store_that_is_a_file_or_missing_is_one_line(tmp_path: Path) -> None:
 def test_an_age_that_is_no_number_deletes_nothing(store: Store, age: dict[str, float]) -> None:
     """By NaN every run would be too old."""
     kept = model(store)
-    with pytest.raises(RecipeError, match="give a number from 0 on"):
+    with pytest.raises(Refused, match="give a number from 0 on"):
         collect_garbage(store.root, **{"days": 30.0, "hours": 0.0, **age}, delete=True)
     assert store.find("publish", kept.key) is not None
 
@@ -225,7 +223,7 @@ def test_a_collection_on_a_full_disk_says_what_to_do(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("artifacts.gc.hold", full)
-    with pytest.raises(StorageAway, match=r"no space left for its lock .*: delete any other file"):
+    with pytest.raises(Away, match=r"no space left for its lock .*: delete any other file"):
         collect_garbage(store.root, days=0, hours=0, delete=True)
 
 
@@ -235,7 +233,7 @@ def test_a_registry_elsewhere_is_known_without_being_named(store: Store, tmp_pat
     collect_garbage(store.root, days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
     (tmp_path / "models").rename(tmp_path / "unmounted")
-    with pytest.raises(GarbageUnsure, match="models is missing, so nothing is deleted: restore it"):
+    with pytest.raises(Refused, match="models is missing, so nothing is deleted: restore it"):
         collect_garbage(store.root, days=1, hours=0, delete=True)
     assert store.find("publish", kept.key) is not None
 
@@ -316,11 +314,11 @@ def test_the_beginning_of_a_key_or_of_a_digest_names_an_artifact(
     assert "    base abababababab\n" in told
     assert f"    images publish/{first.key[:12]}\n" in told
     assert verify_store(store.root, made.digest[:12])
-    with pytest.raises(NotInStore, match=f"several begin with it .*{second.key[:12]}.*: give more"):
+    with pytest.raises(Refused, match=f"several begin with it .*{second.key[:12]}.*: give more"):
         shown("publish/")
-    with pytest.raises(NotInStore, match=rf"an input of train/{made.key[:12]} \(base\)"):
+    with pytest.raises(Refused, match=rf"an input of train/{made.key[:12]} \(base\)"):
         shown("abab")
-    with pytest.raises(NotInStore, match="no artifact's key or digest begins with it; see `kiln"):
+    with pytest.raises(Refused, match="no artifact's key or digest begins with it; see `kiln"):
         shown("xyz")
 
 

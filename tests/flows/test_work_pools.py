@@ -14,13 +14,14 @@ from prefect_server import Server
 
 from artifacts.filesystems import Clock
 from artifacts.store import Store
-from configs.load_recipe import RecipeError, load_recipe
+from configs.errors import Away, Refused
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import send_stage
 from flows.work_pools import LOST
 from tasks.beam.workers import settings_to_send
 from tasks.progress import Progress, listeners
-from tasks.stage import StageFailed, TransientError
+from tasks.stage import StageFailed
 
 pytestmark = pytest.mark.soak
 PATIENCE = 300  # seconds, for a machine that does much else
@@ -116,7 +117,7 @@ def test_what_the_server_lacks_is_named_with_the_command(
     said = here("place", "digits", overrides={"place.train": "none"}, code=2, api=api)
     assert "no work pool none: run `prefect work-pool create none --type process`" in said
     recipe = load_recipe("digits", {"place.train": "none"})
-    with pytest.raises(RecipeError, match="no deployment kiln-stage/none: run `kiln place"):
+    with pytest.raises(Refused, match="no deployment kiln-stage/none: run `kiln place"):
         send_stage.check_deployments(recipe, ("train",))
     send_stage.check_deployments(recipe, ("encode",))
 
@@ -144,7 +145,7 @@ def test_a_crashed_run_is_sent_again_at_most_so_often(
     with worker(server, CRASHED, COMPLETED):
         send(recipe)
     monkeypatch.setattr(send_stage, "MOST_CRASHES", 2)
-    with worker(server, CRASHED, CRASHED), pytest.raises(TransientError, match="2 runs on pool"):
+    with worker(server, CRASHED, CRASHED), pytest.raises(Away, match="2 runs on pool"):
         send(recipe)
 
 

@@ -14,8 +14,8 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.records import canonical_json
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
 from runtimes.pipeline_folder.folder import (
     describe_encoders,
@@ -97,7 +97,7 @@ def _pipeline(name: str, folder: Path, names: list[str]) -> Reader:
         _change(folder / file, valid[file], rng)
         try:
             found = describe_encoders(folder)
-        except WrongInput:
+        except Refused:
             return False
         finally:
             (folder / file).write_bytes(valid[file])
@@ -122,7 +122,7 @@ def _scheduler(folder: Path, configs: list[dict[str, Any]]) -> Reader:
         try:
             read_scheduler_config(folder)
             schedule = read_schedule(folder, Train() if rng.randrange(2) else None)
-        except WrongInput:
+        except Refused:
             return False
         table = schedule.sigmas if hasattr(schedule, "sigmas") else schedule.alphas_cumprod
         assert table.ndim == 1 and len(table) and np.isfinite(table).all(), "no noise schedule"
@@ -144,7 +144,7 @@ def _denoiser(folder: Path) -> Reader:
             folder_extras(folder)
             trained_config(read_config(path), settings)
             trained_config(base, settings, read_config(path))
-        except WrongInput:
+        except Refused:
             return False
         finally:
             path.write_bytes(valid)

@@ -1,4 +1,4 @@
-"""Recipes and overrides: RecipeError, or settings that a key and a dump can be made of."""
+"""Recipes and overrides: Refused, or settings that a key and a dump can be made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fuzz.mutations import encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.records import canonical_json
-from configs.load_recipe import RecipeError, dump, load_recipe, parse_override
+from configs.errors import Refused
+from configs.load_recipe import dump, load_recipe, parse_override
 from configs.settings.recipe import Recipe
 
 RECIPE: dict[str, Any] = {
@@ -62,7 +63,7 @@ def readers(folder: Path) -> list[Reader]:
         texts = [mutate(rng.choice(OVERRIDES), rng).decode(errors="replace") for _ in range(2)]
         try:
             overrides = dict(map(parse_override, texts))
-        except RecipeError:
+        except Refused:
             return False
         return _is_right(kept, overrides, folder)
 
@@ -72,7 +73,7 @@ def readers(folder: Path) -> list[Reader]:
 def _is_right(path: Path, overrides: dict[str, Any], folder: Path) -> bool:
     try:
         recipe = load_recipe(str(path), overrides)
-    except RecipeError:
+    except Refused:
         return False
     canonical_json(recipe.model_dump(mode="json"))
     _check_read_back(recipe, folder / "again.yaml")

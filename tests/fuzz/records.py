@@ -11,8 +11,9 @@ import numpy as np
 from fuzz.mutations import mutate, mutate_tree
 from fuzz.reader import Reader
 
-from artifacts.records import NewerFormat, encode_record
+from artifacts.records import encode_record
 from artifacts.store import KeyParts, Store
+from configs.errors import Failed
 from runtimes.train.checkpoints import Checkpoint, Checkpoints
 
 KEY = "ab" * 32
@@ -35,7 +36,7 @@ def readers(folder: Path) -> list[Reader]:
         def read() -> bool:
             try:
                 return store.load("train", made.key) is not None
-            except (ValueError, NewerFormat):
+            except (ValueError, Failed):
                 return False
 
         return _with_changed_bytes(manifest, rng, read)
@@ -46,7 +47,7 @@ def readers(folder: Path) -> list[Reader]:
         def read() -> bool:
             try:
                 found = store.find("train", made.key)
-            except NewerFormat:
+            except Failed:
                 return False
             for entry in found.files if found else ():
                 path = Path(made.path, entry.path).resolve()
@@ -60,7 +61,7 @@ def readers(folder: Path) -> list[Reader]:
         def read() -> bool:
             try:
                 return store.shard("train", KEY) is not None
-            except NewerFormat:
+            except Failed:
                 return False
 
         change = _with_changed_bytes if rng.randrange(2) else _with_forged

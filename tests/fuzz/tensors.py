@@ -16,9 +16,9 @@ from fuzz.reader import Reader
 from artifacts.latent_shards import LatentSample, LatentShard, ShardRef, Texts, write_latent_shard
 from artifacts.records import digest_bytes
 from artifacts.safetensors import read_arrays, write_arrays
+from configs.errors import Refused
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import metadata, read_adapters
-from runtimes.contract import WrongInput
 from runtimes.data.shard_cache import ShardFiles
 
 GROUP = "train/2x2"
@@ -56,7 +56,7 @@ def _of_shards(path: Path) -> list[Reader]:
         files = ShardFiles([ref], open_limit=1, cache_bytes=2**20)
         try:
             files[0]
-        except WrongInput:
+        except Refused:
             return False
         finally:
             files.close()
@@ -139,7 +139,7 @@ def _of_adapters(path: Path) -> Reader:
         path.write_bytes(_changed(valid, rng))
         try:
             found = read_adapters(path)
-        except WrongInput:
+        except Refused:
             return False
         for adapter in (a for layers in found.values() for a in layers.values()):
             assert np.isfinite(adapter.scale), "a scale that is no number"

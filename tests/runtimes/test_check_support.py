@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
+from configs.errors import Refused
 from configs.settings.recipe import RuntimeName
 from configs.settings.train import Train
 from runtimes import registry
-from runtimes.contract import WrongInput
 from runtimes.registry import (
     RuntimeSpec,
     check_family,
@@ -39,7 +39,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         registry.RUNTIMES, "other", RuntimeSpec("runtimes.other", ("json", "nowhere"))
     )
-    with pytest.raises(WrongInput, match="needs nowhere, not installed"):
+    with pytest.raises(Refused, match="needs nowhere, not installed"):
         check_installed("other")
     assert "cannot be imported" in probe_runtime("other").reason
 
@@ -55,7 +55,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_transformer_is_refused_where_it_cannot_run(
     runtime: str, device: str, words: str, family: str
 ) -> None:
-    with pytest.raises(WrongInput, match=f"of family {family} {words}"):
+    with pytest.raises(Refused, match=f"of family {family} {words}"):
         check_family(runtime, family, device)
     check_family("torch", family, "cuda:0")
     check_family("torch", "sdxl", "hpu")
@@ -69,7 +69,7 @@ def test_a_runtime_is_probed_in_its_own_environment(
     monkeypatch.setitem(registry.RUNTIMES, "torch", elsewhere)
     prefix = sys.prefix
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    with pytest.raises(WrongInput, match="make setup-torch"):
+    with pytest.raises(Refused, match="make setup-torch"):
         check_installed("torch")
     assert not probe_runtime("torch").available
 
@@ -79,7 +79,7 @@ def test_a_runtime_is_probed_in_its_own_environment(
     found = probe_runtime("torch")
     assert found.available and found.devices[-1].startswith("cpu") and found.versions["torch"]
     check_settings("torch", Train(device="cpu"))
-    with pytest.raises(WrongInput, match="device cuda:99: this machine has"):
+    with pytest.raises(Refused, match="device cuda:99: this machine has"):
         check_settings("torch", Train(device="cuda:99"))
 
 
@@ -90,7 +90,7 @@ def test_environments_of_runtimes_lie_beside_each_environment(
     python.parent.mkdir(parents=True)
     python.touch()
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    with pytest.raises(WrongInput, match="make setup-xla"):
+    with pytest.raises(Refused, match="make setup-xla"):
         interpreter("xla")
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv312"))
     assert interpreter("xla") == str(python)
@@ -100,5 +100,5 @@ def test_environments_of_runtimes_lie_beside_each_environment(
 
 def test_settings_without_a_supporting_device_are_refused() -> None:
     check_settings("torch", Train(device="cpu"))
-    with pytest.raises(WrongInput, match="device cuda:99: this machine has"):
+    with pytest.raises(Refused, match="device cuda:99: this machine has"):
         check_settings("torch", Train(device="cuda:99"))

@@ -18,8 +18,8 @@ from jobs import SETTINGS, MakeJob, outputs
 from training import train
 
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.settings.recipe import Tpu
-from runtimes.contract import WrongInput
 from runtimes.process.job import write_job
 from tasks import tpu as tasks_tpu
 from tasks.tpu import SliceUnavailable, code_home, pack_code
@@ -142,7 +142,7 @@ def test_a_fault_of_the_job_ends_it_and_the_slice(
     world: Path, make_job: MakeJob, tmp_path: Path
 ) -> None:
     job = make_job("wrong", model=str(tmp_path))
-    with pytest.raises(WrongInput, match="model_index"):
+    with pytest.raises(Refused, match="model_index"):
         run_on_slice(job, tmp_path)
     assert told(world).count("create") == 1 and told(world)[-1] == "delete"
 

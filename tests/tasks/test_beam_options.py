@@ -9,7 +9,8 @@ import pytest
 import yaml
 from kiln_command import ROOT
 
-from tasks.beam.pipeline import BeamOptionsError, check_options, make_pipeline
+from configs.errors import Refused
+from tasks.beam.pipeline import check_options, make_pipeline
 
 
 def documented(heading: str) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_documented_options_of_dataflow_are_flags_of_beam() -> None:
     ],
 )
 def test_a_wrong_option_is_named_in_one_line(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(BeamOptionsError, match=words) as caught:
+    with pytest.raises(Refused, match=words) as caught:
         check_options(options)
     assert "\n" not in str(caught.value)
 

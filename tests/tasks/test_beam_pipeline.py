@@ -14,9 +14,9 @@ import pytest
 from artifacts.compare_and_swap import read, swap
 from artifacts.lock import LockLost
 from artifacts.store import Store
+from configs.errors import Away
 from tasks.beam.pipeline import KNOWN, ShardProgress, _in_turn, _plain, run_linear
 from tasks.beam.workers import Done, WorkerReports
-from tasks.stage import MachineShort, StorageAway
 
 SECONDS = 30.0  # for a busy machine
 
@@ -97,7 +97,7 @@ class Full(beam.DoFn):
 def test_an_error_is_raised_and_not_printed_by_beam(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(StorageAway, match=r"^no space left for /store/shard: free some"):
+    with pytest.raises(Away, match=r"^no space left for /store/shard: free some"):
         run_linear(range(4), Full(), {}, watch(tmp_path), threads=2)
     assert capfd.readouterr() == ("", "")
 
@@ -158,7 +158,7 @@ def test_an_outage_of_the_store_is_waited_for(
 ) -> None:
     progress = ShardProgress(Store("memory://store-away"), "stage", {}, lambda *_: None)
     with pytest.raises(
-        StorageAway, match=r"^memory:.* cannot be used now \(.*slow down\): run again later$"
+        Away, match=r"^memory:.* cannot be used now \(.*slow down\): run again later$"
     ):
         run_linear(range(2), ReadAway(), options, progress, threads=2)
     assert options or "Traceback" not in capfd.readouterr().err  # in threads of a flow's process
@@ -167,15 +167,15 @@ def test_an_outage_of_the_store_is_waited_for(
 def test_a_full_disk_of_the_runner_is_waited_for() -> None:
     """Beam keeps the text of an error that its own files cause."""
     full = "RuntimeError: OSError: [Errno 28] No space left on device: '/tmp/spilled'"
-    assert type(_plain(RuntimeError(full), ())) is StorageAway
+    assert type(_plain(RuntimeError(full), ())) is Away
     assert _plain(RuntimeError("[Errno 2] No such file or directory"), ()) is None
 
 
 def test_what_a_worker_lacks_keeps_its_type_and_words() -> None:
     """Beam keeps the text of an error in another process alone."""
-    text = "tasks.stage.MachineShort: raise `ulimit -n` [while running 'ParDo']"
+    text = "configs.errors.Away: raise `ulimit -n` [while running 'ParDo']"
     found = _plain(RuntimeError(text), KNOWN)
-    assert type(found) is MachineShort
+    assert type(found) is Away
     assert str(found) == "raise `ulimit -n`"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from shortest_recipe import shortest_recipe
 
-from configs.load_recipe import RecipeError
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam.workers import Workers, beam_options, check_workers, workers_of
@@ -101,9 +101,9 @@ FOLDER = {"kind": "folder", "path": "/data/pictures"}
 def test_places_that_remote_workers_cannot_reach_are_refused(
     settings: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(Refused, match=words):
         check_workers(recipe(beam=REMOTE, **settings), ["download"])
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(Refused, match=words):
         check_workers(recipe(download={"beam": REMOTE}, **settings), ["download", "encode"])
 
 
@@ -124,14 +124,14 @@ def test_places_that_remote_workers_reach_are_accepted(settings: dict[str, Any])
 def test_only_the_stages_of_the_run_are_checked() -> None:
     settings = recipe(store="/data/store", encode={"beam": REMOTE})
     check_workers(settings, ["download"])
-    with pytest.raises(RecipeError, match=r"DataflowRunner \(encode\)"):
+    with pytest.raises(Refused, match=r"DataflowRunner \(encode\)"):
         check_workers(settings, ["download", "encode"])
 
 
 def test_processes_of_this_machine_reach_folders_but_not_memory(tmp_path: Path) -> None:
     beam = {"direct_running_mode": "multi_processing"}
     check_workers(recipe(beam=beam, store=str(tmp_path), source={"kind": "digits"}), ["download"])
-    with pytest.raises(RecipeError, match="the memory of this process"):
+    with pytest.raises(Refused, match="the memory of this process"):
         check_workers(recipe(beam=beam, store="memory://store"), ["encode"])
 
 
@@ -143,5 +143,5 @@ def test_an_engine_that_does_not_answer_is_refused(
     address: str, runner: str, name: str, prefix: str
 ) -> None:
     check_workers(recipe(beam={"runner": runner, name: f"{prefix}{address}"}), ["encode"])
-    with pytest.raises(RecipeError, match=rf"beam\.{name}: nothing answers at {prefix}127"):
+    with pytest.raises(Refused, match=rf"beam\.{name}: nothing answers at {prefix}127"):
         check_workers(recipe(beam={"runner": runner, name: f"{prefix}127.0.0.1:1"}), ["encode"])

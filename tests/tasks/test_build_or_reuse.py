@@ -20,14 +20,11 @@ from waiting import wait_until
 from artifacts.lock import read_owner
 from artifacts.records import put_atomic
 from artifacts.store import Draft, KeyParts, Store
+from configs.errors import Away, Failed, Refused
 from flows.prefect_run import may_pass
-from runtimes.contract import WrongInput
 from tasks.stage import (
-    MachineShort,
     StageFailed,
     StageResult,
-    StorageAway,
-    StorageError,
     build_or_reuse,
     package_versions,
     storage_error,
@@ -80,7 +77,7 @@ def test_a_rebuild_that_fails_leaves_no_artifact_with_files_of_two_builds(store:
 
     def fail(draft: Draft) -> dict[str, Any]:
         draft.write("file", b"newer")
-        raise WrongInput("no more")
+        raise Refused("no more")
 
     with pytest.raises(StageFailed):
         build_or_reuse(store, parts(), fail, parents={})
@@ -245,21 +242,21 @@ def test_the_reason_of_a_rebuild_is_the_damage(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "words"),
+    ("number", "kind", "words"),
     [
-        (errno.ENOSPC, "no space left for /a/b: free some (try `kiln gc`), then run again"),
-        (errno.EDQUOT, "no space left for /a/b"),
-        (errno.EACCES, "no permission for /a/b: grant it, or choose another folder or URL"),
-        (errno.EROFS, "no permission for /a/b"),
+        (errno.ENOSPC, Away, "no space left for /a/b: free some (try `kiln gc`), then run again"),
+        (errno.EDQUOT, Away, "no space left for /a/b"),
+        (errno.EACCES, Failed, "no permission for /a/b: grant it, or choose another folder or URL"),
+        (errno.EROFS, Failed, "no permission for /a/b"),
     ],
 )
 def test_errors_of_a_full_or_closed_store_are_storage_errors(
-    store: Store, number: int, words: str
+    store: Store, number: int, kind: type[Exception], words: str
 ) -> None:
     def build(draft: Draft) -> dict[str, Any]:
         raise OSError(number, "as the system says", "/a/b")
 
-    with pytest.raises(StorageError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(kind, match=words.replace("(", r"\(").replace(")", r"\)")):
         build_or_reuse(store, parts(), build, parents={})
 
 
@@ -273,10 +270,10 @@ def test_a_full_disk_is_that_of_the_copy_and_not_of_its_source(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "sendfile", full)
-    with pytest.raises(StorageAway, match=f"^no space left for {store.root}/there"), storing(store):
+    with pytest.raises(Away, match=f"^no space left for {store.root}/there"), storing(store):
         put_atomic(store.fs, str(tmp_path / "source"), f"{store.root}/there")
     said = rf"^no space left for {store.root}, or for temporary files in {gettempdir()}: free some"
-    with pytest.raises(StorageAway, match=said), storing(store):
+    with pytest.raises(Away, match=said), storing(store):
         full()
 
 
@@ -299,7 +296,7 @@ def test_a_full_disk_is_that_of_the_copy_and_not_of_its_source(
 def test_what_the_machine_lacks_is_told_and_waited_for(
     store: Store, error: Exception, said: str
 ) -> None:
-    with pytest.raises(MachineShort, match=said) as failed, storing(store):
+    with pytest.raises(Away, match=said) as failed, storing(store):
         raise error
     assert may_pass(failed.value)
 
@@ -308,7 +305,7 @@ def test_a_full_disk_is_not_said_of_a_remote_store() -> None:
     """A training process has the name of its file in the text alone."""
     full = OSError(errno.ENOSPC, "No space left on device: '/cache/shard'")
     found = storage_error(Store("memory://bucket"), full)
-    assert isinstance(found, StorageAway)
+    assert isinstance(found, Away)
     assert str(found).startswith("no space left on this machine (")
     assert str(found).endswith("'/cache/shard'): free some, then run again")
 
@@ -319,7 +316,7 @@ def test_a_forbidden_bucket_is_a_storage_error(
 ) -> None:
     bucket = Store(url_of("gs"))
     monkeypatch.setattr(gcs, "forbidden", "^POST ")
-    with pytest.raises(StorageError, match=rf"^no permission for {bucket.url} \(Forb.*: grant it"):
+    with pytest.raises(Failed, match=rf"^no permission for {bucket.url} \(Forb.*: grant it"):
         build_or_reuse(bucket, parts(), write, parents={})
     denied = PermissionError("Access Denied")  # as S3's client has it: without a number
     assert "(Access Denied): grant it" in str(storage_error(bucket, denied))
@@ -335,7 +332,7 @@ def test_an_unreadable_artifact_of_a_bucket_is_not_rebuilt(
         patch.setattr(gcs, "forbidden", r"^GET .*/manifest\.json$")
         with pytest.raises(OSError, match=r"^Forbidden"):  # None would mean that there is none
             bucket.find(parts().stage, parts().key)
-        with pytest.raises(StorageError):
+        with pytest.raises(Failed):
             build_or_reuse(bucket, parts(), lambda draft: pytest.fail("built"), parents={})
     assert build_or_reuse(bucket, parts(), write, parents={}).outcome == "reused"
 
@@ -343,7 +340,7 @@ def test_an_unreadable_artifact_of_a_bucket_is_not_rebuilt(
 @pytest.mark.slow
 def test_an_unreachable_bucket_is_a_storage_error(url_of: UrlOf, s3_away: None) -> None:
     bucket = Store(url_of("s3"))
-    with pytest.raises(StorageError, match=f"^{bucket.url} cannot be used now .*Could not connect"):
+    with pytest.raises(Away, match=f"^{bucket.url} cannot be used now .*Could not connect"):
         build_or_reuse(bucket, parts(), write, parents={})
 
 
@@ -359,7 +356,7 @@ def test_wrong_input_of_ours_is_one_line_and_a_library_s_error_keeps_its_traceba
     store: Store,
 ) -> None:
     def refuse(draft: Draft) -> dict[str, Any]:
-        raise WrongInput("raise encode.resolution")
+        raise Refused("raise encode.resolution")
 
     def fail(draft: Draft) -> dict[str, Any]:
         return {"shape": np.zeros(3) + np.zeros(2)}

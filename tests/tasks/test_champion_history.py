@@ -16,8 +16,9 @@ from waiting import at_once
 from artifacts import compare_and_swap as cas
 from artifacts.records import encode_record
 from artifacts.store import KeyParts, Store
+from configs.errors import Refused
 from tasks.publish import registry as publish_registry
-from tasks.publish.registry import COPY, HISTORY, ChampionChanged, Registry, RegistryError
+from tasks.publish.registry import COPY, HISTORY, ChampionChanged, Registry
 
 
 def test_the_champion_moves_and_rolls_back_step_by_step(
@@ -28,7 +29,7 @@ def test_the_champion_moves_and_rolls_back_step_by_step(
     crown(store, found, 1, 2, 3)
     steps = [found.champion().name, found.rollback().name, found.rollback().name]
     assert steps == ["v3", "v2", "v1"]
-    with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
+    with pytest.raises(Refused, match=r"no champion before v. is kept"):
         found.rollback()
     found.promote("v3")
     assert found.rollback().name == "v1"
@@ -44,7 +45,7 @@ def test_the_candidate_is_the_newest_version_unless_it_was_the_champion(
     store, found = registry
     assert found.candidate() is None
     crown(store, found, 1)
-    with pytest.raises(RegistryError, match="there is no candidate"):
+    with pytest.raises(Refused, match="there is no candidate"):
         found.find("candidate")
     found.publish(model(store, 2))
     assert found.find("candidate").name == "v2" and found.find("champion").name == "v1"
@@ -283,13 +284,13 @@ def test_a_damaged_history_with_a_damaged_copy_is_one_error_and_changes_nothing(
     for name in (HISTORY, COPY):
         write_history(found, b"{", name)
     for act in (found.champion, found.rollback, lambda: found.promote("v1")):
-        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+        with pytest.raises(Refused, match=r"history\.json and its copy .* are damaged"):
             act()
     assert found.damaged_histories() == [HISTORY, COPY]
     for path in found.fs.glob(f"{found.root}/{COPY}*"):
         found.fs.rm_file(path)  # a registry of before the copy has none either
     for act in (found.champion, found.rollback, lambda: found.promote("v1")):
-        with pytest.raises(RegistryError, match=r"history\.json and its copy .* are damaged"):
+        with pytest.raises(Refused, match=r"history\.json and its copy .* are damaged"):
             act()
     assert [version.name for version in found.versions()] == ["v1"]
 

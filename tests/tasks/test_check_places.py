@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from configs.load_recipe import RECIPES, RecipeError, load_recipe
+from configs.errors import Refused
+from configs.load_recipe import RECIPES, load_recipe
 from configs.secrets import hide_secrets
 from configs.settings.recipe import PLACED_STAGES, STAGES
 from tasks.beam.workers import _secret, check_places, received_recipe, settings_to_send
@@ -41,7 +42,7 @@ def test_what_a_pool_cannot_reach_is_refused(
     overrides: dict[str, Any], setting: str, why: str
 ) -> None:
     recipe = load_recipe("digits", {**ON_GPU, **overrides})
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(Refused) as error:
         check_places(recipe, STAGES)
     message = str(error.value)
     assert message.startswith(f"{setting}: workers of pool gpu (place.train) cannot reach ")
@@ -62,7 +63,7 @@ def test_only_the_pool_of_the_download_must_reach_the_source(
 ) -> None:
     given = {**ON_GPU, "source": source}
     check_places(load_recipe("digits", given), STAGES)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(Refused) as error:
         check_places(load_recipe("digits", {**given, "place.download": "cpu"}), STAGES)
     message = str(error.value)
     assert message.startswith(f"{setting}: workers of pool cpu (place.download) cannot reach ")
@@ -88,7 +89,7 @@ def test_what_a_pool_reaches_is_accepted(overrides: dict[str, Any]) -> None:
 def test_a_secret_is_not_sent() -> None:
     source = {**URLS, "path": "https://host.example/list.parquet?token=abc"}
     recipe = load_recipe("digits", {**ON_GPU, "source": source})
-    with pytest.raises(RecipeError, match=r"^source\.path: a secret cannot be sent") as error:
+    with pytest.raises(Refused, match=r"^source\.path: a secret cannot be sent") as error:
         check_places(recipe, STAGES)
     assert "abc" not in str(error.value)
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.errors import Refused
 from tasks import stage
-from tasks.beam.pipeline import WorkerDiffers, check_versions
+from tasks.beam.pipeline import check_versions
 from tasks.stage import versions
 
 
@@ -23,7 +24,7 @@ def test_equal_workers_are_accepted() -> None:
     ],
 )
 def test_a_difference_is_named(flows: dict[str, str], words: str) -> None:
-    with pytest.raises(WorkerDiffers, match=words):
+    with pytest.raises(Refused, match=words):
         check_versions({**versions(), **flows})
 
 

@@ -23,11 +23,11 @@ from waiting import wait_until
 from artifacts import compare_and_swap as cas
 from artifacts import lock
 from artifacts.store import Store
-from runtimes.contract import WrongInput
+from configs.errors import Away, Failed, Refused
 from runtimes.process.job import GenerateJob, TrainJob, write_job
 from tasks import run_job as tasks_run_job
 from tasks.run_job import ChildOutput, JobFailed, run_job, wait_for_result
-from tasks.stage import StorageAway, StorageError, storing
+from tasks.stage import storing
 
 #: Runs a job, prints its events, and exits with 130 at an interruption.
 STAGE = """
@@ -58,14 +58,14 @@ def endless(tmp_path: Path, tiny_sdxl: Path) -> Iterator[TrainJob]:
 @pytest.mark.slow
 def test_wrong_input_of_a_job_is_raised_here(tmp_path: Path) -> None:
     job = GenerateJob("torch", str(tmp_path), (), ("a prompt",), {})
-    with pytest.raises(WrongInput, match=r"model_index\.json"):
+    with pytest.raises(Refused, match=r"model_index\.json"):
         run_job(job)
 
 
 @pytest.mark.slow
 def test_an_outage_of_the_store_has_its_type(s3_away: None) -> None:
     job = GenerateJob("torch", "s3://models/tiny", (), ("a prompt",), {})
-    with pytest.raises(StorageAway, match=r"^a remote store cannot be used now \(.*Could not conn"):
+    with pytest.raises(Away, match=r"^a remote store cannot be used now \(.*Could not conn"):
         run_job(job)
 
 
@@ -78,7 +78,7 @@ def test_a_job_whose_credentials_are_not_found_may_find_them_later(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     job = GenerateJob("torch", "s3://models/tiny", (), ("a prompt",), {})
-    with pytest.raises(StorageAway, match=r"\(.*Unable to locate credentials\): log in by its"):
+    with pytest.raises(Away, match=r"\(.*Unable to locate credentials\): log in by its"):
         run_job(job)
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_a_job_cannot_write_is_named() -> None:
     )
     output = ChildOutput(lambda event: None)
     pumps = [lambda: output.mixed(child.stdout)]
-    refused = pytest.raises(StorageError, match=r"^no permission for /cache/a: grant it")
+    refused = pytest.raises(Failed, match=r"^no permission for /cache/a: grant it")
     with refused, storing(Store("memory://bucket")):
         wait_for_result(child, output, pumps, child.kill, child.kill)
 

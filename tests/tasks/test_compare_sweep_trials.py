@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from artifacts.store import KeyParts, Store
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Sweep
-from runtimes.contract import WrongInput
 from tasks import compare_sweep_trials
 from tasks.compare_sweep_trials import (
     check_comparable,
@@ -117,9 +117,9 @@ def test_the_curve_is_the_held_out_loss_or_else_the_mean_of_the_loss(tmp_path: P
 
 def test_a_metric_that_is_not_measured_is_refused() -> None:
     check_metric(load_recipe("digits"))
-    with pytest.raises(WrongInput, match=r"sweep\.metric: holdout_los .*did you mean holdout_loss"):
+    with pytest.raises(Refused, match=r"sweep\.metric: holdout_los .*did you mean holdout_loss"):
         check_metric(load_recipe("digits", {"sweep.metric": "holdout_los"}))
-    with pytest.raises(WrongInput, match="holdout_loss is not measured"):
+    with pytest.raises(Refused, match="holdout_loss is not measured"):
         check_metric(load_recipe("digits"), held_out=0)
 
 
@@ -134,5 +134,5 @@ def test_held_out_losses_of_another_definition_are_not_compared(changed: dict[st
 
     check("holdout_loss", {"train.learning_rate": 1.0})
     check("cmmd", changed)
-    with pytest.raises(WrongInput, match=r"holdout_loss/level1 of trials .* is not comparable"):
+    with pytest.raises(Refused, match=r"holdout_loss/level1 of trials .* is not comparable"):
         check("holdout_loss/level1", changed)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from configs.errors import Failed
 from configs.settings.data import Download
-from tasks.download.rows import Row, TooManyFailed, text_of_file
+from tasks.download.rows import Row, text_of_file
 from tasks.download.statistics import (
     DownloadStatistics,
     check_data,
@@ -150,6 +151,6 @@ def test_each_check_blocks_above_its_limit_alone(limits: dict[str, Any], problem
     summary = {"rows": 5, "images": 4, "outcomes": {"success": 4, "timeout": 1}, "data": data}
     check_data(summary, Download(image_size=512))
     (setting,) = (name for name in limits if name.startswith("max_"))
-    with pytest.raises(TooManyFailed, match=problem) as raised:
+    with pytest.raises(Failed, match=problem) as raised:
         check_data(summary, Download(image_size=512, **limits))
     assert f"download.{setting} allows" in str(raised.value)

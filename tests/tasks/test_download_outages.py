@@ -15,11 +15,11 @@ from picture_server import Web
 from store_servers import REMOTE, UrlOf
 
 from artifacts.store import Store
+from configs.errors import Away
 from tasks import download
 from tasks.download.download_on_beam import MOST_DEFERRED, THREADS, DownloadShard, _clear
 from tasks.download.rows import Outage
 from tasks.download.shard_plan import ShardSpec
-from tasks.stage import MachineShort, TransientError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -43,7 +43,7 @@ def test_an_outage_defers_shards_to_the_next_run(tmp_path: Path, web: Web) -> No
     (tar,) = folder.glob(f"{shards[1].key}.*.tar")
     tar.write_bytes(b"damaged" + tar.read_bytes()[7:])
     web.is_down = True
-    with pytest.raises(TransientError, match=rf"2 of {len(shards)} shards .*\(http 503: \d+\)"):
+    with pytest.raises(Away, match=rf"2 of {len(shards)} shards .*\(http 503: \d+\)"):
         build(recipe)
     committed = {path.stem for path in folder.glob("*.json")}
     assert committed == {s.key for s in shards[2:]}
@@ -61,7 +61,7 @@ def test_a_machine_without_descriptors_ends_the_stage_and_loses_no_row(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with monkeypatch.context() as patch, pytest.raises(MachineShort, match="`ulimit -n`"):
+    with monkeypatch.context() as patch, pytest.raises(Away, match="`ulimit -n`"):
         patch.setattr("tasks.download.http._Socket", refuse)
         build(recipe)
     assert not list((tmp_path / "store/download/shards").glob("*.json"))
@@ -116,7 +116,7 @@ def test_a_committed_shard_whose_retry_is_deferred_is_an_outage(tmp_path: Path, 
     web.broken = {"3"}
     build(make_recipe(tmp_path, web, rows(), retries=0, shard_size=100))
     stricter = make_recipe(tmp_path, web, rows(), retries=0, shard_size=100, max_transient=0.0)
-    with pytest.raises(TransientError, match=r"1 of 1 shards were deferred .*\(http 503: 1\)"):
+    with pytest.raises(Away, match=r"1 of 1 shards were deferred .*\(http 503: 1\)"):
         build(stricter, retry_failed=True)
 
 
@@ -133,7 +133,7 @@ class TwoOfThree(set[str]):
 def test_a_shard_that_is_downloaded_ends_a_row_of_deferred_ones(tmp_path: Path, web: Web) -> None:
     recipe = make_recipe(tmp_path, web, rows(), retries=0, shard_size=1, max_host_failures=100)
     web.broken = TwoOfThree()
-    with pytest.raises(TransientError, match=r"(\d+) of \d+ shards were deferred") as failure:
+    with pytest.raises(Away, match=r"(\d+) of \d+ shards were deferred") as failure:
         build(recipe)
     assert int(re.findall(r"\d+", str(failure.value))[0]) > MOST_DEFERRED
 
@@ -196,7 +196,7 @@ def test_an_outage_of_most_hosts_is_deferred(tmp_path: Path, web: Web, dead: str
     recipe = make_recipe(tmp_path, web, [*rows(), *lost], retries=0, shard_size=1000, max_failed=1)
     assert build(recipe).summary["images"] == PICTURES  # one of two hosts is dead
     recipe = make_recipe(tmp_path, web, lost, retries=0, shard_size=1000, max_failed=1)
-    with pytest.raises(TransientError, match=r"1 of 1 shards .*host does not answer: \d+"):
+    with pytest.raises(Away, match=r"1 of 1 shards .*host does not answer: \d+"):
         build(recipe)
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_rows import ROWS, context, make_recipe, many_rows, rows_of, write_list
 
-from artifacts.remote_stores import CacheUnusable
+from configs.errors import Failed
 from tasks import download
 from tasks.download import shard_plan, sources
 from tasks.download.lists import read_list
@@ -145,7 +145,7 @@ def test_a_key_of_plans_that_cannot_be_written_names_the_variable(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(CacheUnusable, match=r"Not a directory\): set KILN_CACHE"):
+    with pytest.raises(Failed, match=r"Not a directory\): set KILN_CACHE"):
         shard_plan.plan_key()
 
 

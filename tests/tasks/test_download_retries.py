@@ -7,6 +7,7 @@ from download_stage import PICTURES, build, make_recipe, rows, rows_of, shard_by
 from picture_server import Web
 
 from artifacts.store import Store
+from configs.errors import Failed
 from tasks import download
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -85,7 +86,7 @@ def test_the_bytes_and_times_of_a_shard_are_those_of_all_its_downloads(
 def test_a_retry_is_possible_after_too_many_failures(tmp_path: Path, web: Web) -> None:
     web.broken = {"3"}
     recipe = make_recipe(tmp_path, web, rows(), retries=0, max_failed=0.0)
-    with pytest.raises(download.TooManyFailed, match="--retry-failed fetches those with transient"):
+    with pytest.raises(Failed, match="--retry-failed fetches those with transient"):
         build(recipe)
     web.broken = set()
     web.requests.clear()

@@ -25,11 +25,11 @@ from waiting import wait_until
 from artifacts.image_shards import read_rows, read_tar
 from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
+from configs.errors import Away, Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.beam.pipeline import BeamOptionsError, check_options
+from tasks.beam.pipeline import check_options
 from tasks.panels import Table
-from tasks.stage import StorageAway
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -101,7 +101,7 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
 def test_a_server_without_an_answer_is_a_timeout_outcome(tmp_path: Path, web: Web) -> None:
     listed = [{"url": "silent", "caption": "a picture"}]
     recipe = make_recipe(tmp_path, web, listed, timeout=0.2, retries=0, max_transient=1.0)
-    with pytest.raises(download.TooManyFailed, match=r"1 of 1 rows failed \(timeout: 1\)"):
+    with pytest.raises(Failed, match=r"1 of 1 rows failed \(timeout: 1\)"):
         build(recipe)
 
 
@@ -113,7 +113,7 @@ def test_secrets_of_urls_are_not_stored(tmp_path: Path, web: Web) -> None:
     (shown,) = (p for p in download.show(artifact) if p.title == "Examples of failed rows")
     named = f"http://{web.host}/gone/1?X-Amz-Signature=...&width=40"
     assert isinstance(shown, Table) and shown.rows == [{"outcome": "http 404", "row": named}]
-    with pytest.raises(download.TooManyFailed) as error:
+    with pytest.raises(Failed) as error:
         build(make_recipe(tmp_path, web, listed, max_failed=0.1))
     assert str(error.value).endswith(f"; for example http 404: {named}")
     assert samples_of(artifact)[0].meta["url"].endswith("/good/1?X-Amz-Signature=...&width=40")
@@ -173,7 +173,7 @@ def test_too_many_failed_rows_raise_with_their_reasons(tmp_path: Path, web: Web)
     listed = rows(*(f"gone/{n}" for n in range(PICTURES)), "html", "html/2")
     recipe = make_recipe(tmp_path, web, listed)
     words = r"26 of 50 rows failed \(http 404: 24, not an image: 2\); .* allows 50%"
-    with pytest.raises(download.TooManyFailed, match=words):
+    with pytest.raises(Failed, match=words):
         build(recipe)
     web.requests.clear()
     assert build(recipe.model_copy(update={"download": recipe.download.model_copy(
@@ -198,7 +198,7 @@ def test_a_full_disk_raises_and_keeps_committed_shards(
 
     with monkeypatch.context() as patch:
         patch.setattr("artifacts.records.shutil.copyfile", full)
-        with pytest.raises(StorageAway, match=f"^no space left for {folder}/{key}"):
+        with pytest.raises(Away, match=f"^no space left for {folder}/{key}"):
             build(recipe)
     assert not (folder / f"{key}.json").exists()
     web.requests.clear()
@@ -216,9 +216,9 @@ def test_a_full_disk_raises_and_keeps_committed_shards(
 def test_invalid_beam_options_are_named(
     tmp_path: Path, web: Web, beam: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(BeamOptionsError, match=words):
+    with pytest.raises(Refused, match=words):
         check_options(beam)
-    with pytest.raises(BeamOptionsError, match=words):
+    with pytest.raises(Refused, match=words):
         build(make_recipe(tmp_path, web, rows(), beam=beam))
     check_options({"direct_num_workers": 2})
 

@@ -9,9 +9,9 @@ from encoder_inputs import BUCKETS, SQUARE, gradient
 from picture_bytes import encode_picture
 from PIL import Image
 
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.data import Download
-from runtimes.contract import WrongInput
 from tasks.download.decode import PictureResizer, Resized
 from tasks.encode.transform import (
     BadSample,
@@ -47,9 +47,9 @@ def test_sdxl_buckets_are_those_of_its_paper() -> None:
 
 def test_bucket_sides_are_multiples_of_the_vaes_factor() -> None:
     assert all(h % 48 == 0 for h, _ in bucket_sizes(replace(BUCKETS, resolution=96), 12))
-    with pytest.raises(WrongInput, match=r"no multiple of the model's 12"):
+    with pytest.raises(Refused, match=r"no multiple of the model's 12"):
         bucket_sizes(SQUARE, 12)
-    with pytest.raises(WrongInput, match=r"encode\.bucket_step"):
+    with pytest.raises(Refused, match=r"encode\.bucket_step"):
         bucket_sizes(replace(BUCKETS, bucket_step=128), 8)
 
 

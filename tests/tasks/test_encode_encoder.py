@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from artifacts.models import digest_model
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.pipeline_folder.folder import describe_encoders, digest_encoders
 from runtimes.torch_models.encoders import Encoder
 from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
@@ -211,17 +211,17 @@ def test_a_lone_variant_is_loaded(tiny_sdxl: Path, tmp_path: Path, variant: str)
 
 
 def test_errors_of_wrong_folders_are_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"model_index\.json is missing: a diff"):
+    with pytest.raises(Refused, match=r"model_index\.json is missing: a diff"):
         Encoder(tmp_path)
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
     (copy / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(WrongInput, match="its encoders do not load") as caught:
+    with pytest.raises(Refused, match="its encoders do not load") as caught:
         Encoder(copy, device="cpu")
     assert "\n" not in str(caught.value)
     index = json.loads((copy / "model_index.json").read_text())
     index["text_encoder_2"] = ["transformers", "T5EncoderModel"]
     (copy / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(WrongInput, match="T5EncoderModel"):
+    with pytest.raises(Refused, match="T5EncoderModel"):
         Encoder(copy)
 
 
@@ -234,7 +234,7 @@ def test_encoder_widths_must_match_the_transformer(
     config = json.loads(path.read_text())
     config[{"text_encoder_2": "hidden_size", "text_encoder_3": "d_model"}[part]] = 96
     path.write_text(json.dumps(config))
-    with pytest.raises(WrongInput, match="numbers a token, its transformer takes 80"):
+    with pytest.raises(Refused, match="numbers a token, its transformer takes 80"):
         describe_encoders(copy)
 
 
@@ -244,14 +244,14 @@ def test_missing_weights_in_a_file_are_reported(tiny_sd: Path, tmp_path: Path) -
     weights = load_file(path)
     name = next(name for name in weights if name.endswith("fc1.weight"))
     save_file({n: t for n, t in weights.items() if n != name}, path, {"format": "pt"})
-    with pytest.raises(WrongInput, match=r"lacks 1 weights, such as .*fc1\.weight"):
+    with pytest.raises(Refused, match=r"lacks 1 weights, such as .*fc1\.weight"):
         Encoder(copy, device="cpu")
 
 
 def test_an_unread_vocabulary_is_refused(tiny_sdxl: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
     CLIPTokenizer().save_pretrained(copy / "tokenizer")
-    with pytest.raises(WrongInput, match="tokenizer has 2 tokens"):
+    with pytest.raises(Refused, match="tokenizer has 2 tokens"):
         Encoder(copy, device="cpu")
 
 

@@ -12,11 +12,11 @@ from encoder_inputs import SQUARE
 
 from artifacts.records import digest_bytes
 from artifacts.store import Shard, Store
+from configs.errors import Away
 from runtimes.process.job import EncodeJob
 from tasks.encode import encode_on_beam
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, _Placeholder, encode_shards
 from tasks.encode.encoders import EncoderLost, EncoderPool, EncodingPlan
-from tasks.stage import TransientError
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def test_a_lost_process_fails_the_stage_for_a_retry_and_leaves_no_report(tmp_pat
     dofn.open(lambda: lost)
     with pytest.raises(EncoderLost, match=r"^ended with -9$") as caught:
         encode_shards(TASKS, store, dofn, {}, lambda *_: None)
-    assert isinstance(caught.value, TransientError)
+    assert isinstance(caught.value, Away)
     assert list(Path(dofn.reports).glob("*")) == []
 
 

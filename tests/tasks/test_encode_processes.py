@@ -16,13 +16,12 @@ from kiln_command import ROOT
 from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
 from bench.stand_in_encoder import NAME, registered
+from configs.errors import Away, Refused
 from runtimes import registry as devices
-from runtimes.contract import WrongInput
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encoder_devices, interpreter
 from runtimes.torch_models.encoders import Encoder
 from tasks.encode.encoders import EncoderFailed, EncoderLost, EncoderProcess, EncodingPlan, send
-from tasks.stage import StorageAway
 
 CAPTIONS = ["a red cat", "", "a dog"]
 
@@ -77,7 +76,7 @@ def test_an_error_of_a_shard_ends_no_process(
 @pytest.mark.slow
 def test_an_outage_of_the_store_has_its_type(s3_away: None, tmp_path: Path) -> None:
     process = start()
-    with pytest.raises(StorageAway, match=r"^s3://shards cannot be used now \(Could not connect"):
+    with pytest.raises(Away, match=r"^s3://shards cannot be used now \(Could not connect"):
         process.slots[0]("s3://shards/shard.tar", "0" * 64, f"{tmp_path}/out.safetensors")
     process.close()
     process.join()
@@ -111,7 +110,7 @@ def test_the_error_of_a_dead_process_has_its_last_line(
 def test_a_wrong_model_is_wrong_input(tmp_path: Path) -> None:
     job = EncodeJob("torch", str(tmp_path), device="cpu")
     process = EncoderProcess(EncodingPlan(job, SQUARE))
-    with pytest.raises(WrongInput, match=r"model_index\.json"):
+    with pytest.raises(Refused, match=r"model_index\.json"):
         process.wait()
     process.close()
     process.join()
@@ -197,5 +196,5 @@ def test_every_accelerator_has_an_encoder_process(monkeypatch: pytest.MonkeyPatc
     present.clear()
     assert of("torch", "auto") == ["cpu"] and of("torch", "hpu") == ["hpu"]
     for runtime, device in (("torch", "cuda:0"), ("jax", "tpu"), ("torch", "npu")):
-        with pytest.raises(WrongInput, match=r"encode\.processes: device .* 1 of the 2"):
+        with pytest.raises(Refused, match=r"encode\.processes: device .* 1 of the 2"):
             of(runtime, device, 2)

@@ -26,7 +26,7 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, Shard, Store
-from runtimes.contract import WrongInput
+from configs.errors import Failed, Refused
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encoders import Encoder
 from tasks.encode import encoders as encode_encoders
@@ -317,20 +317,18 @@ def test_bad_pictures_are_counted_and_only_too_many_are_fatal(
     shards[0]["00004"] = (b"not a picture", ("x",))
     assert make(shards).summary["bad"] == {"undecodable": 1}
     shards[2] |= {f"02{i:03}": (b"no", ("x",)) for i in range(5)}
-    with pytest.raises(
-        encode.EncodeFailed, match=r"6 of 30 .*undecodable: 6.*encode\.max_bad \(0\.05"
-    ):
+    with pytest.raises(Failed, match=r"6 of 30 .*undecodable: 6.*encode\.max_bad \(0\.05"):
         make(shards)
     assert make(shards, max_bad=0.5).summary["samples"] == 24
 
 
 def test_an_empty_result_is_an_error(make: Callable[..., Artifact]) -> None:
     nothing = [{"00000": (b"no", ("x",))}]
-    with pytest.raises(encode.EncodeFailed, match=r"no sample is left .undecodable: 1"):
+    with pytest.raises(Failed, match=r"no sample is left .undecodable: 1"):
         make(nothing, max_bad=1.0)
-    with pytest.raises(encode.EncodeFailed, match="no image shard"):
+    with pytest.raises(Failed, match="no image shard"):
         make([])
-    with pytest.raises(encode.EncodeFailed, match="held-out"):
+    with pytest.raises(Failed, match="held-out"):
         make(pictures_of(1), holdout=0.999)
 
 
@@ -339,7 +337,7 @@ def test_a_size_is_a_multiple_of_the_models_factor_and_of_a_transformers_patches
 ) -> None:
     images = images_of(Store(str(tmp_path / "s")), pictures_of(1), tmp_path)
     for model, size, factor in ((tiny_sdxl, 34, 4), (tiny_sd3, 36, 8)):
-        with pytest.raises(WrongInput, match=f"no multiple of the model's {factor}"):
+        with pytest.raises(Refused, match=f"no multiple of the model's {factor}"):
             encode_images(encode_recipe(tmp_path / "s", model, resolution=size), images)
 
 

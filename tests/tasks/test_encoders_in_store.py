@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.models import ModelNotFound
 from artifacts.store import Store
+from configs.errors import Refused
 from runtimes.pipeline_folder.folder import digest_encoders
 from runtimes.process.job import EncodeJob
 from tasks.encode.encoders import put_encoders
@@ -84,6 +84,6 @@ def test_changed_bytes_in_the_store_are_refused(
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(ModelNotFound, match=rf"other bytes .*: delete {copy.url}\.json"):
+    with pytest.raises(Refused, match=rf"other bytes .*: delete {copy.url}\.json"):
         copy.fetched(EncodeJob("torch", ""))
     assert not list(cache.glob(copy.digest))

@@ -12,9 +12,9 @@ from picture_sources import make_pictures, write_folder
 from shortest_recipe import shortest_recipe
 
 from artifacts.store import Artifact, Store
+from configs.errors import Away
 from configs.settings.recipe import Recipe
 from tasks.encode import stage as encode
-from tasks.stage import TransientError
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 
@@ -143,7 +143,7 @@ def test_a_killed_external_worker_fails_the_job_and_a_retry_completes_it(
         recipe = make_recipe(tmp_path, "store", tiny_sdxl, beam)
         kill_when_told(told, KILL_SECONDS)
         images = build(recipe) if stage == "encode" else None
-        with pytest.raises(TransientError, match="workers were lost"):
+        with pytest.raises(Away, match="workers were lost"):
             build(recipe) if images is None else encoded(recipe, images)
         assert not [one for one in caplog.records if one.name == "root"]
         kept = len(list(Path(recipe.store, stage, "shards").glob("*.json")))

@@ -22,7 +22,7 @@ from transformers import CLIPModel
 
 from artifacts.records import Damaged
 from artifacts.store import Artifact, KeyParts, Shard
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
@@ -156,7 +156,7 @@ def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
 
     check()
     check(height=32, width=40)
-    with pytest.raises(WrongInput, match=r"evaluate\.width: 36 is not a multiple of 8"):
+    with pytest.raises(Refused, match=r"evaluate\.width: 36 is not a multiple of 8"):
         check(height=32, width=36)
 
 
@@ -383,12 +383,12 @@ def test_a_model_whose_loss_is_not_finite_is_one_line(world: World) -> None:
         losses[0][0] = math.inf
         path.write_text(json.dumps({"losses": losses}))
 
-    with pytest.raises(WrongInput, match=r"holdout_loss\S* of the tuned model is (inf|nan)"):
+    with pytest.raises(Refused, match=r"holdout_loss\S* of the tuned model is (inf|nan)"):
         world.evaluate(world.trained(0.5), run=overflowing)
 
 
 def test_pictures_that_are_not_finite_are_no_evaluation(world: World) -> None:
-    with pytest.raises(WrongInput, match="pictures are not finite"):
+    with pytest.raises(Refused, match="pictures are not finite"):
         world.evaluate(world.trained(1e30))
 
 

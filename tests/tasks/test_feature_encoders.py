@@ -41,10 +41,10 @@ from transformers import (
 )
 
 from artifacts.models import digest_model
+from configs.errors import Refused
 from configs.settings.evaluate import PreferenceModel
 from demo import captions, digits
 from demo.palette import NEW_STYLE, style_index
-from runtimes.contract import WrongInput
 from tasks.evaluate.distances import clip_scores, cosine
 from tasks.evaluate.features import (
     Clip,
@@ -239,7 +239,7 @@ def test_an_image_processor_without_a_size_for_all_pictures_is_refused(
     tiny_dino: Path, config: dict[str, Any], words: str
 ) -> None:
     _change(tiny_dino / "preprocessor_config.json", config)
-    with pytest.raises(WrongInput, match=f"does not resize whole pictures to one size: {words}"):
+    with pytest.raises(Refused, match=f"does not resize whole pictures to one size: {words}"):
         check_image_encoder(tiny_dino)
 
 
@@ -248,7 +248,7 @@ def test_a_clip_whose_processor_keeps_the_shape_of_a_picture_sees_it_whole_alone
 ) -> None:
     folder = Path(shutil.copytree(tiny_clip, tmp_path / "clip"))
     _change(folder / "preprocessor_config.json", {"do_center_crop": False})
-    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* set do_center_crop to true"):
+    with pytest.raises(Refused, match=r"evaluate\.clip: .* set do_center_crop to true"):
         check_clip(folder)
     check_image_encoder(folder)
     found, theirs = (
@@ -307,7 +307,7 @@ def test_a_model_that_needs_more_than_a_picture_is_reported_before_any_work(
 ) -> None:
     folder = Path(shutil.copytree(tiny_siglip, tmp_path / "text"))
     BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(folder)
-    with pytest.raises(WrongInput, match=r"image_encoder: .* no features of a picture alone"):
+    with pytest.raises(Refused, match=r"image_encoder: .* no features of a picture alone"):
         check_image_encoder(folder)
 
 
@@ -316,7 +316,7 @@ def test_an_image_encoder_without_some_of_its_weights_is_refused(tmp_path: Path)
     config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32)
     ViTForImageClassification(config).save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
-    with pytest.raises(WrongInput, match=r"lacks weights \(pooler\.dense\.bias"):
+    with pytest.raises(Refused, match=r"lacks weights \(pooler\.dense\.bias"):
         check_image_encoder(tmp_path)
 
 
@@ -324,7 +324,7 @@ def test_an_image_encoder_that_masks_patches_at_random_is_refused(tmp_path: Path
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     ViTMAEModel(ViTMAEConfig(**sizes, image_size=32)).save_pretrained(tmp_path)
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
-    with pytest.raises(WrongInput, match="masks patches at random"):
+    with pytest.raises(Refused, match="masks patches at random"):
         check_image_encoder(tmp_path)
 
 
@@ -343,7 +343,7 @@ def test_an_image_encoder_that_is_a_clip_needs_its_tokenizer(
     check_image_encoder(folder)
     for name in ("tokenizer.json", "vocab.json"):
         (folder / name).unlink(missing_ok=True)
-    with pytest.raises(WrongInput, match=r"evaluate\.image_encoder: .*tokenizer"):
+    with pytest.raises(Refused, match=r"evaluate\.image_encoder: .*tokenizer"):
         check_image_encoder(folder)
 
 
@@ -373,9 +373,7 @@ def test_no_pictures_have_no_features(tiny_clip: Path) -> None:
 
 
 def test_the_error_of_a_folder_without_a_clip_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        WrongInput, match=r"evaluate\.clip: .* does not load as a CLIPModel"
-    ) as caught:
+    with pytest.raises(Refused, match=r"evaluate\.clip: .* does not load as a CLIPModel") as caught:
         Clip(tmp_path, "cpu")
     assert "\n" not in str(caught.value)
 
@@ -397,7 +395,7 @@ def test_a_missing_part_is_reported_before_any_work(
     check_clip(folder)
     for name in without.split():
         (folder / name).unlink(missing_ok=True)
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         check_clip(folder)
 
 
@@ -420,7 +418,7 @@ def test_the_image_processor_of_a_clip_gives_pictures_of_its_size(
         if words is None:
             check(folder)
             continue
-        with pytest.raises(WrongInput, match=words):
+        with pytest.raises(Refused, match=words):
             check(folder)
 
 
@@ -431,18 +429,18 @@ def test_weights_of_an_evaluator_that_are_cut_or_missing_are_found_before_any_wo
     weights = folder / "model.safetensors"
     (folder / "model.safetensors.index.json").write_text("{}")
     weights.rename(folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(WrongInput, match=r"evaluate\.clip: .*: only 1 of 2 files of weights"):
+    with pytest.raises(Refused, match=r"evaluate\.clip: .*: only 1 of 2 files of weights"):
         check_clip(folder)
     (folder / "model-00001-of-00002.safetensors").rename(tmp_path / "away")
-    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* has no \.safetensors weights"):
+    with pytest.raises(Refused, match=r"evaluate\.clip: .* has no \.safetensors weights"):
         check_clip(folder)
     weights.write_bytes((tmp_path / "away").read_bytes()[:-1])
-    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* is no valid safetensors file"):
+    with pytest.raises(Refused, match=r"evaluate\.clip: .* is no valid safetensors file"):
         check_clip(folder)
 
 
 def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
-    with pytest.raises(WrongInput, match=r"evaluate\.clip: .* model_type is clip_text_model"):
+    with pytest.raises(Refused, match=r"evaluate\.clip: .* model_type is clip_text_model"):
         check_clip(tiny_sdxl / "text_encoder")
 
 
@@ -461,7 +459,7 @@ def test_the_digits_judge_recognises_real_digits() -> None:
 
 def test_unsupported_prompts_of_a_judge_are_reported_before_any_work() -> None:
     check_prompts(("digits",), ["a handwritten seven in white chalk on a green board"])
-    with pytest.raises(WrongInput, match=r"evaluate\.judges: digits: .*a cat"):
+    with pytest.raises(Refused, match=r"evaluate\.judges: digits: .*a cat"):
         check_prompts(("digits",), ["a cat"])
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from tasks.evaluate.distances import Estimate, Resampling, mean, share
 from tasks.publish.promotion_gate import (
-    GateError,
     check_rules,
     failure,
     judge,
@@ -87,12 +87,12 @@ def test_a_rule_fails_without_a_value_of_the_model() -> None:
     ],
 )
 def test_the_error_of_an_invalid_rule_has_the_syntax(text: str) -> None:
-    with pytest.raises(GateError, match="write it as"):
+    with pytest.raises(Refused, match="write it as"):
         parse_rule(text)
 
 
 def test_the_error_of_an_unknown_metric_has_the_nearest_one() -> None:
-    with pytest.raises(GateError, match="did you mean cmmd"):
+    with pytest.raises(Refused, match="did you mean cmmd"):
         check_rules(["cmd < 3"], ["cmmd", "fd"], 100)
 
 
@@ -165,12 +165,12 @@ def test_metrics_of_different_pictures_pass_no_rule_with_a_level() -> None:
 def test_a_level_needs_a_resample_beyond_each_end_of_its_interval(level: str, needed: int) -> None:
     rule = f"fd < base at {level}%"
     check_rules([rule], ["fd"], needed)
-    with pytest.raises(GateError, match=rf"evaluate\.bootstrap of {needed} or more"):
+    with pytest.raises(Refused, match=rf"evaluate\.bootstrap of {needed} or more"):
         check_rules([rule], ["fd"], needed - 1)
 
 
 def test_a_level_is_below_100() -> None:
-    with pytest.raises(GateError, match="at least 50%"):
+    with pytest.raises(Refused, match="at least 50%"):
         parse_rule("fd < base at 100%")
 
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from artifacts.store import Artifact, KeyParts, Store
-from configs.load_recipe import RecipeError, load_recipe
+from configs.errors import Refused
+from configs.load_recipe import load_recipe
 from configs.settings.generate import read_settings
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.contract import WrongInput
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate as draw_here
 from tasks import generate
@@ -132,7 +132,7 @@ def test_the_grid_has_the_requested_columns(draw: Callable[..., Artifact]) -> No
 def test_unsupported_settings_are_one_line_errors(
     draw: Callable[..., Artifact], settings: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises((RecipeError, WrongInput), match=words) as caught:
+    with pytest.raises((Refused), match=words) as caught:
         draw(**settings)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -150,9 +150,9 @@ def test_a_guidance_scale_without_effect_is_refused(
 
     for accepted in ({}, {"guidance_scale": 1}):
         check(**accepted)
-    with pytest.raises(WrongInput, match=r"^guidance_scale: this model .*: set 1"):
+    with pytest.raises(Refused, match=r"^guidance_scale: this model .*: set 1"):
         check(guidance_scale=3)
-    with pytest.raises(WrongInput, match="negative_prompt: it has no effect without guidance"):
+    with pytest.raises(Refused, match="negative_prompt: it has no effect without guidance"):
         check(negative_prompt="blue")
 
 
@@ -237,7 +237,7 @@ def test_a_recipe_with_a_value_that_no_evaluation_has_is_a_one_line_error(
 ) -> None:
     folder = publish(tiny_sdxl, tmp_path / "edited", {"num_inference_steps": "many"})
     with pytest.raises(
-        WrongInput, match=r"^recipe.yaml of .*: num_inference_steps: .*'many'.*-o"
+        Refused, match=r"^recipe.yaml of .*: num_inference_steps: .*'many'.*-o"
     ) as caught:
         sampler(folder)
     assert len(str(caught.value).splitlines()) == 1
@@ -249,5 +249,5 @@ def test_a_scheduler_that_lacks_the_noise_of_the_model_is_refused(
 ) -> None:
     own = {"_class_name": "DDIMScheduler", "rescale_betas_zero_snr": True}
     monkeypatch.setattr(generate, "read_scheduler_config", lambda folder: own)
-    with pytest.raises(WrongInput, match="lms cannot draw a model with zero terminal SNR"):
+    with pytest.raises(Refused, match="lms cannot draw a model with zero terminal SNR"):
         draw(scheduler="lms")

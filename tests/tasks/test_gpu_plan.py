@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from shortest_recipe import shortest_recipe
 
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
-from flows.show_plan import DoesNotFit, TwoPlaces, lines, show_plan
-from runtimes.contract import WrongInput
+from flows.show_plan import lines, show_plan
 from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.plan.gpu import USABLE, GpuPlan, check_fits, plan_for, with_train
@@ -268,7 +268,7 @@ def test_plans_are_cached_and_variants_share_them(
 def test_several_gpus_share_the_batch_and_not_the_weights(plan: Callable[..., GpuPlan]) -> None:
     parts = plan(80, processes=4, device="cuda").peaks.training
     assert gib(parts["activations"]) == 4 and gib(parts["weights"]) == gib(parts["gradients"]) == 1
-    with pytest.raises(WrongInput, match=r"train.fsdp: .* set 1"):
+    with pytest.raises(Refused, match=r"train.fsdp: .* set 1"):
         plan(80, processes=4, fsdp="all")
 
 
@@ -286,18 +286,18 @@ def test_the_command_prints_peak_advice_time_and_cost(
     seconds = 8 * 3e12 / (989.5e12 * 0.2)
     assert facts["step_seconds"] == pytest.approx(seconds)
     assert facts["cost"] == pytest.approx(2.0 * seconds)  # 3,600 steps are an hour of seconds
-    with pytest.raises(DoesNotFit, match=r"needs 21.0 GiB, 12 GB has 11.0 GiB .* fits with -o"):
+    with pytest.raises(Refused, match=r"needs 21.0 GiB, 12 GB has 11.0 GiB .* fits with -o"):
         show_plan(recipe, None, "12GB", search=False, as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert not facts["fits"] and facts["step_seconds"] is None
     assert facts["advice"][0]["settings"] == {"train.micro_batch_size": 3}
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(Refused):
         show_plan(recipe, None, "12GB", search=False, as_json=False)
     said = capsys.readouterr().out
     assert "advice    -o train.micro_batch_size=3: 10.75 GiB, equal FLOPs" in said
     assert "10.0 GiB too much" in said
     assert "time      unknown for a size of memory: name a GPU, such as --gpu L4" in said
-    with pytest.raises(TwoPlaces):
+    with pytest.raises(Refused):
         show_plan(recipe, "v5p-8", "12GB", search=False, as_json=False)
 
 
@@ -313,7 +313,7 @@ def test_the_step_itself_is_planned_in_a_process_of_its_own(
 
 def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="none")
-    with pytest.raises(WrongInput, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
+    with pytest.raises(Refused, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
         check_fits(recipe, tiny_sd, None, 20 * GIB, HOST, small=0)
     check_fits(recipe, tiny_sd, None, 22 * GIB, HOST, small=0)
 
@@ -326,7 +326,7 @@ def test_offloaded_weights_must_fit_the_hosts_memory(
     evaluate = recipe.evaluate.model_copy(update={"offload": True})
     recipe = recipe.model_copy(update={"evaluate": evaluate})
     check_fits(recipe, tiny_sd, None, 80 * GIB, GIB, small=0)
-    with pytest.raises(WrongInput, match=r"keeps 1.0 GiB .* which has 0.9 GiB"):
+    with pytest.raises(Refused, match=r"keeps 1.0 GiB .* which has 0.9 GiB"):
         check_fits(recipe, tiny_sd, None, 80 * GIB, 9 * GIB // 10, small=0)
     check_fits(recipe, tiny_sd, None, 80 * GIB, None, small=0)
     shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), tiny_sd, None)))
@@ -339,7 +339,7 @@ def test_a_run_that_may_fit_if_compiled_starts_with_a_warning(
     recipe = make_recipe(tiny_sd, tmp_path, compile="blocks")
     check_fits(recipe, tiny_sd, None, 13 * GIB, HOST, small=0)
     assert "may run out of memory" in caplog.text
-    with pytest.raises(WrongInput):
+    with pytest.raises(Refused):
         check_fits(recipe, tiny_sd, None, 10 * GIB, HOST, small=0)
 
 

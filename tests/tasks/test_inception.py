@@ -17,10 +17,9 @@ from kiln_command import is_running
 from PIL import Image
 from waiting import wait_until
 
-from runtimes.contract import WrongInput
+from configs.errors import Away, Refused
 from tasks.evaluate.distances import INCEPTION_DISTANCES, Resampling
 from tasks.evaluate.inception import Inception, check_inception
-from tasks.stage import TransientError
 
 pytestmark = pytest.mark.soak
 COUNT = 24
@@ -107,7 +106,7 @@ def test_a_file_without_these_weights_is_refused_in_one_line(weights: Path, tmp_
     torch.save({"fc.weight": torch.zeros(2, 2)}, files[1])
     files[2].write_bytes(pickle.dumps(_Touch(tmp_path / "ran")))
     for path in files:
-        with pytest.raises(WrongInput, match="has no weights of torch-fidelity") as error:
+        with pytest.raises(Refused, match="has no weights of torch-fidelity") as error:
             check_inception(path, "s3://bucket/weights.pth")  # which this is the copy of
         assert "s3://bucket/weights.pth has no" in str(error.value)
         assert str(path) not in str(error.value) and "\n" not in str(error.value)
@@ -118,7 +117,7 @@ def test_a_file_without_these_weights_is_refused_in_one_line(weights: Path, tmp_
 def test_a_killed_process_is_a_transient_error(weights: Path) -> None:
     opened = Inception(weights, "cpu")
     os.kill(opened._child.pid, signal.SIGKILL)
-    with pytest.raises(TransientError, match="ended with -9"):
+    with pytest.raises(Away, match="ended with -9"):
         opened.images([picture(0)])
 
 

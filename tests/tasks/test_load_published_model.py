@@ -11,8 +11,8 @@ from store_servers import UrlOf
 from artifacts.models import resolve_model
 from artifacts.records import Damaged
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Refused
 from configs.settings.generate import Generate
-from runtimes.contract import WrongInput
 from tasks import generate
 from tasks.evaluate.published import find_parts, is_complete_here, load_published_model
 from tasks.publish.registry import Registry
@@ -96,7 +96,7 @@ def test_adapters_whose_recipe_names_no_base_are_explained(tmp_path: Path, place
         given = opened.fileno() if place == "number" else place
         recipe.write_text(json.dumps({"model": {"path": given}}))
         assert is_complete_here(tmp_path), "nothing is fetched first"
-        with pytest.raises(WrongInput, match="does not name the base of its adapters"):
+        with pytest.raises(Refused, match="does not name the base of its adapters"):
             find_parts(tmp_path)
 
 

@@ -13,13 +13,13 @@ from evaluation_world import LOSSES, World, metrics_in
 
 from artifacts.records import Damaged, hash_local, write_record
 from artifacts.store import KeyParts
+from configs.errors import Away
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import read_denoiser_config, trained_config
 from runtimes.torch_models.loading import load_denoiser
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.published import metrics_of_published, published_estimates
 from tasks.progress import Progress
-from tasks.stage import StorageAway
 
 pytestmark = pytest.mark.slow
 
@@ -160,5 +160,5 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
 def test_a_store_that_refuses_does_not_measure_the_champion_again(refusing_url: str) -> None:
     """Its metrics may be whole: a retry reads them, and another measurement may take hours."""
     said = rf"^{refusing_url} cannot be used now \(.*invalid at this time\): run again later$"
-    with pytest.raises(StorageAway, match=said):
+    with pytest.raises(Away, match=said):
         published_estimates(refusing_url, "fingerprint")

@@ -15,9 +15,10 @@ from waiting import at_once
 from artifacts import compare_and_swap as cas
 from artifacts.filesystems import subfolders
 from artifacts.records import Damaged, first_fault
-from artifacts.store import KeyParts, Store, StoreError
+from artifacts.store import KeyParts, Store
+from configs.errors import Refused
 from tasks.publish import registry as publish_registry
-from tasks.publish.registry import REPORT, Registry, RegistryError, registry_url
+from tasks.publish.registry import REPORT, Registry, registry_url
 
 
 @pytest.mark.parametrize("kind", REMOTE)
@@ -103,7 +104,7 @@ def test_of_many_champions_the_newest_and_the_one_before_the_champion_are_kept(
     assert found.rollback().name == "v6"
     assert found.keep(1) == [], "a rollback restores v5"
     assert found.rollback().name == "v5"
-    with pytest.raises(RegistryError, match=r"no champion before v. is kept"):
+    with pytest.raises(Refused, match=r"no champion before v. is kept"):
         found.rollback()
 
 
@@ -174,7 +175,7 @@ def test_a_version_is_not_deleted_under_a_promotion_that_has_found_it(
         return swap(*given)
 
     monkeypatch.setattr(publish_registry, "swap", paused)
-    with pytest.raises(RegistryError, match="v1: no such version"):
+    with pytest.raises(Refused, match="v1: no such version"):
         found.promote("v1")
     champion = found.champion()
     assert champion is not None and champion.name == "v2"
@@ -214,9 +215,9 @@ def test_the_error_for_an_unknown_version_lists_the_known_ones(
 ) -> None:
     store, found = registry
     found.publish(model(store, 1))
-    with pytest.raises(RegistryError, match=r"no such version \(there are: v1\)"):
+    with pytest.raises(Refused, match=r"no such version \(there are: v1\)"):
         found.promote("v9")
-    with pytest.raises(RegistryError, match="no champion to roll back from"):
+    with pytest.raises(Refused, match="no champion to roll back from"):
         found.rollback()
 
 
@@ -230,7 +231,7 @@ def test_a_damaged_champion_is_reported_and_a_damaged_version_is_repaired(
     assert found.publish(artifact).name == "v1"
     assert found.fs.cat_file(f"{found.root}/v1/unet/weights.safetensors") == bytes(3)
     found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
-    with pytest.raises(RegistryError, match="v1 is damaged"):
+    with pytest.raises(Refused, match="v1 is damaged"):
         found.champion()
 
 
@@ -329,7 +330,7 @@ def test_a_champion_without_a_manifest_is_reported(registry: tuple[Store, Regist
     store, found = registry
     crown(store, found, 1)
     found.fs.rm_file(f"{found.root}/v1/manifest.json")
-    with pytest.raises(RegistryError, match="champion v1 is damaged"):
+    with pytest.raises(Refused, match="champion v1 is damaged"):
         found.champion()
 
 
@@ -346,15 +347,15 @@ def test_a_lookup_of_a_missing_model_creates_no_folder(
     registry: tuple[Store, Registry],
 ) -> None:
     _, found = registry
-    with pytest.raises(RegistryError, match="no such model in the registry"):
+    with pytest.raises(Refused, match="no such model in the registry"):
         found.promote("v1")
-    with pytest.raises(RegistryError, match="no champion"):
+    with pytest.raises(Refused, match="no champion"):
         found.rollback()
     assert not found.fs.exists(found.root)
 
 
 def test_an_invalid_registry_is_a_one_line_error() -> None:
-    with pytest.raises(StoreError, match="foo://bar"):
+    with pytest.raises(Refused, match="foo://bar"):
         Registry("foo://bar", "digits")
 
 

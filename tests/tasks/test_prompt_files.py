@@ -8,28 +8,27 @@ from evaluation_world import World, evaluation_recipe
 from loopback_server import LoopbackServer, refusing
 
 from artifacts.records import digest_json
-from runtimes.contract import WrongInput
+from configs.errors import Away, Refused
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.metrics import read_prompts, sample_prompts
-from tasks.stage import TransientError
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_store_that_refuses_a_prompt_file_may_give_it_later(refusing_url: str) -> None:
     """Each stage reads it again: days of training must not end in wrong input."""
-    with pytest.raises(TransientError, match=r"^evaluate\.prompts\.a\.file: .*: run again later$"):
+    with pytest.raises(Away, match=r"^evaluate\.prompts\.a\.file: .*: run again later$"):
         read_prompts("evaluate.prompts.a.file", f"{refusing_url}/prompts.txt")
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (503, TransientError, r"cannot be read \(503.*\): run again later$"),
-        (None, TransientError, r"cannot be read \(.*\): run again later$"),
-        (404, WrongInput, "prompts.txt: no such file$"),
-        (403, WrongInput, "cannot be read: 403"),
-        (401, WrongInput, "cannot be read: 401"),
+        (503, Away, r"cannot be read \(503.*\): run again later$"),
+        (None, Away, r"cannot be read \(.*\): run again later$"),
+        (404, Refused, "prompts.txt: no such file$"),
+        (403, Refused, "cannot be read: 403"),
+        (401, Refused, "cannot be read: 401"),
     ],
 )
 def test_a_web_server_that_is_away_may_give_a_prompt_file_later(
@@ -58,9 +57,9 @@ def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None
     assert sample_prompts(recipe) == ("one", "x", "two")
     evaluate.check(recipe)
     (tmp_path / "prompts.txt").unlink()
-    with pytest.raises(WrongInput, match=r"evaluate\.prompts\.a\.file"):
+    with pytest.raises(Refused, match=r"evaluate\.prompts\.a\.file"):
         evaluate.check(recipe)
-    with pytest.raises(WrongInput, match=r"evaluate\.judges: digits"):
+    with pytest.raises(Refused, match=r"evaluate\.judges: digits"):
         evaluate.check(evaluation_recipe(tmp_path, world.model, world.clip, judges=["digits"]))
 
 
@@ -82,5 +81,5 @@ def test_a_judge_with_the_name_of_another_metric_is_refused(name: str, tmp_path:
     prompts = {"new": {"prompts": ["a blue seven on black"]}}
     given = {"judges": ["digits", judge], "prompts": prompts}
     recipe = evaluation_recipe(tmp_path, tmp_path, tmp_path, **given)
-    with pytest.raises(WrongInput, match=f"evaluate.judges: {name} is the name of another metric"):
+    with pytest.raises(Refused, match=f"evaluate.judges: {name} is the name of another metric"):
         evaluate.check(recipe)

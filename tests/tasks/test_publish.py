@@ -16,9 +16,9 @@ from store_drafts import commit
 from toy_recipes import digits
 
 from artifacts.store import Artifact, Store
+from configs.errors import Away, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from runtimes.contract import WrongInput
 from tasks.evaluate.distances import Estimate, Estimates, to_npz
 from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name
@@ -41,7 +41,6 @@ from tasks.publish.stage import (
     settings_for_key,
     show,
 )
-from tasks.stage import TransientError
 from tasks.train import STAGE as TRAIN
 
 pytestmark = pytest.mark.slow
@@ -205,7 +204,7 @@ def test_a_champion_that_comes_after_the_key_is_not_judged_under_it(
 ) -> None:
     recipe = digits(tmp_path, "cmmd <= champion")
     other = publish(recipe, picture=b"another model's")
-    with pytest.raises(TransientError, match="another model became the champion meanwhile"):
+    with pytest.raises(Away, match="another model became the champion meanwhile"):
         publish(recipe, before_build=lambda: promote(recipe, other))
 
 
@@ -405,7 +404,7 @@ def test_a_part_without_weights_is_named(tmp_path: Path, tiny_sdxl: Path, tuned:
 
 def test_the_error_of_an_overflowing_weight_names_it() -> None:
     large = torch.tensor([1.0, 1e5])
-    with pytest.raises(WrongInput, match=r"unet\.x does not fit float16: .*bfloat16"):
+    with pytest.raises(Refused, match=r"unet\.x does not fit float16: .*bfloat16"):
         cast("unet.x", large, "float16")
     assert cast("unet.x", large, "bfloat16").isfinite().all()
     endless = torch.tensor([float("inf")])  # it was none before

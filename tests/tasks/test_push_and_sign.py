@@ -19,8 +19,8 @@ from store_drafts import flip
 from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
 
-from artifacts.models import ModelAway
 from artifacts.store import KeyParts
+from configs.errors import Away, Refused
 from configs.settings.generate import Generate
 from flows.cli import main
 from tasks.evaluate.published import load_published_model
@@ -30,7 +30,6 @@ from tasks.publish.hub import (
     PASSWORD,
     SIGNATURE,
     PushFailed,
-    SignatureError,
     _token,
     check_key,
     push,
@@ -136,11 +135,11 @@ def test_a_pushed_model_is_pulled_and_drawn_by_diffusers_and_a_flipped_byte_is_r
     for name in ("unet/diffusion_pytorch_model.safetensors", "model_index.json", SIGNATURE):
         kept = (pulled / name).read_bytes()
         flip(pulled / name)
-        with pytest.raises(SignatureError, match="not as signed by"):
+        with pytest.raises(Refused, match="not as signed by"):
             verify_folder(pulled, public)
         (pulled / name).write_bytes(kept)
     (pulled / "unet/extra.bin").write_bytes(b"malicious")
-    with pytest.raises(SignatureError, match=r"extra\.bin"):
+    with pytest.raises(Refused, match=r"extra\.bin"):
         verify_folder(pulled, public)
 
 
@@ -169,10 +168,10 @@ def test_a_registry_that_is_away_is_no_refusal_of_the_hub(
     hub: HubServer, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(uri: str) -> Path:
-        raise ModelAway(f"model {uri}: cannot be fetched now")
+        raise Away(f"model {uri}: cannot be fetched now")
 
     monkeypatch.setattr("tasks.publish.hub.resolve_model", away)
-    with pytest.raises(ModelAway):
+    with pytest.raises(Away):
         push(registry, small(registry), REPO)
     assert REPO not in hub.repositories
 
@@ -280,11 +279,11 @@ def test_a_signature_of_another_key_and_a_missing_one_are_refused(
 ) -> None:
     version = small(registry)
     (private, public), (_, other) = make_keys("one"), make_keys("two")
-    with pytest.raises(SignatureError, match="is not signed"):
+    with pytest.raises(Refused, match="is not signed"):
         verify_folder(Path(version.uri), public)
     sign_version(registry, version, private)
     verify_folder(Path(version.uri), public)
-    with pytest.raises(SignatureError, match=r"not as signed by .*two"):
+    with pytest.raises(Refused, match=r"not as signed by .*two"):
         verify_folder(Path(version.uri), other)
 
 
@@ -305,7 +304,7 @@ def test_a_valid_signature_is_kept_and_a_damaged_one_renewed(
 def test_a_damaged_model_is_not_signed(registry: Registry, make_keys: Keys) -> None:
     version, (private, _) = small(registry), make_keys()
     flip(Path(version.uri, "unet/model.safetensors"))
-    with pytest.raises(SignatureError, match=r"digits v1 is not signed: unet/model\.safetensors"):
+    with pytest.raises(Refused, match=r"digits v1 is not signed: unet/model\.safetensors"):
         sign_version(registry, version, private)
     assert not Path(version.uri, SIGNATURE).exists()
 
@@ -322,12 +321,12 @@ def test_unusable_keys_are_one_line(
             pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()
         )
     )
-    with pytest.raises(SignatureError, match="it is of no elliptic curve"):
+    with pytest.raises(Refused, match="it is of no elliptic curve"):
         check_key(str(rsa))
-    with pytest.raises(SignatureError, match=PASSWORD):
+    with pytest.raises(Refused, match=PASSWORD):
         check_key(locked)
     for key in (str(tmp_path / "none.pem"), locked, curve, __file__):
-        with pytest.raises(SignatureError, match=r"^signing key .*docs/publishing.md"):
+        with pytest.raises(Refused, match=r"^signing key .*docs/publishing.md"):
             check_key(key)
     monkeypatch.setenv(PASSWORD, "open sesame")
     check_key(locked)

@@ -13,6 +13,7 @@ import pytest
 from waiting import wait_until
 
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Away, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
@@ -20,7 +21,6 @@ from flows import retrain as flow
 from flows.retrain import one_at_a_time
 from flows.run import Run
 from flows.store_commands import collect_garbage
-from runtimes.contract import WrongInput
 from tasks.encode.transform import settings_for_key
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish import stage as publish
@@ -28,7 +28,7 @@ from tasks.publish.register import register
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
 from tasks.retrain.changes import Changes
-from tasks.stage import StageFailed, StageResult, TransientError, build_or_reuse
+from tasks.stage import StageFailed, StageResult, build_or_reuse
 
 pytestmark = pytest.mark.slow
 
@@ -203,9 +203,7 @@ def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
 def test_a_champion_of_another_store_is_refused(run: Run) -> None:
     trained = publish_model(run, "first")["train"]
     run.store.fs.rm(trained.path, recursive=True)
-    with pytest.raises(
-        WrongInput, match=r"no artifact train .* of the champion v1: publish a model"
-    ):
+    with pytest.raises(Refused, match=r"no artifact train .* of the champion v1: publish a model"):
         find_champion(run.recipe, run.store)
 
 
@@ -217,7 +215,7 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
         started.check_start_is_champion("a model")
     results = [result_of(one) for one in (*first.values(), commit(run, "publish", "third"))]
-    with pytest.raises(TransientError, match="v2 became the champion meanwhile"):
+    with pytest.raises(Away, match="v2 became the champion meanwhile"):
         register(run.recipe, run.base, run.store, results, {}, "v1")
     registered = register(run.recipe, run.base, run.store, results, {}, "v2")
     assert registered["champion"]["version"] == "v3" and registered["promoted"]

@@ -7,9 +7,9 @@ import pytest
 
 from artifacts.models import digest_model
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from runtimes.contract import WrongInput
 from tasks import train
 from tasks.retrain.continue_training import check_start, starting_model
 
@@ -71,7 +71,7 @@ def test_a_start_of_another_kind_is_refused(
     check_start(recipe, base, start)
     others = load_recipe("digits", {"train.steps": 5, "train.init": "random"})
     check_start(others, base, start)
-    with pytest.raises(WrongInput, match=f"{named}.*set retrain.start: base"):
+    with pytest.raises(Refused, match=f"{named}.*set retrain.start: base"):
         check_start(load_recipe("digits", settings), base, start)
 
 
@@ -92,11 +92,11 @@ def test_adapters_of_another_rank_are_refused() -> None:
     given = load_recipe("digits", {**lora, "store": "memory://start-of-adapters"})
     base = Path(given.model.path)
     check_start(given, base, start := trained(given, parts_of(given)))
-    with pytest.raises(WrongInput, match=r"\(train\.lora\): set retrain.start: base"):
+    with pytest.raises(Refused, match=r"\(train\.lora\): set retrain.start: base"):
         check_start(load_recipe("digits", {**lora, "train.lora.rank": 8}), base, start)
 
 
 def test_a_start_of_another_base_is_refused(recipe: Recipe, tiny_sdxl: Path) -> None:
     start = trained(recipe, parts_of(recipe))
-    with pytest.raises(WrongInput, match=r"model.*set retrain.start: base"):
+    with pytest.raises(Refused, match=r"model.*set retrain.start: base"):
         check_start(recipe, tiny_sdxl, start)

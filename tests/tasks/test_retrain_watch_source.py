@@ -15,13 +15,14 @@ from loopback_server import LoopbackServer
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from store_servers import S3Server
 
-from artifacts.store import Store, StoreError
+from artifacts.store import Store
+from configs.errors import Away, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
 from tasks.retrain.changes import is_retraining, last_stamp, remember, stamp
-from tasks.stage import StageFailed, TransientError
+from tasks.stage import StageFailed
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +76,8 @@ def test_after_an_outage_in_a_retraining_the_next_watch_repeats_its_event(tmp_pa
     for before, after in ((None, None), ("one", "")):
         if before is not None:
             remember(recipe, before)
-        with pytest.raises(TransientError), _announced_again(recipe):
-            raise TransientError("away")
+        with pytest.raises(Away), _announced_again(recipe):
+            raise Away("away")
         assert last_stamp(recipe) == after
     remember(recipe, "two")
     with _announced_again(recipe):
@@ -154,11 +155,11 @@ def test_a_change_is_remembered_only_after_the_server_accepted_its_event(
     recipe = load_recipe("digits", {"store": store, "source.count": 60})
     with monkeypatch.context() as patch:
         patch.setattr(server, "answer", 400)
-        with pytest.raises(TransientError, match=r"did not accept the event kiln\.source\.changed"):
+        with pytest.raises(Away, match=r"did not accept the event kiln\.source\.changed"):
             watch(store, 60)
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(TransientError, match="refused"),
+        pytest.raises(Away, match="refused"),
     ):
         watch(store, 60)
     assert last_stamp(recipe) is None and server.accepted == []
@@ -179,7 +180,7 @@ def test_a_change_that_cannot_be_remembered_is_not_announced(
 ) -> None:
     """Otherwise each run of the flow would start a retraining."""
     monkeypatch.setattr(gcs, "absent", "misspelt")
-    with pytest.raises(StoreError, match="its bucket does not exist"):
+    with pytest.raises(Refused, match="its bucket does not exist"):
         watch(f"{scheme}://misspelt/store", 60)
     assert server.accepted == []
 

@@ -16,11 +16,12 @@ from diffusers import (
 from toy_recipes import digits
 from transformers import CLIPImageProcessor
 
+from configs.errors import Away
 from configs.settings.recipe import Recipe
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
 from tasks.publish.smoke_test import SmokeTestFailed, check_files
-from tasks.stage import BASE, TransientError
+from tasks.stage import BASE
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +186,7 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(TransientError, match=said):
+    with pytest.raises(Away, match=said):
         smoke_test.check(tmp_path, tmp_path, None, digits(tmp_path))
 
 

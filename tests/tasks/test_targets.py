@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.pipeline_folder.folder import trained_config
 from tasks import train
 from tasks.train import check, warn_of_kohya
@@ -18,7 +18,7 @@ def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None
     for targets in ("attention", "linear", "all", ["conv1", "to_q"]):
         check(load_recipe("digits", {**lora, "train.lora.target_modules": targets}), tiny_sdxl)
     recipe = load_recipe("digits", {**lora, "train.lora.target_modules": ["to_x"]})
-    with pytest.raises(WrongInput, match=r"no layer of the unet ends in to_x \(there are: "):
+    with pytest.raises(Refused, match=r"no layer of the unet ends in to_x \(there are: "):
         check(recipe, tiny_sdxl)
 
 
@@ -45,15 +45,15 @@ def test_a_guidance_scale_without_effect_is_refused(
     tiny_flux: Path, tiny_flux_schnell: Path, tiny_flux2_distilled: Path, tiny_sdxl: Path
 ) -> None:
     guided = load_recipe("flux-schnell", {"evaluate.guidance_scale": 3.5})
-    with pytest.raises(WrongInput, match=r"evaluate\.guidance_scale: this model takes no guid"):
+    with pytest.raises(Refused, match=r"evaluate\.guidance_scale: this model takes no guid"):
         check(guided, tiny_flux_schnell)
-    with pytest.raises(WrongInput, match=r"evaluate\.guidance_scale: this model is distilled"):
+    with pytest.raises(Refused, match=r"evaluate\.guidance_scale: this model is distilled"):
         check(load_recipe("flux2-klein"), tiny_flux2_distilled)
     check(guided, tiny_flux)
     check(load_recipe("flux-schnell"), tiny_flux_schnell)
     check(load_recipe("digits", {"evaluate.guidance_scale": 3.5}), tiny_sdxl)
     check(load_recipe("flux-schnell", {"evaluate.true_cfg_scale": 3.5}), tiny_flux_schnell)
-    with pytest.raises(WrongInput, match=r"evaluate\.true_cfg_scale: it is for flux, not sdxl"):
+    with pytest.raises(Refused, match=r"evaluate\.true_cfg_scale: it is for flux, not sdxl"):
         check(load_recipe("digits", {"evaluate.true_cfg_scale": 3.5}), tiny_sdxl)
 
 
@@ -64,7 +64,7 @@ def test_token_ids_of_a_language_model_are_refused(
     base = request.getfixturevalue(f"tiny_{name}")
     check(load_recipe("digits"), base)
     with pytest.raises(
-        WrongInput,
+        Refused,
         match=rf"^encode\.text: token_ids .* {name}'s text_encoder\w* is a language model, .*: set "
         "embeddings$",
     ):
@@ -81,23 +81,23 @@ def test_a_replacement_has_the_inputs_of_the_base(name: str) -> None:
     base = {"_class_name": "FluxTransformer2DModel", name: False}
     settings = Train(init="random")
     assert trained_config(base, settings, {"_class_name": base["_class_name"]})
-    with pytest.raises(WrongInput, match=f"train.denoiser_config: {name} is 24, the base's is"):
+    with pytest.raises(Refused, match=f"train.denoiser_config: {name} is 24, the base's is"):
         trained_config(base, settings, {**base, name: 24})
 
 
 def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})
-    with pytest.raises(WrongInput, match=r"config\.json: not there; a model's config was expected"):
+    with pytest.raises(Refused, match=r"config\.json: not there; a model's config was expected"):
         check(recipe, tiny_sdxl)
     path.write_text('{"a": 1}')
-    with pytest.raises(WrongInput, match=r"train\.denoiser_config: _class_name is missing"):
+    with pytest.raises(Refused, match=r"train\.denoiser_config: _class_name is missing"):
         check(recipe, tiny_sdxl)
     path.write_text((tiny_sdxl / "unet/config.json").read_text())
     check(recipe, tiny_sdxl)
     own = json.loads(path.read_text())
     path.write_text(json.dumps({**own, "norm_num_groups": 7}))
-    with pytest.raises(WrongInput, match=r"train\.denoiser_config makes no denoiser: num_channels"):
+    with pytest.raises(Refused, match=r"train\.denoiser_config makes no denoiser: num_channels"):
         check(recipe, tiny_sdxl)
     path.write_text('{"a": 1}')
     one = train.settings_for_key(recipe)

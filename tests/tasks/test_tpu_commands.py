@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from artifacts.store import Store
-from configs.load_recipe import RecipeError, load_recipe
+from configs.errors import Refused
+from configs.load_recipe import load_recipe
 from configs.settings.recipe import Tpu
 from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
-from runtimes.contract import WrongInput
 from runtimes.spmd.slices import parse_accelerator_type
 from tasks import tpu as tasks_tpu
 from tasks.tpu import Slice, pack_code
@@ -136,7 +136,7 @@ def test_unsupported_software_is_refused_before_gcloud(
     settings: dict[str, str], words: str
 ) -> None:
     overrides = {f"tpu.{name}": value for name, value in {**SLICE, **settings}.items()}
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(Refused) as refused:
         load_recipe("sd2-v5p", overrides)
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
@@ -159,7 +159,7 @@ def test_a_batch_or_shards_that_the_slice_cannot_share_are_refused_before_it_is_
     accelerator_type: str, settings: dict[str, Any], words: str
 ) -> None:
     tpu = Tpu(**{**SLICE, "accelerator_type": accelerator_type})
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         tasks_tpu.check(tpu, "gs://bucket/store", Train(**{"global_batch_size": 96, **settings}))
 
 
@@ -178,15 +178,15 @@ def test_a_store_that_a_slice_cannot_read_is_refused(
     (tmp_path / "gcloud").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     settings, wandb = Train(global_batch_size=8), Wandb(project="p")
-    with pytest.raises(WrongInput, match="make it a gs:// URL"):
+    with pytest.raises(Refused, match="make it a gs:// URL"):
         tasks_tpu.check(Tpu(**SLICE), "store", settings)
-    with pytest.raises(WrongInput, match="mode offline"):
+    with pytest.raises(Refused, match="mode offline"):
         tasks_tpu.check(
             Tpu(**SLICE), "gs://bucket/store", settings.model_copy(update={"wandb": wandb})
         )
     tasks_tpu.check(Tpu(**SLICE), "gs://bucket/store", settings)
     (tmp_path / "gcloud").unlink()
-    with pytest.raises(WrongInput, match="gcloud is not installed"):
+    with pytest.raises(Refused, match="gcloud is not installed"):
         tasks_tpu.check(Tpu(**SLICE), "gs://bucket/store", settings)
-    with pytest.raises(RecipeError, match="tpu requires runtime xla"):
+    with pytest.raises(Refused, match="tpu requires runtime xla"):
         load_recipe("digits", {f"tpu.{name}": value for name, value in SLICE.items()})

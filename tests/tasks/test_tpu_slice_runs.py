@@ -10,11 +10,11 @@ import pytest
 
 from artifacts.lock import LockLost
 from artifacts.store import Store
+from configs.errors import Away
 from configs.settings.recipe import Tpu
 from runtimes.process.job import TrainJob
 from tasks import tpu as gcloud
-from tasks.run_job import JobFailed
-from tasks.stage import StorageAway, TransientError
+from tasks.run_job import JobFailed, JobStopped
 from tasks.tpu import Slice, SliceUnavailable
 
 OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job
@@ -76,7 +76,7 @@ def test_a_slice_that_is_taken_away_before_it_is_ready_is_made_anew(
         *("create", "delete", "create"),
     ]
     states = iter([None, "PREEMPTED"])
-    with pytest.raises(TransientError, match="too often"):
+    with pytest.raises(Away, match="too often"):
         slice_run.train_with_restarts(0)
 
 
@@ -173,8 +173,8 @@ def test_a_slice_that_could_not_be_deleted_is_used_and_deleted_by_the_retry(
 ) -> None:
     monkeypatch.setattr(gcloud, "OUTAGE_SECONDS", -1.0)
     cloud.fails = ["delete"]
-    cloud.trains = [StorageAway("the bucket is away")]
-    with pytest.raises(StorageAway):
+    cloud.trains = [Away("the bucket is away")]
+    with pytest.raises(Away):
         cloud.attempt()
     assert cloud.state == "READY"
     cloud.attempt()
@@ -211,7 +211,7 @@ def test_a_slice_whose_creation_does_not_end_is_deleted(cloud: Cloud, end: str) 
     ("failure", "outage"),
     [
         (JobFailed("ssh is lost", gcloud.SSH_LOST), 4),
-        (TransientError("stopped, since another worker's connection is lost"), 0),
+        (JobStopped("stopped, since another worker's connection is lost"), 0),
     ],
 )
 def test_a_lost_connection_or_an_outage_gives_no_slice_up(

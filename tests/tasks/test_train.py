@@ -17,10 +17,10 @@ from PIL import Image
 
 from artifacts.lock import LockLost
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
-from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
 from tasks.panels import Chart, Facts, Strip
@@ -145,11 +145,11 @@ def test_epochs_become_steps_or_are_refused() -> None:
     assert steps(1, 16) == 1
     assert settings_for(Train(epochs=0.57, global_batch_size=57), 100).steps == 1  # as a fraction
     assert steps(1, 160, start=8, steps=2) == 10
-    with pytest.raises(WrongInput, match="1 of 15 training samples are less than one step"):
+    with pytest.raises(Refused, match="1 of 15 training samples are less than one step"):
         steps(1, 15)
-    with pytest.raises(WrongInput, match="no training samples: add pictures"):
+    with pytest.raises(Refused, match="no training samples: add pictures"):
         steps(2, 0)
-    with pytest.raises(WrongInput, match=r"are 10 steps: train\.profile traces steps 8 to 11"):
+    with pytest.raises(Refused, match=r"are 10 steps: train\.profile traces steps 8 to 11"):
         steps(1, 160, start=8, steps=3)
 
 

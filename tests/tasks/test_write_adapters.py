@@ -19,14 +19,13 @@ from safetensors.torch import load_file, save_file
 from store_drafts import commit
 from tiny_adapters import RANK, make_lora
 
-from artifacts.models import ModelAway, ModelNotFound
 from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Away, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
-from runtimes.contract import WrongInput
 from runtimes.families import detect_family, family_named
 from tasks.evaluate.distances import Estimate, to_npz
 from tasks.evaluate.published import load_published_model
@@ -325,16 +324,16 @@ def test_a_champion_of_adapters_samples_with_its_base(
     card.write_text("other words", encoding="utf-8")
     assert load_published_model(Path(alone.path)).digest == model.digest
     shutil.rmtree(base)
-    with pytest.raises(ModelNotFound, match="the base of its adapters is missing"):
+    with pytest.raises(Refused, match="the base of its adapters is missing"):
         load_published_model(Path(alone.path))
 
     def away(*_: Any, **__: Any) -> Path:
-        raise ModelAway("model some/base: the hub cannot be reached")
+        raise Away("model some/base: the hub cannot be reached")
 
     monkeypatch.setattr("tasks.evaluate.published.resolve_model", away)
-    with pytest.raises(ModelAway, match="the base of its adapters"):  # so that it is tried again
+    with pytest.raises(Away, match="the base of its adapters"):  # so that it is tried again
         load_published_model(Path(alone.path))
-    with pytest.raises(WrongInput, match="neither a pipeline nor adapters"):
+    with pytest.raises(Refused, match="neither a pipeline nor adapters"):
         load_published_model(tmp_path)
 
 

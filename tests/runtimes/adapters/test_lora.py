@@ -5,9 +5,9 @@ import pytest
 import torch
 from jobs import MakeJob, assert_equal, lora, predicted, start, trained
 
+from configs.errors import Refused
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import choose_layers, initial_down
-from runtimes.contract import WrongInput
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_targets_may_be_ends_of_names(make_job: MakeJob) -> None:
 
 
 def test_targets_that_are_not_there_are_named_with_some_that_are(make_job: MakeJob) -> None:
-    with pytest.raises(WrongInput, match=r"train\.lora\.target_modules: .* ends in to_x .*conv1"):
+    with pytest.raises(Refused, match=r"train\.lora\.target_modules: .* ends in to_x .*conv1"):
         start(make_job(**lora(target_modules=("to_x",))))
 
 

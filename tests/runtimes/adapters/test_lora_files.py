@@ -19,10 +19,11 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from jobs import ADAPTERS, CPU, HOLDOUT, SAMPLER, MakeJob, lora, predicted, trained
 from safetensors.torch import load_file, save_file
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters, to_kohya
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.families import detect_family
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import describe_encoders
@@ -169,11 +170,11 @@ def test_adapters_of_another_model_are_refused(
     runtime, _ = trained(job, 1)
     write_result(job, runtime.state(), [])
     drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
-    with pytest.raises(WrongInput, match="for another model"):
+    with pytest.raises(Refused, match="for another model"):
         load_network(drawing, tiny_sd, torch.float32, CPU)
     other = tmp_path / "bare.safetensors"
     save_file(load_file(drawing.lora), other)
-    with pytest.raises(WrongInput, match="no valid adapter file of Kilnworks"):
+    with pytest.raises(Refused, match="no valid adapter file of Kilnworks"):
         read_adapters(other)
 
 
@@ -186,7 +187,7 @@ def test_adapters_of_an_impossible_scale_are_refused(tmp_path: Path, rank: Any, 
     header = {"lora_adapter_metadata": json.dumps(settings)}
     path = tmp_path / "hostile.safetensors"
     save_file({name: torch.ones(4, 4) for name in names}, path, metadata=header)
-    with pytest.raises(WrongInput, match="no valid adapter file of Kilnworks"):
+    with pytest.raises(Refused, match="no valid adapter file of Kilnworks"):
         read_adapters(path)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.data.bucketed_sample_order import Bucket, Order, SampleIndex, evenly_spaced
 
 SHARDS = [
@@ -50,7 +50,7 @@ def test_a_window_keeps_to_its_shards() -> None:
 
 
 def test_nothing_to_train_on_is_wrong_input() -> None:
-    with pytest.raises(WrongInput, match="no sample of the split 'train'"):
+    with pytest.raises(Refused, match="no sample of the split 'train'"):
         Order([{"holdout/8x8": 3}], batch_size=4, seed=0, window=1)
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from artifacts.filesystems import Clock
 from artifacts.latent_shards import Latents, LatentShard, from_bfloat16, open_latents
-from runtimes.contract import StepBatch, WrongInput
+from configs.errors import Refused
+from runtimes.contract import StepBatch
 from runtimes.data import shard_cache
 from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch
 from runtimes.families import FAMILIES
@@ -251,14 +252,14 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: str, write_latents: Wr
     else:
         path.write_bytes(data[:-9] if damage == "cut" else b"\xff" * 64 + data[64:])
     with (
-        pytest.raises(WrongInput, match=f"latent shard .*{path.name}"),
+        pytest.raises(Refused, match=f"latent shard .*{path.name}"),
         make_loader(url).prefetch(0, 2, 1) as batches,
     ):
         list(batches)
 
 
 def test_latents_of_another_family_are_refused(latents_url: str) -> None:
-    with pytest.raises(WrongInput, match="family sdxl, this one is sd"):
+    with pytest.raises(Refused, match="family sdxl, this one is sd"):
         BatchReader(open_latents(latents_url), FAMILIES["sd"], objective())
 
 
@@ -266,9 +267,7 @@ def test_token_ids_are_refused_where_embeddings_are_read(latents_url: str) -> No
     latents = open_latents(latents_url)
     tokens = Latents({**latents.info, "text_dtype": "float32"}, latents.shards)
     BatchReader(tokens, FAMILIES["sdxl"], objective(), text_encoders=True)
-    with pytest.raises(
-        WrongInput, match=r"token ids .*: encode again with encode\.text: embeddings$"
-    ):
+    with pytest.raises(Refused, match=r"token ids .*: encode again with encode\.text: embeddings$"):
         BatchReader(tokens, FAMILIES["sdxl"], objective())
 
 

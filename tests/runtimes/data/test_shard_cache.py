@@ -20,7 +20,7 @@ from gcsfs.retry import HttpError, validate_response
 from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.records import open_checked
 from artifacts.remote_stores import StoreRefused
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.data import shard_cache
 from runtimes.data.loader import open_job_latents
 from runtimes.data.shard_cache import ShardFiles
@@ -127,7 +127,7 @@ def test_a_passing_failure_of_the_store_is_tried_again(
     if failures == 2:
         assert remote.open().groups == {"train/8x8": 6}
     else:
-        with pytest.raises((OSError, HttpError)):  # not WrongInput: nothing is damaged
+        with pytest.raises((OSError, HttpError)):  # not Refused: nothing is damaged
             remote.open()
 
 
@@ -163,7 +163,7 @@ def test_a_small_disk_holds_fewer_copies(
 
 def test_a_shard_that_is_gone_from_the_store_is_named(remote: Remote) -> None:
     MemoryFileSystem().rm(remote.ref.url)
-    with pytest.raises(WrongInput, match=remote.ref.url):
+    with pytest.raises(Refused, match=remote.ref.url):
         remote.open()
 
 
@@ -225,7 +225,7 @@ def test_a_local_shard_is_read_whole_at_its_first_opening(
     whole = path.read_bytes()
     path.write_bytes(bytes([*whole[:-5], whole[-5] ^ 1, *whole[-4:]]))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(WrongInput, match=f"{ref.url} is damaged.* run again"):
+    with pytest.raises(Refused, match=f"{ref.url} is damaged.* run again"):
         ShardFiles([ref], open_limit=1, cache_bytes=0)[0]
     assert path.stat().st_mtime_ns != stat.st_mtime_ns  # so that the next run hashes it
 

@@ -13,7 +13,7 @@ import torch
 from conformance.reference_training import predict
 
 from artifacts.latent_shards import LatentSample
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families import FAMILIES, Captioned, Family, detect_family
 from runtimes.pipeline_folder.weights import weight_files
 from runtimes.torch_models.encoders import Encoder, encode_ids, encode_in_step
@@ -138,13 +138,13 @@ def test_the_network_predicts_what_the_pipeline_s_denoiser_does(
 
 def test_latents_without_the_arrays_of_a_family_are_refused() -> None:
     bare = Captioned(SAMPLE, np.zeros((6, 8), np.float32), None)
-    with pytest.raises(WrongInput, match="no pooled_prompt_embeds, which this model needs"):
+    with pytest.raises(Refused, match="no pooled_prompt_embeds, which this model needs"):
         FAMILIES["sdxl"].condition([bare])
 
 
 def test_a_pipeline_of_another_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "AmusedPipeline"}))
-    with pytest.raises(WrongInput, match="AmusedPipeline is not of a family known here"):
+    with pytest.raises(Refused, match="AmusedPipeline is not of a family known here"):
         detect_family(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_a_part_outside_the_pipeline_folder_is_refused(tmp_path: Path, part: str
     """Parts are copied into the published folder: the name must not choose another place."""
     index = {"_class_name": "StableDiffusionXLPipeline", part: ["diffusers", "UNet"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(WrongInput, match="is no name of a part: the model may be hostile"):
+    with pytest.raises(Refused, match="is no name of a part: the model may be hostile"):
         detect_family(tmp_path)
 
 
@@ -163,7 +163,7 @@ def test_a_part_outside_the_pipeline_folder_is_refused(tmp_path: Path, part: str
 def test_weights_outside_a_part_are_refused(tmp_path: Path, name: object) -> None:
     index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(WrongInput, match="is no file beside it: the model may be hostile"):
+    with pytest.raises(Refused, match="is no file beside it: the model may be hostile"):
         weight_files(tmp_path)
 
 
@@ -171,13 +171,13 @@ def test_weights_outside_a_part_are_refused(tmp_path: Path, name: object) -> Non
 def test_an_index_without_file_names_is_refused(tmp_path: Path, named: object) -> None:
     index = tmp_path / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": named}))
-    with pytest.raises(WrongInput, match="weight_map is no object of file names"):
+    with pytest.raises(Refused, match="weight_map is no object of file names"):
         weight_files(tmp_path)
 
 
 def test_a_denoiser_of_another_class_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UVit2DModel"}))
-    with pytest.raises(WrongInput, match="class UVit2DModel is not known here"):
+    with pytest.raises(Refused, match="class UVit2DModel is not known here"):
         load_denoiser(tmp_path)
 
 

@@ -16,8 +16,8 @@ from PIL import Image
 from artifacts.image_shards import Sample
 from artifacts.latent_shards import LatentShard, from_bfloat16
 from artifacts.records import digest_bytes
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.families.extra_inputs import ExtraInputs, added_weights
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import read_config, read_denoiser_config, trained_config
@@ -129,9 +129,9 @@ def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None
     settings = Train(init="random", inpainting=True, aesthetic_score=True)
     fresh = {**base, "in_channels": 9, "class_embed_type": "timestep"}
     assert ExtraInputs.from_config(trained_config(base, settings, fresh)) == ExtraInputs(True, True)
-    with pytest.raises(WrongInput, match=r"in_channels is 5, the base's is 4"):
+    with pytest.raises(Refused, match=r"in_channels is 5, the base's is 4"):
         trained_config(base, settings, {**base, "in_channels": 5})
-    with pytest.raises(WrongInput, match="has classes of its own"):
+    with pytest.raises(Refused, match="has classes of its own"):
         trained_config({**base, "num_class_embeds": 10}, settings)
 
 
@@ -140,11 +140,11 @@ def test_untrainable_settings_are_one_line_errors(tiny_sd: Path, tiny_sd3: Path)
     asked = Train(inpainting=True)
     nine = trained_config(base, asked)
     assert nine["in_channels"] == 9 and trained_config(nine, asked) == nine
-    with pytest.raises(WrongInput, match=r"set train\.inpainting: true"):
+    with pytest.raises(Refused, match=r"set train\.inpainting: true"):
         trained_config(nine, Train())
-    with pytest.raises(WrongInput, match="adapters cannot add them"):
+    with pytest.raises(Refused, match="adapters cannot add them"):
         trained_config(base, Train(aesthetic_score=True, method="lora"))
-    with pytest.raises(WrongInput, match="is for UNets"):
+    with pytest.raises(Refused, match="is for UNets"):
         trained_config(read_denoiser_config(tiny_sd3), asked)
 
 

@@ -12,7 +12,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from tiny_models import CHARACTERS, MODELS, VOCABULARY
 from transformers import CLIPConfig, CLIPTokenizer
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.pipeline_folder.weights import check_tokenizers, check_vocabulary_files, check_weights
 from tasks.publish.assemble import model_parts
 
@@ -71,7 +71,7 @@ def test_a_config_of_another_model_is_refused(
 ) -> None:
     folder = Path(shutil.copytree(tiny_model(name) / part, tmp_path / part))
     change(folder / "config.json", **{setting: 7})
-    with pytest.raises(WrongInput, match=f"has shape .*, {setting} in its config.json is 7: "):
+    with pytest.raises(Refused, match=f"has shape .*, {setting} in its config.json is 7: "):
         check_weights(folder)
 
 
@@ -82,7 +82,7 @@ def test_a_config_of_another_model_is_refused_where_its_text_model_is_nested(
     config = part / "config.json"
     text = json.loads(config.read_text(encoding="utf-8"))["text_config"]
     change(config, text_config=text | {"hidden_size": 7})
-    with pytest.raises(WrongInput, match=r"hidden_size in its config\.json is 7"):
+    with pytest.raises(Refused, match=r"hidden_size in its config\.json is 7"):
         check_weights(part)
 
 
@@ -112,7 +112,7 @@ def test_merges_that_are_cut_at_a_line_are_refused(tmp_path: Path) -> None:
         "!",
         "!</w>",
     ]
-    with pytest.raises(WrongInput, match="its 800 merges do not make its 2114 tokens"):
+    with pytest.raises(Refused, match="its 800 merges do not make its 2114 tokens"):
         check_vocabulary_files(tokenizer(tmp_path, lines=800), ROWS)
 
 
@@ -133,7 +133,7 @@ def test_missing_and_truncated_files_are_refused(
     path.unlink()
     if size is not None:
         path.write_bytes(data[:size])
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         check_vocabulary_files(tmp_path, ROWS)
 
 
@@ -141,7 +141,7 @@ def test_missing_and_truncated_files_are_refused(
 def test_a_vocabulary_without_rows_in_the_text_encoder_is_refused(
     tmp_path: Path, rows: int
 ) -> None:
-    with pytest.raises(WrongInput, match=f"has 2114 tokens, its text encoder {rows}"):
+    with pytest.raises(Refused, match=f"has 2114 tokens, its text encoder {rows}"):
         check_vocabulary_files(tokenizer(tmp_path), {"vocab_size": rows})
 
 
@@ -150,10 +150,10 @@ def test_a_tokenizer_json_without_its_vocabulary_is_refused(
 ) -> None:
     model = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
     change(model / "tokenizer_2/tokenizer.json", model=None)
-    with pytest.raises(WrongInput, match=r"tokenizer_2/tokenizer\.json: it has no vocabulary"):
+    with pytest.raises(Refused, match=r"tokenizer_2/tokenizer\.json: it has no vocabulary"):
         check_tokenizers(model)
     (model / "tokenizer_2/tokenizer.json").unlink()
-    with pytest.raises(WrongInput, match=r"tokenizer_2: vocab\.json is missing"):
+    with pytest.raises(Refused, match=r"tokenizer_2: vocab\.json is missing"):
         check_tokenizers(model)
 
 
@@ -164,5 +164,5 @@ def test_a_clip_tokenizer_of_another_length_is_refused(
     model = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
     change(model / "tokenizer_2/tokenizer_config.json", model_max_length=length)
     said = f"model_max_length in its tokenizer_config.json is {length}, its text encoder takes 77"
-    with pytest.raises(WrongInput, match=re.escape(said)):
+    with pytest.raises(Refused, match=re.escape(said)):
         check_tokenizers(model)

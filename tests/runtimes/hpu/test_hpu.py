@@ -17,8 +17,8 @@ from kiln_command import python
 from tolerances import GOLDEN
 from training import losses
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device
 from runtimes.torch.gaudi import check
@@ -193,7 +193,7 @@ def test_drawing_records_one_graph_and_its_replays_are_no_ones_past(
 def test_unsupported_settings_of_the_modes_are_one_line_errors(
     settings: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         check(Train(device="hpu", **settings))
 
 
@@ -250,5 +250,5 @@ def test_habana_frameworks_is_imported_when_asked_and_its_recipes_lie_in_the_sto
 
 
 def test_without_it_the_message_says_what_to_install() -> None:
-    with pytest.raises(WrongInput, match=r"device hpu: .*use Intel's container \(deploy/gaudi\)"):
+    with pytest.raises(Refused, match=r"device hpu: .*use Intel's container \(deploy/gaudi\)"):
         choose_device("hpu")

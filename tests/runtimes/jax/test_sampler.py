@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import SAMPLER
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import Drawing
 from runtimes.sample.load_network import load_network
 
@@ -47,7 +47,7 @@ def test_pictures_that_are_not_finite_are_an_error(tiny_sd: Path) -> None:
     torch.nn.init.constant_(network.denoiser.conv_out.bias, torch.nan)
     sampler, arrays = Sampler(tiny_sd, mesh, "float32"), frozen_arrays(network, mesh, torch.float32)
     sampler.use(network, lambda: arrays)
-    with pytest.raises(WrongInput, match="pictures are not finite"):
+    with pytest.raises(Refused, match="pictures are not finite"):
         sampler.draw(PROMPTS[:1], SAMPLER, first=0)
 
 

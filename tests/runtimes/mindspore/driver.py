@@ -11,8 +11,8 @@ import numpy as np
 import training
 from numpy.typing import NDArray
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.data.loader import open_job_latents
 from runtimes.mindspore.device import check, start
 from runtimes.mindspore.load_diffusers_weights import load_vae
@@ -49,7 +49,7 @@ def draw(model: str, folder: str, given: dict[str, Any]) -> dict[str, str]:
         sampler.use({"scheduler": make_scheduler({**given["config"], "_class_name": name})})
         try:
             drawn = list(sampler.draw_floats(given["prompts"], given["sampler"], first=0))
-        except WrongInput as error:
+        except Refused as error:
             wrong[name] = str(error)
         else:
             np.save(f"{folder}/{name}.npy", np.concatenate(drawn))
@@ -138,6 +138,6 @@ def _said(ask: Callable[[], Any]) -> str:
     """Its complaint; nothing if it has none."""
     try:
         ask()
-    except WrongInput as error:
+    except Refused as error:
         return str(error)
     return ""

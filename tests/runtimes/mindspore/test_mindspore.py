@@ -338,7 +338,7 @@ def test_a_cpu_whose_operators_mindspore_lacks_is_refused(python: Path) -> None:
         )
 
     started = run("-c", "from runtimes.mindspore.device import start; start('cpu')")
-    assert "WrongInput: device cpu: MindSpore has no CPU kernels" in started.stderr
+    assert "Refused: device cpu: MindSpore has no CPU kernels" in started.stderr
     probed = json.loads(run("-m", "runtimes", "--probe", "mindspore").stdout.splitlines()[-1])
     assert not probed["available"] and "MindSpore has no CPU kernels" in probed["reason"]
     assert len(probed["reason"]) < 120  # a line of `kiln doctor`

@@ -8,7 +8,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_snr
 from tolerances import assert_close
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.objective.noise_schedule import (
     FlowSchedule,
     NoiseSchedule,
@@ -108,7 +108,7 @@ def test_a_schedule_knows_which_it_is() -> None:
     ],
 )
 def test_an_unknown_schedule_is_refused(config: dict, message: str) -> None:
-    with pytest.raises(WrongInput, match=message):
+    with pytest.raises(Refused, match=message):
         schedule_of(config)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tolerances import assert_close
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import (
     PREDICTS_SAMPLE,
     RESCALES_BETAS,
@@ -126,7 +126,7 @@ def test_a_chosen_scheduler_draws_with_the_noise_of_the_training_or_is_refused(
 ) -> None:
     config = scheduler_config(config_of("EulerDiscreteScheduler"), Train(**settings))
     if name in refused:
-        with pytest.raises(WrongInput, match=f"scheduler {name} cannot draw a model with .* ddim,"):
+        with pytest.raises(Refused, match=f"scheduler {name} cannot draw a model with .* ddim,"):
             drawing_config(config, name)
         return
     scheduler, picture = make_scheduler(drawing_config(config, name)), torch.zeros(1, 1, 4, 4)
@@ -145,7 +145,7 @@ def test_a_chosen_scheduler_draws_with_the_noise_of_the_training_or_is_refused(
     ],
 )
 def test_no_training_between_flow_and_diffusion(base: dict, settings: dict, message: str) -> None:
-    with pytest.raises(WrongInput, match=message):
+    with pytest.raises(Refused, match=message):
         scheduler_config(base, Train(**settings))
 
 
@@ -157,15 +157,15 @@ def test_the_flow_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=r"scheduler_config\.json is missing"):
+    with pytest.raises(Refused, match=r"scheduler_config\.json is missing"):
         read_schedule(tmp_path)
     (tmp_path / "scheduler_config.json").write_text("{")
-    with pytest.raises(WrongInput, match=r"scheduler_config\.json: "):
+    with pytest.raises(Refused, match=r"scheduler_config\.json: "):
         read_schedule(tmp_path)
-    with pytest.raises(WrongInput, match=r"scheduler_config\.json: .*beta_schedule 'cosine'"):
+    with pytest.raises(Refused, match=r"scheduler_config\.json: .*beta_schedule 'cosine'"):
         read_schedule(write(tmp_path, {"beta_schedule": "cosine"}))
     for hostile in ("DDIMScheduler\nraise SystemExit", ["DDIMScheduler"]):
-        with pytest.raises(WrongInput, match="no name of a class: the model may be hostile"):
+        with pytest.raises(Refused, match="no name of a class: the model may be hostile"):
             read_schedule(write(tmp_path, {"_class_name": hostile}))
-    with pytest.raises(WrongInput, match="the scheduler NoSuch is not of this version"):
+    with pytest.raises(Refused, match="the scheduler NoSuch is not of this version"):
         make_scheduler({"_class_name": "NoSuch"})

@@ -6,8 +6,8 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from tolerances import assert_close
 
+from configs.errors import Refused
 from configs.settings.train_parts import TimestepSampling
-from runtimes.contract import WrongInput
 from runtimes.objective.random_draws import (
     level_at,
     level_bounds,
@@ -100,5 +100,5 @@ def test_drawing_all_alike_needs_no_table() -> None:
     ],
 )
 def test_a_bias_outside_of_the_schedule_is_refused(settings: dict, message: str) -> None:
-    with pytest.raises(WrongInput, match=rf"train\.timesteps\.{message}"):
+    with pytest.raises(Refused, match=rf"train\.timesteps\.{message}"):
         level_bounds(TimestepSampling(bias_multiplier=2.0, **settings), 1000)

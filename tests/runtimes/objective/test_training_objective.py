@@ -9,9 +9,9 @@ from diffusers import DDPMScheduler
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from tolerances import assert_close
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
-from runtimes.contract import WrongInput
 from runtimes.objective.noise_schedule import FlowSchedule, NoiseSchedule, ResolutionShift
 from runtimes.objective.training_objective import LatentScale, Objective
 
@@ -223,7 +223,7 @@ DYNAMIC = {"use_dynamic_shifting": True}
 def test_a_shift_by_resolution_needs_a_scheduler_that_has_one() -> None:
     shifting = Train(timesteps=TimestepSampling(resolution_shift=True))
     plain = FlowSchedule.from_config(DYNAMIC)
-    with pytest.raises(WrongInput, match="resolution_shift: the base's scheduler has no use_dyn"):
+    with pytest.raises(Refused, match="resolution_shift: the base's scheduler has no use_dyn"):
         Objective.of(shifting, plain, SCALE)
     shift = ResolutionShift(256, 4096, 0.5, 1.15, True, 2)
     shifted = Objective.of(shifting, plain, SCALE, shift)
@@ -261,5 +261,5 @@ def test_a_shift_by_resolution_needs_a_scheduler_that_has_one() -> None:
 def test_settings_that_do_not_go_together_are_refused(
     make: Make, settings: dict, message: str
 ) -> None:
-    with pytest.raises(WrongInput, match=message):
+    with pytest.raises(Refused, match=message):
         make(**settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kiln_command import ROOT
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import TrainJob, read_job
 
 
@@ -32,5 +32,5 @@ def test_the_job_file_of_the_page_is_read(tmp_path: Path) -> None:
 def test_a_malformed_job_file_is_wrong_input(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "JOB.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(WrongInput, match=f"^{re.escape(str(path))}: .*{words}.*; runtimes/process"):
+    with pytest.raises(Refused, match=f"^{re.escape(str(path))}: .*{words}.*; runtimes/process"):
         read_job(path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.launcher import Ranks, adopt_mpi, is_msrun_scheduler, launched
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -55,7 +55,7 @@ def test_one_process_of_mpirun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None
 def test_mpirun_on_several_hosts_must_say_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in zip(MPI, (3, 4, 1, 2), strict=True):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
-    with pytest.raises(WrongInput, match="MASTER_ADDR"):
+    with pytest.raises(Refused, match="MASTER_ADDR"):
         adopt_mpi()
     assert not launched()
 
@@ -66,7 +66,7 @@ def test_msrun_tells_ranks_and_the_world(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_msrun_on_several_hosts_must_number_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WrongInput, match="--node_rank"):
+    with pytest.raises(Refused, match="--node_rank"):
         place(monkeypatch, MS_ROLE="MS_WORKER", MS_WORKER_NUM=16, DEVICE_ID=1)
     assert launched()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.sample.initial_noise import image_levels
 
 
@@ -17,5 +17,5 @@ def test_levels_are_the_nearest_of_256() -> None:
 def test_a_pixel_without_a_value_is_an_error(value: float) -> None:
     given = np.zeros((2, 4, 4, 3), np.float32)
     given[1, 2, 3, 0] = value
-    with pytest.raises(WrongInput, match=r"pictures are not finite: .*evaluate\.dtype"):
+    with pytest.raises(Refused, match=r"pictures are not finite: .*evaluate\.dtype"):
         image_levels(given)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.sample.tabulated_schedulers import tabulate
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -78,5 +78,5 @@ def test_it_ends_where_the_scheduler_ends(case: str, steps: int) -> None:
     ],
 )
 def test_what_needs_more_is_refused(name: str, config: dict[str, Any], words: str) -> None:
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         tabulate(getattr(diffusers, name)(**config), 4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.spmd.slices import parse_slice, peak_of
 
 
@@ -25,7 +25,7 @@ def test_a_slice_is_known_by_the_name_it_is_rented_by(
 
 @pytest.mark.parametrize(("name", "hint"), [("v5p-7", "v5p-8"), ("v9-8", "v5p"), ("v5p", "v5p-8")])
 def test_another_is_refused_with_those_there_are(name: str, hint: str) -> None:
-    with pytest.raises(WrongInput, match=hint):
+    with pytest.raises(Refused, match=hint):
         parse_slice(name)
 
 

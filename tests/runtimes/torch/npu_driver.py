@@ -11,8 +11,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.families import FAMILIES
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
@@ -50,7 +50,7 @@ def said(do: Callable[[], object]) -> str:
     """What it is refused with."""
     try:
         do()
-    except (RuntimeError, WrongInput) as error:
+    except (RuntimeError, Refused) as error:
         return str(error)
     return ""
 

@@ -10,7 +10,7 @@ from tiny_models import make_text_config
 from torch.nn import attention
 from transformers import CLIPTextModel
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.families import family_named
 from runtimes.torch.attention import FLASH_3, attention_kernel, check_attention
 from runtimes.torch.runtime import TheRuntime
@@ -60,12 +60,12 @@ def test_frozen_text_encoders_may_use_any_kernel() -> None:
         states, _ = encoders.encode(family, torch.float32, ids)
         assert states is not None and states.shape == (2, 77, 32)
     with (
-        pytest.raises(WrongInput, match="efficient does not compute this model's attention"),
+        pytest.raises(Refused, match="efficient does not compute this model's attention"),
         attention_kernel("efficient"),
     ):
         encode_ids(family, encoders, ids)
     cudnn = "cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."
-    with pytest.raises(WrongInput, match="cudnn does not compute"), attention_kernel("cudnn"):
+    with pytest.raises(Refused, match="cudnn does not compute"), attention_kernel("cudnn"):
         raise RuntimeError(cudnn)
     with pytest.raises(RuntimeError, match="another"), attention_kernel("efficient"):
         raise RuntimeError("another error")
@@ -82,17 +82,17 @@ def test_flash_3_is_refused_where_it_cannot_run(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cuda")
-    with pytest.raises(WrongInput, match=f"{FLASH_3} is not installed: install it, or set flash"):
+    with pytest.raises(Refused, match=f"{FLASH_3} is not installed: install it, or set flash"):
         check_attention("flash_3", device)
     request.getfixturevalue("installed")
     for capability in ((8, 9), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        with pytest.raises(WrongInput, match="needs a Hopper GPU"):
+        with pytest.raises(Refused, match="needs a Hopper GPU"):
             check_attention("flash_3", device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     check_attention("flash_3", device)
     monkeypatch.delattr(attention, "activate_flash_attention_impl")
-    with pytest.raises(WrongInput, match=r"needs PyTorch 2\.11"):
+    with pytest.raises(Refused, match=r"needs PyTorch 2\.11"):
         check_attention("flash_3", device)
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import StepBatch, WrongInput
+from runtimes.contract import StepBatch
 from runtimes.torch import step
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
@@ -147,7 +148,7 @@ def test_released_graphs_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("error", "raised", "words"),
     [
-        (RuntimeError("operation not permitted"), WrongInput, "set false: operation not permitted"),
+        (RuntimeError("operation not permitted"), Refused, "set false: operation not permitted"),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "out of memory"),
     ],
 )
@@ -169,5 +170,5 @@ def test_a_step_that_cannot_be_captured_is_refused(dropout: float, world: int, w
     parallel, settings = SingleProcess(), Train(cuda_graphs=True)
     parallel.world = world
     hooks, update = DeviceHooks(torch.device("cpu")), cast(Update, None)
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         Step(network, network, update, parallel, hooks, settings, rank=0)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.process.launcher import Ranks
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
@@ -45,7 +45,7 @@ def test_settings_that_the_devices_cannot_serve_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         check(Train(**settings))
 
 
@@ -62,7 +62,7 @@ def test_settings_that_the_devices_can_serve_are_accepted(
 
 def test_npus_form_no_shard_groups() -> None:
     check_fsdp(Train(fsdp=4), Ranks(world=4), "npu")
-    with pytest.raises(WrongInput, match="fsdp: 2 is not for device npu: set 1 or all"):
+    with pytest.raises(Refused, match="fsdp: 2 is not for device npu: set 1 or all"):
         check_fsdp(Train(fsdp=2), Ranks(world=4), "npu")
 
 
@@ -101,16 +101,16 @@ def test_a_device_with_a_number_is_the_current_one(
 def test_apples_gpu_is_used_when_named_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(WrongInput, match="no Apple GPU; set auto or cpu"):
+    with pytest.raises(Refused, match="no Apple GPU; set auto or cpu"):
         choose_device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("mps") == torch.device("mps")
     assert "mps is untested" in caplog.text
     assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(WrongInput, match=r"set train\.processes=1"):
+    with pytest.raises(Refused, match=r"set train\.processes=1"):
         check(Train(device="mps", processes=2))
-    with pytest.raises(WrongInput, match="is not for runtime torch"):
+    with pytest.raises(Refused, match="is not for runtime torch"):
         choose_device("mps:0")
 
 
@@ -120,7 +120,7 @@ def test_without_a_compiler_auto_trains_uncompiled_and_a_demand_is_refused(
     monkeypatch.setenv("PATH", str(tmp_path))
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(WrongInput, match="blocks: no C compiler is on PATH"):
+    with pytest.raises(Refused, match="blocks: no C compiler is on PATH"):
         check(Train(device="cpu", compile="blocks"))
     check(Train(device="cpu", compile="none"))
     module = torch.nn.Linear(1, 1)

@@ -21,7 +21,7 @@ from training import RecordedEvents
 
 import runtimes.sample.generate_job
 import runtimes.torch.sampler as torch_generate
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
 
@@ -182,7 +182,7 @@ def test_a_missing_part_is_named(job: GenerateJob, tmp_path: Path, missing: str)
     copied = Path(shutil.copytree(job.model, tmp_path / "copied"))
     path = copied / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(WrongInput, match=str(copied)):
+    with pytest.raises(Refused, match=str(copied)):
         generate(replace(job, model=str(copied), latents=None))
 
 
@@ -194,6 +194,6 @@ def test_pictures_that_are_not_finite_are_an_error_and_no_file(
     torch.nn.init.constant_(unet.conv_out.bias, torch.nan)
     unet.save_pretrained(tmp_path / "nan")
     drawing = Drawing(str(tmp_path / "out"), {"unet": str(tmp_path / "nan")})
-    with pytest.raises(WrongInput, match="pictures are not finite"):
+    with pytest.raises(Refused, match="pictures are not finite"):
         generate(replace(job, drawings=(drawing,), latents=None, prompts=PROMPTS * 2))
     assert not list((tmp_path / "out").iterdir())

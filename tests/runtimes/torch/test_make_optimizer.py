@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.torch.make_optimizer import _KINDS, Optimizer
 from runtimes.torch.step import Update
 
@@ -98,7 +98,7 @@ def test_weights_of_zero_move_by_the_learning_rate(name: str) -> None:
 
 def test_state_of_another_optimizer_is_refused() -> None:
     state = Update(parameters(), settings("adamw")).state()
-    with pytest.raises(WrongInput, match="exp_avg_sq_row"):
+    with pytest.raises(Refused, match="exp_avg_sq_row"):
         Update(parameters(), settings("adafactor")).restore(state, 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from driver_process import DriverProcess
 from kiln_command import python
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import TrainJob
 from runtimes.torch.device import choose_device
 
@@ -95,5 +95,5 @@ def test_torch_npu_is_not_imported_unasked() -> None:
 
 
 def test_without_it_the_message_says_what_is_missing() -> None:
-    with pytest.raises(WrongInput, match=r"torch_npu does not load: .*no CANN: install it"):
+    with pytest.raises(Refused, match=r"torch_npu does not load: .*no CANN: install it"):
         choose_device("npu")

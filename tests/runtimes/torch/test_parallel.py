@@ -20,9 +20,9 @@ from tolerances import GOLDEN
 from training import history
 from waiting import wait_until
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.__main__ import main
-from runtimes.contract import WrongInput
 from runtimes.process.job import Events, TrainJob, write_job
 from runtimes.process.launcher import Ranks, Stop
 from runtimes.torch.device import choose_device
@@ -322,5 +322,5 @@ def test_a_batch_that_cannot_be_shared_is_refused(
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_a_process_without_a_device_of_its_own_is_refused(device: str) -> None:
-    with pytest.raises(WrongInput, match="processes"):
+    with pytest.raises(Refused, match="processes"):
         choose_device(device, Ranks(rank=99, world=100, local_rank=99, local_world=100))

@@ -20,8 +20,9 @@ from tolerances import assert_close
 from torch.nn.functional import mse_loss
 
 from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WeightsLost, WrongInput
+from runtimes.contract import WeightsLost
 from runtimes.data.loader import open_job_latents
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.optimizer_step import published
@@ -318,7 +319,7 @@ def test_wrong_weights_are_named(make_job: MakeJob, copied: Path, wrong: str) ->
         if wrong == "extra":
             tensors |= {"conv_in.bias": bias, "lora.weight": bias.clone()}
         save_file(tensors, path)
-    with pytest.raises(WrongInput, match=path.name):
+    with pytest.raises(Refused, match=path.name):
         start(make_job(model=str(copied)))
 
 
@@ -326,14 +327,14 @@ def test_a_state_of_another_model_is_refused(make_job: MakeJob) -> None:
     runtime, _ = start(make_job())
     state = runtime.state()
     state["exp_avg"].popitem()
-    with pytest.raises(WrongInput, match="exp_avg"):
+    with pytest.raises(Refused, match="exp_avg"):
         runtime.restore(state, 1)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "mps"])
 def test_a_device_that_is_not_there_is_refused(make_job: MakeJob, device: str) -> None:
     job = make_job()
-    with pytest.raises(WrongInput, match="device"):
+    with pytest.raises(Refused, match="device"):
         start(replace(job, train={**job.train, "device": device}))
 
 
@@ -344,7 +345,7 @@ def test_a_job_refuses_what_its_device_does_not_support(
     make_job: MakeJob, settings: dict[str, Any]
 ) -> None:
     """Nobody may have checked it: a job file can be written by hand."""
-    with pytest.raises(WrongInput, match="needs a CUDA device"):
+    with pytest.raises(Refused, match="needs a CUDA device"):
         start(make_job(**settings))
 
 

@@ -11,7 +11,7 @@ import pytest
 from jobs import HOLDOUT, SAMPLER, MakeJob, lora, start
 from training import history, results, roll_back, train
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 
@@ -128,5 +128,5 @@ def test_token_ids_are_not_read_as_embeddings(
     model: Path, make_job: MakeJob, both_forms: BothForms
 ) -> None:
     _, encoded = jobs(make_job, both_forms(model), "float32", model=str(model))
-    with pytest.raises(WrongInput, match=r"token ids of captions.*encode\.text: embeddings"):
+    with pytest.raises(Refused, match=r"token ids of captions.*encode\.text: embeddings"):
         train(replace(encoded, text_dtype=None))

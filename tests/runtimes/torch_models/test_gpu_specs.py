@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtimes.contract import WrongInput
+from configs.errors import Refused
 from runtimes.torch_models.gpu_specs import GPU_SPECS, known_gpu, known_peak, parse_gpu
 
 GIB = 2**30
@@ -48,14 +48,14 @@ def test_the_name_of_a_gpu_selects_its_memory() -> None:
 )
 def test_a_gpu_is_read_from_its_memory_or_name(text: str, gib: float | None) -> None:
     if gib is None:
-        with pytest.raises(WrongInput, match="set its memory, such as 24GB, or one of"):
+        with pytest.raises(Refused, match="set its memory, such as 24GB, or one of"):
             parse_gpu(text)
     else:
         assert parse_gpu(text).memory == gib * GIB
 
 
 def test_a_memory_without_its_unit_is_told_to_have_one() -> None:
-    with pytest.raises(WrongInput, match="gpu 48: set its memory, such as 48GB, or one of"):
+    with pytest.raises(Refused, match="gpu 48: set its memory, such as 48GB, or one of"):
         parse_gpu("48")
 
 
@@ -67,7 +67,7 @@ def test_a_memory_without_its_unit_is_told_to_have_one() -> None:
     ],
 )
 def test_a_name_with_another_memory_is_refused(text: str, has: int) -> None:
-    with pytest.raises(WrongInput, match=f"^gpu {text}: .* has {has} GB: give the name alone"):
+    with pytest.raises(Refused, match=f"^gpu {text}: .* has {has} GB: give the name alone"):
         parse_gpu(text)
 
 

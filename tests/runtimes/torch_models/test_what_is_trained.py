@@ -10,8 +10,8 @@ import torch
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from jobs import CPU, MakeJob, predicted, start, trained
 
+from configs.errors import Refused
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
-from runtimes.contract import WrongInput
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.micro_batches import Inputs, sender
@@ -120,7 +120,7 @@ def test_from_scratch_a_denoiser_of_another_size(make_job: MakeJob) -> None:
 def test_a_config_that_does_not_fit_is_refused(
     make_job: MakeJob, changed: dict[str, object], words: str
 ) -> None:
-    with pytest.raises(WrongInput, match=words):
+    with pytest.raises(Refused, match=words):
         start(fresh(make_job(), **changed))
 
 

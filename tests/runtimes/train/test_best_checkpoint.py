@@ -10,8 +10,8 @@ from jobs import MakeJob, outputs
 from safetensors.numpy import load_file
 from training import RecordedEvents
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.data.loader import Holdout
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Stop
@@ -250,7 +250,7 @@ def test_a_rule_by_samples_needs_prompts(make_job: MakeJob) -> None:
     job = make_job(
         checkpointing_steps=2, sample_every_n_steps=2, best_checkpoint={"metric": "clip_score"}
     )
-    with pytest.raises(WrongInput, match="metric clip_score requires sample prompts"):
+    with pytest.raises(Refused, match="metric clip_score requires sample prompts"):
         train(job, Events(), Stop())
 
 
@@ -258,5 +258,5 @@ def test_a_rule_by_samples_needs_prompts(make_job: MakeJob) -> None:
 def test_a_folder_of_a_longer_run_is_refused(make_job: MakeJob) -> None:
     """The best checkpoint of its first steps may be deleted."""
     run(make_job(**{**SETTINGS, "steps": 4}, best_checkpoint={}))
-    with pytest.raises(WrongInput, match="holds a run of 4 steps, and its best checkpoint"):
+    with pytest.raises(Refused, match="holds a run of 4 steps, and its best checkpoint"):
         run(make_job(**{**SETTINGS, "steps": 3}, best_checkpoint={}))

@@ -15,9 +15,9 @@ from picture_bytes import encode_picture
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Wandb
-from runtimes.contract import WrongInput
 from runtimes.train.trackers import TensorBoard, Trackers, WandbTracker, check_wandb, open_trackers
 
 pytestmark = pytest.mark.slow
@@ -127,7 +127,7 @@ def test_weights_and_biases_needs_a_key_unless_it_is_offline(
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     check_wandb(None)
     check_wandb(Wandb(project="p", mode="offline"))
-    with pytest.raises(WrongInput, match=r"train\.wandb needs a key in .* WANDB_API_KEY"):
+    with pytest.raises(Refused, match=r"train\.wandb needs a key in .* WANDB_API_KEY"):
         check_wandb(Wandb(project="p"))
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     check_wandb(Wandb(project="p"))
@@ -143,7 +143,7 @@ def test_a_refusal_of_weights_and_biases_leaves_no_temporary_folder(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(wandb, "init", refuse)
-    refused = OSError if isinstance(error, OSError) else WrongInput
+    refused = OSError if isinstance(error, OSError) else Refused
     with pytest.raises(refused, match=str(error)):
         WandbTracker(Wandb(project="p"), f"memory://{tmp_path.name}", {})
     assert list(tmp_path.iterdir()) == []

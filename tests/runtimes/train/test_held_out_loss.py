@@ -10,7 +10,8 @@ from jobs import MakeJob
 from numpy.typing import NDArray
 
 from artifacts.latent_shards import open_latents
-from runtimes.contract import StepBatch, WrongInput
+from configs.errors import Refused
+from runtimes.contract import StepBatch
 from runtimes.data.loader import BatchReader, Holdout, draw_losses
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
@@ -62,7 +63,7 @@ def test_held_out_samples_may_be_in_other_latents_than_those_to_train_on(
     few = write_latents(tmp_path / "store", [{"train/8x8": 2}])
     settings = {"holdout_loss": {"every_n_steps": 1}, "global_batch_size": 2}
     job = make_job(latents=few, **settings)
-    with pytest.raises(WrongInput, match="the latents have no held-out samples"):
+    with pytest.raises(Refused, match="the latents have no held-out samples"):
         make_holdout(job, read_train_settings(job), open_latents(few))
     job = replace(job, holdout=latents_url)
     given = (job, read_train_settings(job), open_latents(few))

@@ -11,8 +11,8 @@ from jobs import MakeJob
 from store_servers import UrlOf
 from training import history, train
 
+from configs.errors import Refused
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
-from runtimes.contract import WrongInput
 from runtimes.process.job import TrainJob
 from runtimes.train.training_run import start_from_adapters
 
@@ -49,15 +49,15 @@ def test_adapters_of_a_store_that_is_away_are_not_refused(
     monkeypatch.setattr("runtimes.train.training_run.read_arrays", busy)
     with pytest.raises(OSError, match="Slow down"):
         start_from_adapters(f"{url_of('memory')}/{LORA_WEIGHTS}", None)  # type: ignore[arg-type]
-    with pytest.raises(WrongInput, match="no valid adapter file"):
+    with pytest.raises(Refused, match="no valid adapter file"):
         start_from_adapters(f"/tmp/{LORA_WEIGHTS}", None)  # type: ignore[arg-type]
 
 
 def test_wrong_adapters_are_refused(make_job: MakeJob, tmp_path: Path) -> None:
     before, other = make_job("before", **LORA), make_job("other", **{**LORA, "lora": {"rank": 4}})
     train(before)
-    with pytest.raises(WrongInput, match="does not have this model's weights"):  # no magnitudes
+    with pytest.raises(Refused, match="does not have this model's weights"):  # no magnitudes
         train(replace(other, adapters=str(adapters(before))))
     (tmp_path / "damaged").write_bytes(adapters(before).read_bytes()[:100])
-    with pytest.raises(WrongInput, match="damaged is no valid adapter file"):
+    with pytest.raises(Refused, match="damaged is no valid adapter file"):
         train(replace(before, work=other.work, adapters=str(tmp_path / "damaged")))

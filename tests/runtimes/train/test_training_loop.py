@@ -12,8 +12,8 @@ import pytest
 from jobs import SETTINGS, MakeJob, outputs
 from training import RecordedEvents, newest
 
+from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.contract import WrongInput
 from runtimes.data.loader import Loader
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Stop
@@ -96,7 +96,7 @@ def test_another_run_s_work_folder_is_refused(make_job: MakeJob) -> None:
     assert train(make_job(steps=4, checkpointing_steps=2), RecordedEvents(), Stop())
     settings = {"steps": 4, "checkpointing_steps": 3, "micro_batch_size": 2, "logging_steps": 1}
     assert train(make_job(**settings), RecordedEvents(), Stop()), "these may change"
-    with pytest.raises(WrongInput, match=r"holds a run with train\.learning_rate=0\.001"):
+    with pytest.raises(Refused, match=r"holds a run with train\.learning_rate=0\.001"):
         train(make_job(steps=4, learning_rate=2e-3), RecordedEvents(), Stop())
 
 
@@ -119,7 +119,7 @@ def test_a_setting_that_is_turned_off_is_another_run(
     assert saved is not None
     check_same_run(saved, job, Train(**job.train))
     saved.facts["train"] |= given
-    with pytest.raises(WrongInput, match=named):
+    with pytest.raises(Refused, match=named):
         check_same_run(saved, job, Train(**job.train))
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_before_selective_recomputation_resumes(
 
 def test_wrong_train_settings_are_wrong_input(make_job: MakeJob) -> None:
     job = make_job()
-    with pytest.raises(WrongInput, match=r"^train\.steps: .*greater than 0$"):
+    with pytest.raises(Refused, match=r"^train\.steps: .*greater than 0$"):
         train(replace(job, train={**job.train, "steps": 0}), RecordedEvents(), Stop())
 
 

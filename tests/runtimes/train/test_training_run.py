@@ -20,7 +20,8 @@ from jobs import MakeJob, curve, outputs
 from training import RecordedEvents, history
 
 from artifacts.safetensors import write_arrays
-from runtimes.contract import State, StepBatch, WrongInput
+from configs.errors import Refused
+from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
@@ -156,7 +157,7 @@ def test_validation_changes_nothing_and_needs_held_out_samples(
     weights = "unet/diffusion_pytorch_model.safetensors"
     assert outputs(with_it)[weights] == outputs(without)[weights]
     none = write_latents(str(tmp_path / "none"), [{"train/8x8": 4}])
-    with pytest.raises(WrongInput, match=r"no held-out samples: raise encode\.holdout"):
+    with pytest.raises(Refused, match=r"no held-out samples: raise encode\.holdout"):
         run(make_job("none", latents=none, holdout_loss=HOLDOUT_LOSS))
 
 
@@ -329,7 +330,7 @@ def test_a_run_at_a_constant_rate_goes_on_with_other_steps(make_job: MakeJob, st
     for name, given in {"falling": {"lr_scheduler": "linear"}, "average": average}.items():
         run(make_job(name, **settings, **given, steps=2))
         for other_steps in (1, 3):  # before and after the only checkpoint
-            with pytest.raises(WrongInput, match=rf"train\.steps=2, this one has {other_steps}"):
+            with pytest.raises(Refused, match=rf"train\.steps=2, this one has {other_steps}"):
                 run(make_job(name, **settings, **given, steps=other_steps))
 
 
@@ -421,7 +422,7 @@ def test_weights_and_biases_without_a_key_is_wrong_input(
     monkeypatch.setattr(
         "runtimes.train.training_loop.open_runtime", lambda *_: pytest.fail("work has started")
     )
-    with pytest.raises(WrongInput, match="WANDB_API_KEY"):
+    with pytest.raises(Refused, match="WANDB_API_KEY"):
         run(make_job(wandb={"project": "p"}))
 
 

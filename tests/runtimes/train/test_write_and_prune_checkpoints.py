@@ -28,7 +28,8 @@ from training import newest
 from artifacts.compare_and_swap import read
 from artifacts.filesystems import subfolders
 from artifacts.lock import LockLost, hold, seize
-from runtimes.contract import State, WrongInput
+from configs.errors import Refused
+from runtimes.contract import State
 from runtimes.registry import interpreter
 from runtimes.train.checkpoints import (
     RETRY_SECONDS,
@@ -226,7 +227,7 @@ def test_a_runtime_with_an_environment_of_its_own_keeps_checkpoints_in_buckets(
 def without_environment(runtime: str) -> str:
     try:
         interpreter(runtime)
-    except WrongInput as error:
+    except Refused as error:
         return chips.unless_required(runtime, str(error))
     return ""
 

@@ -1,0 +1,40 @@
+"""The errors that a user meets, by what follows from them.
+
+`Refused` is wrong input: exit status 2, no retry. `Away` may pass: Prefect tries the stage again.
+`Failed` ends a run: exit status 1. An error of another class is a bug, and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """An error whose message has the setting, what is wrong with it, and the remedy.
+
+    Args:
+        what: what is wrong; with neither setting nor remedy it is the whole message.
+        setting: dotted name of a recipe's setting.
+        remedy: what the user can do.
+    """
+
+    def __init__(
+        self, what: object = "", *, setting: str | None = None, remedy: str | None = None
+    ) -> None:
+        super().__init__(what)
+        self.what = str(what)
+        self.setting = setting
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.setting, self.what, self.remedy) if part)
+
+
+class Refused(UserError, ValueError):
+    """Wrong input, such as a setting, a model or a source; it is not tried again."""
+
+
+class Away(UserError, RuntimeError):
+    """What may pass, such as a lost network or a full disk: it is tried again."""
+
+
+class Failed(UserError, RuntimeError):
+    """Work that ended without its result, and would again."""
