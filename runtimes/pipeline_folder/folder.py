@@ -244,7 +244,7 @@ def unusual_text_length(model_folder: Path) -> int | None:
 def unusual_texts(model_folder: Path) -> dict[str, str]:
     """What a pipeline's text encoders do otherwise than the family's published ones.
 
-    Keys have it. It is empty for nearly all pipelines, whose keys are those of releases without it.
+    Keys have it. It is empty for nearly all pipelines.
     """
     family = detect_family(model_folder)
     found = dict[str, str]()

@@ -119,7 +119,6 @@ def digest_image_encoder(folder: Path) -> str:
     """sha256 of an image encoder, for keys.
 
     It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
-    Others have the digest of their files, as in releases without it.
     """
     digest = digest_model(folder)
     processor = _processor(folder)  # its class has defaults, too

@@ -54,11 +54,7 @@ VERSION = 2
 PROCESSES = 2  # planners at once
 LARGEST = 2**20  # micro-batch of a search
 #: Train settings that affect the recorded step.
-STEP_SETTINGS = {
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("init", "denoiser_config", "optimizer", "max_grad_norm"),
-    *("mixed_precision", "gradient_checkpointing"),
-}
+STEP_SETTINGS = Train.names_with("plan", "gpu")
 #: Packages that record the step.
 STEP_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
@@ -561,10 +557,7 @@ def check_fits(
 
 FILE = Path(__file__).with_name("recipe_memory.json")
 #: Settings beside STEP_SETTINGS that a plan reads.
-TRAIN_SETTINGS = STEP_SETTINGS | {
-    *("micro_batch_size", "global_batch_size", "processes", "fsdp", "steps", "epochs"),
-    *("ema_decay", "sample_every_n_steps"),
-}
+TRAIN_SETTINGS = STEP_SETTINGS | Train.names_with("plan", "run")
 
 
 @dataclass(frozen=True)

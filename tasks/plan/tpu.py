@@ -34,11 +34,7 @@ TYPICAL_MFU = 0.4
 #: Assumed fraction of a chip's peak in attention kernels, whose FLOPs the compiler does not see.
 KERNEL_MFU = 0.5
 #: Train settings that affect the compiled step.
-STEP_SETTINGS = {
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("optimizer", "ema_decay", "max_grad_norm"),
-    *("mixed_precision", "gradient_checkpointing", "compile", "fsdp"),
-}
+STEP_SETTINGS = Train.names_with("plan", "tpu")
 #: Packages that compile the step.
 STEP_PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 

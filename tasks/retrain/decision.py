@@ -29,7 +29,7 @@ from tasks.retrain.selection import SELECTION
 from tasks.stage import GATE, GRID, METRICS
 
 STAGE = "retrain"
-VERSION = 1
+VERSION = 2
 FILE = "decision.json"
 
 
@@ -44,7 +44,7 @@ def key_parts(
     stages = {"download": download, "encode": encode, "train": train}
     stages |= {"evaluate": evaluate, "publish": publish}
     settings = {name: module.settings_for_key(recipe) for name, module in stages.items()}
-    settings["retrain"] = recipe.retrain.model_dump(mode="json")
+    settings["retrain"] = recipe.retrain.key_settings()
     # A release that trains, measures or judges otherwise may decide otherwise.
     versions = {name: module.VERSION for name, module in stages.items()}
     settings["versions"] = versions | {"retrain": SELECTION}
