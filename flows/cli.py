@@ -38,7 +38,7 @@ from configs.settings.recipe import (
     warnings_without_effect,
     with_defaults_without_effect,
 )
-from flows.command_errors import error_as_json, usage_error
+from flows.command_errors import error_as_json, import_prefect, usage_error
 from runtimes.process.memory import collect_garbage_rarely
 
 FAILED = 1
@@ -503,6 +503,7 @@ def place(
 ) -> None:
     """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
     loaded = load_recipe(recipe, _parsed(override))
+    import_prefect()
     from flows.work_pools import deploy_stages
 
     deploy_stages(loaded, folder, accelerators)
@@ -543,6 +544,7 @@ def doctor(
     checked = None if recipe is None else load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
+    import_prefect()
     from flows.doctor import examine
 
     arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]
