@@ -199,8 +199,7 @@ class Run:
         if self.champion is not None:
             compared = self.champion.comparison_set(self.recipe, self.store, latents)
             images, latents = compared or (images, latents)
-        models = (self.base, self.measuring)
-        return EvalInputs(self.recipe, images, latents, *models, training_images=training)
+        return EvalInputs(self.recipe, images, latents, self.base, self.measuring, training)
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures.

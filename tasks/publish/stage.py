@@ -354,9 +354,7 @@ def _write_folder(
     with local_weights(given.trained) as tuned:
         _write_weights(given, tuned, out)
         weights = model_card.Weights.of(
-            *(tuned, base, out),
-            merged=recipe.publish.merge,
-            vae_place=recipe.model.vae,
+            tuned, base, out, merged=recipe.publish.merge, vae_place=recipe.model.vae
         )
     training = model_card.training_facts(given.trained.manifest["run"], given.trained.summary)
     about = (recipe, base.folder, measured, verdicts, given.lineage, weights, training)

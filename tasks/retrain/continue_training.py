@@ -85,8 +85,8 @@ def build(
     """
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
     with starting_model(base, start) as model:
-        given = (recipe, selection, model, clip, draft, progress)
-        return train.build(*given, adapters=adapters, holdout=latents)
+        inputs = (recipe, selection, model, clip)
+        return train.build(*inputs, draft, progress, adapters=adapters, holdout=latents)
 
 
 def _with_those_of(base: Base, settings: dict[str, Any]) -> dict[str, Any]:
