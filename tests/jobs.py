@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.settings.train import Train
 from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader, open_job_latents
 from runtimes.pipeline_folder.folder import Base
