@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.benchmark_inputs import published
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
-from runtimes.pipeline_folder.folder import vae_path
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
 from tasks.plan.gpu import (
     FILE,
@@ -38,10 +38,10 @@ GPUS = tuple(spec for name in ("RTX 4090", "H100") if (spec := parse_gpu(name).s
 
 def plan(recipe: Recipe, store: Path) -> RecipeMemory:
     """The plan of a recipe on config files; the store keeps the planned steps."""
-    model = published(recipe.model.path)
-    vae = None if recipe.model.vae is None else vae_path(model, published(recipe.model.vae))
+    model = recipe.model
+    base = Base.open(published(model.path), None if model.vae is None else published(model.vae))
     place = recipe.model_copy(update={"store": str(store)})
-    return plan_for(place, parse_gpu("H100"), model, vae).record
+    return plan_for(place, parse_gpu("H100"), base).record
 
 
 def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:

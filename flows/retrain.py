@@ -106,7 +106,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     progress = run.begin(parts)
     build = partial(
         continue_training.build,
-        *(recipe, selected, run.base, run.vae, clip, start, encoded),
+        *(recipe, selected, run.base, clip, start, encoded),
         progress=progress,
     )
     parents = {"latents": selected, CONTINUED: start}

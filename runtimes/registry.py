@@ -23,6 +23,7 @@ from runtimes.families import FAMILIES, family_named
 from runtimes.hosts.detect_ascend import count_npus
 from runtimes.hosts.detect_gaudi import bridge_version, count_hpus
 from runtimes.objective.noise_schedule import SCHEDULERS, TABULATED, drawing_config, is_flow
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
 from runtimes.process.questions import Unanswered, ask
 
@@ -70,10 +71,10 @@ def open_runtime(name: str) -> Runtime:
     return cast(Runtime, import_from(name, "runtime").TheRuntime())
 
 
-def open_pipeline(job: GenerateJob) -> Pipeline:
-    """The pipeline that generates a job's images. Raises Refused."""
+def open_pipeline(job: GenerateJob, base: Base) -> Pipeline:
+    """The pipeline that generates a job's images, from its base. Raises Refused."""
     prepare(job)
-    return cast(Pipeline, import_from(job.runtime, "sampler").ThePipeline(job))
+    return cast(Pipeline, import_from(job.runtime, "sampler").ThePipeline(job, base))
 
 
 def prepare(job: Job | EncodeJob) -> None:

@@ -47,7 +47,7 @@ from runtimes.contract import Runtime, State, StepBatch, StoredRows
 from runtimes.data.loader import Holdout, batch_number
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.optimizer_step import published
-from runtimes.pipeline_folder.folder import job_config, read_part_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.pipeline_folder.weights import DENOISER_WEIGHTS, TEXT_WEIGHTS
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Ranks, Stop
@@ -177,7 +177,7 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
             )
 
 
-def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEntry]:
+def write_result(job: TrainJob, base: Base, state: State, history: list[str]) -> list[FileEntry]:
     """Write the trained weights (fp32; the EMA if there is one) and the history to `job.out`.
 
     A remote store that does not respond is tried again: only memory has the last steps' weights.
@@ -191,11 +191,16 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEn
     """
     fs, root = url_to_fs(job.out)
     failure = "the trained weights could not be written"
-    return with_retries(fs, lambda: _write(fs, root, job, state, history), failure)
+    return with_retries(fs, lambda: _write(fs, root, job, base, state, history), failure)
 
 
 def _write(
-    fs: AbstractFileSystem, root: str, job: TrainJob, state: State, history: list[str]
+    fs: AbstractFileSystem,
+    root: str,
+    job: TrainJob,
+    base: Base,
+    state: State,
+    history: list[str],
 ) -> list[FileEntry]:
     files: list[FileEntry] = []
 
@@ -209,10 +214,10 @@ def _write(
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
-            own = job_config(job, settings)
+            own = trained_config(base.denoiser, settings, job.denoiser_config)
             stem = DENOISER_WEIGHTS
             if component.startswith("text_encoder"):
-                own = read_part_config(job.model_folder, component)
+                own = base.config(component)
                 stem = TEXT_WEIGHTS
             # _name_or_path is a local path of the machine that trained the base.
             config = {name: value for name, value in own.items() if name != "_name_or_path"}
@@ -220,7 +225,7 @@ def _write(
                 sink.write(_json(config))
             with write(f"{component}/{stem}.safetensors") as sink:
                 write_arrays(sink, arrays)
-    scheduler = trained_scheduler_config(job.model_folder / "scheduler", settings)
+    scheduler = trained_scheduler_config(base.scheduler, settings)
     if scheduler is not None:
         with write(f"scheduler/{SCHEDULER_FILE}") as sink:
             sink.write(_json(scheduler))
@@ -371,6 +376,7 @@ class TrainingRun:
     def __init__(
         self,
         job: TrainJob,
+        base: Base,
         settings: Train,
         runtime: Runtime,
         holdout: Holdout | None,
@@ -379,6 +385,7 @@ class TrainingRun:
         stop: Stop,
     ) -> None:
         self._job = job
+        self._base = base
         self._settings = settings
         self._runtime = runtime
         self._trackers = trackers
@@ -514,7 +521,7 @@ class TrainingRun:
         self._runtime.shutdown()
         if not self._first:
             return
-        files = write_result(self._job, state, self._recorder.history)
+        files = write_result(self._job, self._base, state, self._recorder.history)
         self._events.emit(
             "result",
             files=[file.as_dict() for file in files],

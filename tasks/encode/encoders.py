@@ -28,8 +28,7 @@ from artifacts.models import IGNORED, fetch_model, files_below, put_model
 from artifacts.records import Damaged
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import TEXT_PARTS, digest_encoders, vae_path
+from runtimes.pipeline_folder.folder import TEXT_PARTS, Base
 from runtimes.process.job import EncodeJob
 from runtimes.process.launcher import count_cores
 from runtimes.registry import encoder_devices, encodes_in_subprocess, interpreter, open_encoder
@@ -252,27 +251,23 @@ class EncodersInStore:
 
     def fetched(self, job: EncodeJob) -> EncodeJob:
         """The job with the folders of this machine's copy. Raises Refused."""
-        model, vae = _folders(fetch_model(self.url, self.digest, _digest))
-        return replace(job, model=str(model), vae=None if vae is None else str(vae))
+        copy = fetch_model(self.url, self.digest, lambda folder: _opened(folder).digest_encoders())
+        return replace(job, **_opened(copy).job_fields)
 
 
-def put_encoders(store: Store, model_folder: Path, vae_folder: Path | None) -> EncodersInStore:
+def put_encoders(store: Store, base: Base) -> EncodersInStore:
     """Copy the VAE and the text encoders to the store, unless they are there."""
-    digest = digest_encoders(model_folder, vae_folder)
-    files = dict(_files(model_folder, vae_folder))
-    return EncodersInStore(put_model(store, digest, files), digest)
+    digest = base.digest_encoders()
+    return EncodersInStore(put_model(store, digest, dict(_files(base))), digest)
 
 
-def _files(model_folder: Path, vae_folder: Path | None) -> Iterator[tuple[str, Path]]:
+def _files(base: Base) -> Iterator[tuple[str, Path]]:
     """(path in the copy, file) of all files that an encoder reads."""
-    parts = TEXT_PARTS if vae_folder is not None else (*TEXT_PARTS, "vae")
-    denoiser = detect_family(model_folder).denoiser
-    for name in ("model_index.json", f"{denoiser}/config.json"):
-        yield f"{PIPELINE}/{name}", model_folder / name
-    for part in parts:
-        yield from _below(model_folder / part, f"{PIPELINE}/{part}")
-    if vae_folder is not None:
-        yield from _below(vae_path(model_folder, vae_folder), VAE)
+    for name in ("model_index.json", f"{base.family.denoiser}/config.json"):
+        yield f"{PIPELINE}/{name}", base.folder / name
+    for part in TEXT_PARTS:
+        yield from _below(base.part(part), f"{PIPELINE}/{part}")
+    yield from _below(base.vae, f"{PIPELINE}/vae" if base.vae_folder is None else VAE)
 
 
 def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
@@ -282,13 +277,9 @@ def _below(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
             yield f"{name}/{relative.as_posix()}", file
 
 
-def _folders(copy: Path) -> tuple[Path, Path | None]:
+def _opened(copy: Path) -> Base:
     vae = copy / VAE
-    return copy / PIPELINE, vae if vae.is_dir() else None
-
-
-def _digest(copy: Path) -> str:
-    return digest_encoders(*_folders(copy))
+    return Base.open(copy / PIPELINE, vae if vae.is_dir() else None)
 
 
 if __name__ == "__main__":

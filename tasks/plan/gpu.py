@@ -29,13 +29,7 @@ from configs.errors import Refused
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import (
-    describe_encoders,
-    read_part_config,
-    replacement_config,
-    trained_config,
-)
+from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, ask
 from runtimes.sample.initial_noise import image_size
 from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec, parse_gpu
@@ -44,8 +38,8 @@ from tasks.plan.plan import (
     TrainingPlan,
     cache_key,
     checkpoint_bytes,
-    config_folders,
     load_or_compute,
+    open_configs,
 )
 from tasks.progress import gib
 
@@ -85,12 +79,9 @@ class Planner:
         say: receives a message before each computation, which takes seconds to a minute.
     """
 
-    def __init__(
-        self, recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, recipe: Recipe, base: Base, say: Callable[[str], None]) -> None:
         self._recipe = recipe
-        self._model = model
-        self._vae = vae
+        self._base = base
         self._say = say
         self._found: dict[str, StepMemory] = {}
         self.seconds = 0.0
@@ -124,9 +115,8 @@ class Planner:
 
     def permits(self, train: Train) -> bool:
         """Whether the base can be trained so: adapters add no inputs to a denoiser."""
-        config = read_part_config(self._model, detect_family(self._model).denoiser)
         try:
-            trained_config(config, train, replacement_config(train))
+            trained_config(self._base.denoiser, train, replacement_config(train))
         except Refused:
             return False
         return True
@@ -146,18 +136,16 @@ class Planner:
 
     def _drawn_size(self) -> tuple[int, int]:
         """(height, width) of the pictures that training and evaluation draw, in pixels."""
-        family = detect_family(self._model)
-        denoiser = read_part_config(self._model, family.denoiser)
-        scale = describe_encoders(self._model, self._vae)["vae_scale_factor"]
+        base = self._base
+        scale = base.encoders["vae_scale_factor"]
         asked = self._recipe.evaluate.model_dump(include={"height", "width"})
-        return image_size(asked, family, denoiser, scale)
+        return image_size(asked, base.family, base.denoiser, scale)
 
     def _request(self, train: dict[str, Any]) -> GpuStepRequest:
         return GpuStepRequest(
-            model=str(self._model),
+            **self._base.job_fields,
             train=train,
             resolution=self._recipe.encode.resolution,
-            vae=None if self._vae is None else str(self._vae),
             denoiser_config=replacement_config(self._recipe.train),
             text_dtype=self._recipe.encode.text_dtype,
         )
@@ -398,7 +386,7 @@ class GpuPlan(TrainingPlan):
     gpu: Gpu
     step: StepMemory
     peaks: Peaks
-    info: dict[str, Any]  # of the encoders, from describe_encoders
+    info: Mapping[str, Any]  # of the encoders, `Base.encoders`
     seconds: float  # duration of the plan, without cached parts
     largest_micro_batch: int | None = None  # the largest that fits; None if none does
     advice: tuple[Advice, ...] = ()  # the first costs least; empty if the recipe fits
@@ -487,28 +475,25 @@ def plan_gpu_training(
         Unanswered: the planner failed.
     """
     there = parse_gpu(gpu)
-    model, vae = config_folders(recipe)
-    return plan_for(recipe, there, model, vae, say, search=search)
+    return plan_for(recipe, there, open_configs(recipe), say, search=search)
 
 
 def plan_for(
     recipe: Recipe,
     gpu: Gpu,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     say: Callable[[str], None] = log.info,
     *,
     search: bool = False,
 ) -> GpuPlan:
-    """`plan_gpu_training` for local folders; their configs are enough."""
+    """`plan_gpu_training` for an opened base; its configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
         raise Refused("train.fsdp: a GPU plan knows unsharded weights only: set 1")
-    planner = Planner(recipe, model, vae, say)
+    planner = Planner(recipe, base, say)
     planner.compute(planner.requests(recipe))
     peaks = planner.peaks(recipe)
     step = planner.step(recipe.train)
-    info = describe_encoders(model, vae)
-    plan = GpuPlan(recipe, gpu, step, peaks, info, planner.seconds)
+    plan = GpuPlan(recipe, gpu, step, peaks, base.encoders, planner.seconds)
     largest = planner.largest_micro_batch(recipe, gpu.usable, enlarges=search)
     advice = () if plan.fits else tuple(advise(planner, recipe, gpu.usable))
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
@@ -516,8 +501,7 @@ def plan_for(
 
 def check_fits(
     recipe: Recipe,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     memory: int,
     host: int | None,
     *,
@@ -529,18 +513,16 @@ def check_fits(
     that is small beside the memory is not planned, since that costs seconds to a minute.
 
     Args:
-        model: local folder of the base pipeline.
-        vae: folder of the VAE that replaces the pipeline's own.
         memory: of the GPU, in bytes, as its driver reports it.
         host: bytes of the host's memory; None: this host evaluates nothing.
         small: how many times the stored weights the memory of a GPU is for a small model.
     """
-    denoiser = model / detect_family(model).denoiser
-    stored = sum(path.stat().st_size for path in denoiser.glob("*.safetensors"))
+    weights = base.denoiser_folder.glob("*.safetensors")
+    stored = sum(path.stat().st_size for path in weights)
     if 0 < small * stored < memory:
         return
     try:
-        plan = plan_for(recipe, Gpu("this GPU", memory), model, vae)
+        plan = plan_for(recipe, Gpu("this GPU", memory), base)
     except Unanswered as error:
         log.warning("the memory of training is unknown: %s", error)
         return

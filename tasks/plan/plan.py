@@ -22,8 +22,8 @@ from configs.errors import Refused
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
-from runtimes.families import detect_family, family_named
-from runtimes.pipeline_folder.folder import describe_encoders, vae_path
+from runtimes.families import Family, family_named
+from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
 from runtimes.process.questions import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
@@ -34,7 +34,7 @@ class TrainingPlan(ABC):
     """Duration, storage and cost of a recipe's training on some accelerators."""
 
     recipe: Recipe
-    info: dict[str, Any]  # of the encoders, from describe_encoders
+    info: Mapping[str, Any]  # of the encoders, `Base.encoders`
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ def latent_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
     """Stored bytes of latents per picture: 16-bit moments, masks with masked means.
 
     Args:
-        info: of the encoders, from describe_encoders.
+        info: of the encoders, `Base.encoders`.
     """
     encode = recipe.encode
     pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
@@ -113,22 +113,23 @@ def caption_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
     """Stored bytes of a caption: its 16-bit embeddings, or its 32-bit token ids alone.
 
     Args:
-        info: of the encoders, from describe_encoders.
+        info: of the encoders, `Base.encoders`.
     """
     if recipe.encode.text == "token_ids":
         return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
     return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
 
-def config_folders(recipe: Recipe) -> tuple[Path, Path | None]:
-    """Local folders of the base, and of a separate VAE; of a model on the hub with configs alone.
+def open_configs(recipe: Recipe) -> Base:
+    """The base with the recipe's VAE; of a model on the hub, its configs alone are fetched.
 
     Raises:
         Refused: the base or the VAE does not exist.
+        Refused: the base is no pipeline of a known family.
     """
     model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
-    separate = recipe.model.vae
-    return model, None if separate is None else vae_path(model, resolve_configs(separate))
+    vae = recipe.model.vae
+    return Base.open(model, None if vae is None else resolve_configs(vae))
 
 
 def load_or_compute(
@@ -205,8 +206,7 @@ class DiskEstimate:
 
 def estimate_disk(
     recipe: Recipe,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     rows: int,
     stages: Sequence[StageName],
     trials: Sequence[Recipe] = (),
@@ -214,8 +214,6 @@ def estimate_disk(
     """The disk that a run needs in its store.
 
     Args:
-        model: local folder of the base pipeline.
-        vae: folder of the VAE that replaces the pipeline's own.
         rows: of the source.
         stages: those that the run builds.
         trials: of a sweep, the recipes that are trained and measured; one of them is published.
@@ -223,15 +221,15 @@ def estimate_disk(
     Raises:
         Refused: the base's configs are invalid, or a prompt file cannot be read.
     """
-    info = describe_encoders(model, vae)
-    trained = [(one, _trained_parameters(one.train, model)) for one in trials or (recipe,)]
+    info = base.encoders
+    trained = [(one, _trained_parameters(one.train, base)) for one in trials or (recipe,)]
     encoded = rows * (latent_bytes(recipe, info) + caption_bytes(recipe, info))
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe),
         "encode": encoded,
         "train": sum(_training_bytes(one, numbers, rows) for one, numbers in trained),
         "evaluate": len(trained) * _evaluation_bytes(recipe, rows),
-        "publish": max(_published_bytes(one, model, numbers) for one, numbers in trained),
+        "publish": max(_published_bytes(one, base.folder, numbers) for one, numbers in trained),
     }
     return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
 
@@ -274,29 +272,28 @@ def _drawn_bytes(recipe: Recipe) -> int:
     return int(PIXEL_BYTES["png"] * recipe.encode.resolution**2)
 
 
-def _published_bytes(recipe: Recipe, model: Path, trained: int) -> int:
+def _published_bytes(recipe: Recipe, folder: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
     publish = recipe.publish
     train = recipe.train
     width = 4 if publish.dtype == "float32" else 2
-    parts = sorted(folder for folder in model.iterdir() if folder.is_dir())
+    parts = sorted(part for part in folder.iterdir() if part.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
     adapters = width * trained if train.method == "lora" else 0
     size = adapters if train.method == "lora" and not publish.merge else whole + adapters
     return size * (2 if publish.registry is None else 1)
 
 
-def _trained_parameters(settings: Train, model: Path) -> int:
+def _trained_parameters(settings: Train, base: Base) -> int:
     """Numbers that training changes."""
-    family = detect_family(model)
+    family = base.family
     parts = (family.denoiser, *(family.clip_encoders if settings.train_text_encoder else ()))
-    return sum(_trained_in(part, _shapes(model / part), settings, model) for part in parts)
+    return sum(_trained_in(part, _shapes(base.part(part)), settings, family) for part in parts)
 
 
-def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -> int:
+def _trained_in(part: str, shapes: WeightShapes, settings: Train, family: Family) -> int:
     if settings.method == "full" or not shapes:
         return sum(map(math.prod, shapes.values()))
-    family = detect_family(model)
     layers = layers_of(shapes)
     chosen = choose_layers(part, layers, settings.lora, family.attention_layers)
     rank = settings.lora.rank

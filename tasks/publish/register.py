@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from artifacts.records import write_atomic
@@ -14,6 +13,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away, Refused
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES, Recipe
+from runtimes.pipeline_folder.folder import Base
 from tasks.panels import Facts, Panel
 from tasks.progress import stage_links
 from tasks.publish import hub as publish_hub
@@ -28,7 +28,7 @@ log = logging.getLogger("kiln")
 
 def register(
     recipe: Recipe,
-    base: Path,
+    base: Base,
     store: Store,
     results: Sequence[StageResult],
     shows: Mapping[str, Callable[..., list[Panel]]],

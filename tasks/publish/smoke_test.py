@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from configs.settings.recipe import Recipe
+    from runtimes.pipeline_folder.folder import Base
 
 #: Formats that can execute code when they are loaded.
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
@@ -48,13 +49,11 @@ class SmokeTestFailed(ValueError):
     """The folder is not fit for publication; the message has the reason."""
 
 
-def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
+def check(folder: Path, base: Base, recipe: Recipe) -> None:
     """Raise SmokeTestFailed unless the code of a folder's card draws a finite picture.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
-        base: local pipeline folder.
-        vae: folder of the VAE that replaces the base's own.
 
     Raises:
         Away: the process was killed, or ran out of memory or time, on a busy machine.
@@ -63,7 +62,7 @@ def check(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> None:
     from configs.errors import Away
     from runtimes.process.questions import Unanswered, ask
 
-    job = json.dumps(describe(folder, base, vae, recipe))
+    job = json.dumps(describe(folder, base, recipe))
     environment = {"HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
     try:  # -P and not -I: packages may be in PYTHONPATH
         ask(__file__, job, environment=environment, seconds=SECONDS)
@@ -89,15 +88,16 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
         raise SmokeTestFailed(f"{size:,} bytes exceed publish.max_bytes ({max_bytes:,})")
 
 
-def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
+def describe(folder: Path, base: Base, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
     from runtimes.pipeline_folder.weights import weight_shapes
     from tasks.publish.model_card import FOLDER, VAES, has_vae_folder, place_in_code
 
-    pipeline = folder if (folder / INDEX).is_file() else base
+    pipeline = folder if (folder / INDEX).is_file() else base.folder
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
-    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base)}
+    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base.folder)}
+    vae = base.vae_folder
     if vae is not None and recipe.model.vae is not None:
         is_part = has_vae_folder(recipe.model.vae, vae)
         places[place_in_code(recipe.model.vae, VAES)] = str(vae.parent if is_part else vae)

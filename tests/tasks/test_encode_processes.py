@@ -19,6 +19,7 @@ from artifacts.records import Damaged, digest_bytes
 from bench.stand_in_encoder import NAME, registered
 from configs.errors import Away, Refused
 from runtimes import registry as devices
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encoder_devices, interpreter
 from runtimes.torch_models.encoders import Encoder
@@ -144,7 +145,7 @@ def test_every_runtime_encodes_alike(
     folder = {"sd": tiny_sd, "sdxl": tiny_sdxl}[family]
     pixels = np.random.default_rng(0).uniform(-1, 1, (4, 3, 32, 32)).astype(np.float32)
     found = _encoded_by(chips.VARIANTS[runtime], runtime, folder, pixels, tmp_path)
-    here = Encoder(folder, device="cpu")
+    here = Encoder(Base.open(folder), device="cpu")
     names = ("mean", "logvar", "states", "pooled")
     expected = dict(zip(names, (*here.images(pixels), *here.texts(CAPTIONS)), strict=True))
     for name, one in expected.items():

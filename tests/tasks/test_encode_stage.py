@@ -27,6 +27,7 @@ from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from artifacts.records import Damaged, digest_bytes
 from artifacts.store import Artifact, Store
 from configs.errors import Failed, Refused
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.torch_models.encoders import Encoder
 from tasks.encode import encoders as encode_encoders
@@ -59,7 +60,7 @@ def test_every_sample_has_its_moments_captions_and_split(
     shards[0]["00000"] = (shards[0]["00000"][0], ("one", "two"))
     shards[0]["00001"] = (shards[0]["00001"][0], ("",))
     latents = open_latents(make(shards).uri)
-    encoder = Encoder(tiny_sdxl, device="cpu")
+    encoder = Encoder(Base.open(tiny_sdxl), device="cpu")
 
     expected = {digest_bytes(data): texts for shard in shards for data, texts in shard.values()}
     found = {}
@@ -104,7 +105,7 @@ def test_token_ids_are_stored_without_a_text_encoder(
     artifact = encode_images(recipe, images_of(Store(recipe.store), shards, tmp_path))
     latents = open_latents(artifact.uri)
     assert latents.text_dtype == "bfloat16" and embedded.text_dtype is None
-    encoder, names = Encoder(tiny_sdxl, device="cpu"), set[str]()
+    encoder, names = Encoder(Base.open(tiny_sdxl), device="cpu"), set[str]()
     expected = {digest_bytes(data): texts for shard in shards for data, texts in shard.values()}
     for shard in (LatentShard(ref.url) for ref in latents.shards):
         names |= {name for name in shard._tensors if name.startswith("text/")}
@@ -136,7 +137,7 @@ def test_the_downloaded_bytes_alone_select_the_split(tiny_sdxl: Path, tmp_path: 
             for number in range(24)
         ]
         path = tmp_path / f"{width}.safetensors"
-        ShardEncoder(Encoder(tiny_sdxl, device="cpu"), settings, 4).encode(samples, path)
+        ShardEncoder(Encoder(Base.open(tiny_sdxl), device="cpu"), settings, 4).encode(samples, path)
         shard = LatentShard(path)
         groups = {
             name: [shard.sample(name, i) for i in range(n)] for name, n in shard.groups.items()
@@ -252,7 +253,7 @@ def test_flip_stores_both_variants_and_counts_them_once(
     latents = open_latents(artifact.uri)
     assert latents.groups() == open_latents(plain.uri).groups()
     assert artifact.summary["samples"] == plain.summary["samples"] == 18
-    encoder, pictures = Encoder(tiny_sdxl, device="cpu"), {}
+    encoder, pictures = Encoder(Base.open(tiny_sdxl), device="cpu"), {}
     for data, _ in (item for shard in shards for item in shard.values()):
         pixels = np.asarray(Image.open(io.BytesIO(data)), np.float32)[:, ::-1][:, 4:36]
         pictures[digest_bytes(data)] = pixels.transpose(2, 0, 1) / 127.5 - 1
@@ -277,7 +278,7 @@ def test_sd3_shards_hold_what_its_pipeline_would_encode(
     for model, shape in ((tiny_sd3, (97, 80)), (tiny_sd3_without_t5, (77, 64))):
         images = images_of(Store(str(tmp_path / "s")), pictures_of(1), tmp_path)
         latents = open_latents(encode_images(encode_recipe(tmp_path / "s", model), images).uri)
-        assert latents.info.items() >= Encoder(model, device="cpu").info.items()
+        assert latents.info.items() >= Encoder(Base.open(model), device="cpu").info.items()
         shard = LatentShard(latents.shards[0].url)
         assert shard.prompt_embeds(1).shape == shape
         assert shard.sample("train/8x8", 0).mean.shape == (8, 8, 8)
@@ -371,7 +372,9 @@ def test_nan_latents_and_embeddings_are_left_out(tiny_sdxl: Path, tmp_path: Path
     samples = samples_of(pictures_of(1, 24)[0])
     settings = TransformSettings.of(encode_recipe("s", tiny_sdxl))
     path = tmp_path / "a.safetensors"
-    facts = ShardEncoder(_Diverging(tiny_sdxl, device="cpu"), settings, 5).encode(samples, path)
+    facts = ShardEncoder(_Diverging(Base.open(tiny_sdxl), device="cpu"), settings, 5).encode(
+        samples, path
+    )
     assert set(facts["bad_reasons"]) == {"NaN latent", "NaN embedding"}
     shard = LatentShard(path)
     assert sum(shard.groups.values()) + facts["bad"] == 24

@@ -12,6 +12,7 @@ from shortest_recipe import shortest_recipe
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from flows.show_plan import lines, show_plan
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import GpuStepRequest, Moment, StepMemory, Unanswered
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.plan.gpu import USABLE, GpuPlan, check_fits, plan_for, with_train
@@ -76,7 +77,7 @@ def plan(tiny_sd: Path, tmp_path: Path, steps: Steps) -> Callable[..., GpuPlan]:
 
     def make(gib: float, **train: Any) -> GpuPlan:
         recipe = make_recipe(tiny_sd, tmp_path, **train)
-        return plan_for(recipe, Gpu("a GPU", int(gib * GIB)), tiny_sd, None)
+        return plan_for(recipe, Gpu("a GPU", int(gib * GIB)), Base.open(tiny_sd))
 
     return make
 
@@ -119,7 +120,7 @@ def test_sampling_is_planned_at_the_size_that_is_drawn(
     assert {tuple(size) for size in drawn()} == {(32, 32)}, "the model's own size"
     recipe = make_recipe(tiny_sd, tmp_path)
     larger = recipe.evaluate.model_copy(update={"height": 256})
-    plan_for(recipe.model_copy(update={"evaluate": larger}), Gpu("a GPU", GIB), tiny_sd, None)
+    plan_for(recipe.model_copy(update={"evaluate": larger}), Gpu("a GPU", GIB), Base.open(tiny_sd))
     assert tuple(drawn()[-1]) == (256, 32)
 
 
@@ -157,7 +158,7 @@ def test_a_search_finds_the_largest_micro_batch_beyond_the_recipes(
     def largest(memory: float, *, search: bool, **train: Any) -> int | None:
         gpu = Gpu("a GPU", int(memory * GIB / USABLE) + 1)
         recipe = make_recipe(tiny_sd, tmp_path, **train)
-        return plan_for(recipe, gpu, tiny_sd, None, search=search).largest_micro_batch
+        return plan_for(recipe, gpu, Base.open(tiny_sd), search=search).largest_micro_batch
 
     assert [largest(3 + 10 * 2.25, search=search) for search in (False, True)] == [8, 10]
     assert largest(4 + 10 * 2.25, search=True, processes=2) == 10
@@ -205,7 +206,7 @@ def test_no_advice_is_a_setting_that_a_run_refuses(
     plan: Callable[..., GpuPlan], tiny_sd: Path, tmp_path: Path, steps: Steps
 ) -> None:
     def advised(recipe: Recipe) -> set[str]:
-        found = plan_for(recipe, Gpu("a GPU", int(4.2 * GIB / USABLE)), tiny_sd, None).advice
+        found = plan_for(recipe, Gpu("a GPU", int(4.2 * GIB / USABLE)), Base.open(tiny_sd)).advice
         return {name for advice in found for name in advice.settings}
 
     recipe = make_recipe(tiny_sd, tmp_path, micro_batch_size=1, ema_decay=0.9)
@@ -215,7 +216,7 @@ def test_no_advice_is_a_setting_that_a_run_refuses(
     assert "train.method" in {n for a in plan(3 / USABLE).advice for n in a.settings}
     # Adapters cannot add an inpainting UNet's inputs, unless the base has them.
     masked = with_train(recipe, {"inpainting": True})
-    assert plan_for(masked, Gpu("a GPU", 2 * GIB), tiny_sd, None).advice == ()
+    assert plan_for(masked, Gpu("a GPU", 2 * GIB), Base.open(tiny_sd)).advice == ()
 
 
 def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -> None:
@@ -313,22 +314,22 @@ def test_the_step_itself_is_planned_in_a_process_of_its_own(
 def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="none")
     with pytest.raises(Refused, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
-        check_fits(recipe, tiny_sd, None, 20 * GIB, HOST, small=0)
-    check_fits(recipe, tiny_sd, None, 22 * GIB, HOST, small=0)
+        check_fits(recipe, Base.open(tiny_sd), 20 * GIB, HOST, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 22 * GIB, HOST, small=0)
 
 
 def test_offloaded_weights_must_fit_the_hosts_memory(
     tiny_sd: Path, tmp_path: Path, steps: Steps
 ) -> None:
     recipe = make_recipe(tiny_sd, tmp_path)
-    check_fits(recipe, tiny_sd, None, 80 * GIB, 0, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 80 * GIB, 0, small=0)
     evaluate = recipe.evaluate.model_copy(update={"offload": True})
     recipe = recipe.model_copy(update={"evaluate": evaluate})
-    check_fits(recipe, tiny_sd, None, 80 * GIB, GIB, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 80 * GIB, GIB, small=0)
     with pytest.raises(Refused, match=r"keeps 1.0 GiB .* which has 0.9 GiB"):
-        check_fits(recipe, tiny_sd, None, 80 * GIB, 9 * GIB // 10, small=0)
-    check_fits(recipe, tiny_sd, None, 80 * GIB, None, small=0)
-    shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), tiny_sd, None)))
+        check_fits(recipe, Base.open(tiny_sd), 80 * GIB, 9 * GIB // 10, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 80 * GIB, None, small=0)
+    shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), Base.open(tiny_sd))))
     assert shown["host"].startswith("1.00 GiB")
 
 
@@ -336,14 +337,14 @@ def test_a_run_that_may_fit_if_compiled_starts_with_a_warning(
     tiny_sd: Path, tmp_path: Path, steps: Steps, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="blocks")
-    check_fits(recipe, tiny_sd, None, 13 * GIB, HOST, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 13 * GIB, HOST, small=0)
     assert "may run out of memory" in caplog.text
     with pytest.raises(Refused):
-        check_fits(recipe, tiny_sd, None, 10 * GIB, HOST, small=0)
+        check_fits(recipe, Base.open(tiny_sd), 10 * GIB, HOST, small=0)
 
 
 def test_a_small_model_is_not_planned(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
-    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST)
+    check_fits(make_recipe(tiny_sd, tmp_path), Base.open(tiny_sd), 20 * GIB, HOST)
     assert steps.asked == []
 
 
@@ -357,7 +358,7 @@ def test_a_run_starts_if_it_cannot_be_planned(
         raise Unanswered("runtimes.torch.gpu_plan", 1, "no such operator")
 
     monkeypatch.setattr("tasks.plan.gpu.ask", fail)
-    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST, small=0)
+    check_fits(make_recipe(tiny_sd, tmp_path), Base.open(tiny_sd), 20 * GIB, HOST, small=0)
     assert (
         "the memory of training is unknown: runtimes.torch.gpu_plan ended with 1: no such operator"
         in caplog.text

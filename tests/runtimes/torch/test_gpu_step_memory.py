@@ -17,6 +17,7 @@ from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.errors import Refused
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
 from runtimes.process.questions import GpuStepRequest, StepMemory
@@ -76,9 +77,9 @@ def test_weights_of_one_measurement_are_gone_before_the_next(
     alive: list[list[bool]] = []
 
     class Watched(TheRuntime):
-        def load(self, job: TrainJob) -> None:
+        def load(self, job: TrainJob, base: Base) -> None:
             alive.append([weight() is not None for weight in weights])
-            super().load(job)
+            super().load(job, base)
             weights.append(weakref.ref(next(self._network.denoiser.parameters())))
 
     monkeypatch.setattr(planned_and_real_memory, "TheRuntime", Watched)
@@ -175,7 +176,7 @@ def test_an_8_bit_base_has_half_the_memory_and_equal_flops(tiny_sdxl: Path) -> N
     recomputed = int8.recomputed_flops_per_image / plain.recomputed_flops_per_image
     assert 1 <= recomputed < 1.1  # PyTorch stops before a block's last plain product
     request = GpuStepRequest(str(tiny_sdxl), {}, 64)
-    network = Network.without_weights(request, Train(method="lora"))
+    network = Network.without_weights(request, Base.of(request), Train(method="lora"))
     layers = {n: m for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)}
     rounded = sum(
         layer.weight.numel() - 4 * layer.out_features
@@ -215,8 +216,8 @@ def test_selective_recomputation_keeps_products_and_recomputes_the_rest(tiny_sdx
 def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -> None:
     settings = Train(mixed_precision=precision, gradient_checkpointing="blocks")
     request = GpuStepRequest(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
-    network = Network.without_weights(request, settings)
-    batch = sample_batch(request, network, (64, 64), text=False)
+    network = Network.without_weights(request, Base.of(request), settings)
+    batch = sample_batch(Base.of(request), network, (64, 64), text=False)
     counted = FlopCounter(network).of(batch)
     assert counted is not None
     # Fused attention computes its logits again in the backward pass, which the loop does not count.

@@ -23,6 +23,7 @@ from artifacts.safetensors import write_arrays
 from configs.errors import Refused
 from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step import Update
@@ -180,9 +181,9 @@ def test_the_end_of_a_run_copies_only_what_it_publishes(
 ) -> None:
     written, write = list[set[str]](), training_run.write_result
 
-    def recorded(job: TrainJob, state: State, history: Any) -> Any:
+    def recorded(job: TrainJob, base: Base, state: State, history: Any) -> Any:
         written.append(set(state))
-        return write(job, state, history)
+        return write(job, base, state, history)
 
     monkeypatch.setattr(training_run, "write_result", recorded)
     run(make_job("averaged", steps=1, ema_decay=0.9))
