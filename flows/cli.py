@@ -38,15 +38,13 @@ from configs.settings.recipe import (
     warnings_without_effect,
     with_defaults_without_effect,
 )
-from flows.command_errors import error_as_json, usage_error
+from flows.command_errors import error_as_json, import_prefect, usage_error
 from runtimes.process.memory import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
 REJECTED = 3
 INTERRUPTED = 130
-#: Class of errors -> its exit code. A ValueError is WRONG_INPUT, any other error FAILED.
-OF_ERRORS = {"Rejected": REJECTED, "SmokeTestFailed": REJECTED}
 
 
 commands = typer.Typer(rich_markup_mode=None)
@@ -393,18 +391,6 @@ def sweep(
 
 
 @app.command()
-def watch(recipe: RecipeArgument, override: Overrides = None, as_json: AsJson = False) -> None:
-    """Compare the list files of a recipe's source with the last call; report changes to Prefect.
-
-    A change is the event `kiln.source.changed`, on which deploy/prefect.yaml starts `retrain`.
-    """
-    overrides = _checked(recipe, override, as_json=as_json)
-    from flows import runner
-
-    runner.watch(recipe=recipe, overrides=overrides, as_json=as_json)
-
-
-@app.command()
 def generate(
     model: Annotated[
         str, typer.Argument(help="Published model (digits, digits@v2), folder, hub id or URL.")
@@ -503,6 +489,7 @@ def place(
 ) -> None:
     """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
     loaded = load_recipe(recipe, _parsed(override))
+    import_prefect()
     from flows.work_pools import deploy_stages
 
     deploy_stages(loaded, folder, accelerators)
@@ -543,6 +530,7 @@ def doctor(
     checked = None if recipe is None else load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
+    import_prefect()
     from flows.doctor import examine
 
     arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]

@@ -56,11 +56,8 @@ from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
 from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.gpu import RecipeMemory, shipped_plans
+from tasks.progress import gib
 from tasks.stage import package_versions
-
-#: Time limit in seconds of a check that needs a network; the clients of buckets have none.
-NETWORK_SECONDS = 60.0
-
 
 PYTHONS = ("3.11", "3.12")
 PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")
@@ -154,7 +151,7 @@ def _fitting(gpus: Sequence[NvidiaGpu]) -> Iterator[Finding]:
         if large:
             words += f"; too small for {', '.join(large)} (kiln plan {large[0]} --gpu "
             words += f"{gpu.memory / GIB:.0f}GB says what would fit)"
-        yield fine(f"{name} {gpu.name}, {gpu.memory / GIB:.1f} GiB: {words}")
+        yield fine(f"{name} {gpu.name}, {gib(gpu.memory, 1)}: {words}")
 
 
 def _timed(plan: RecipeMemory, gpu: NvidiaGpu) -> str:

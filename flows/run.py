@@ -30,8 +30,8 @@ from tasks.encode.transform import STAGE as ENCODE
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.plan.gpu import TYPICAL_MFU, memory_of
-from tasks.plan.plan import DiskEstimate, estimate_disk, in_words
-from tasks.progress import Progress
+from tasks.plan.plan import DiskEstimate, estimate_disk
+from tasks.progress import Progress, bytes_in_words
 from tasks.publish import stage as publish
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion, check_start_is_champion
@@ -69,12 +69,12 @@ def check_disk(
     if free is not None and needed > free:
         left = whole.without_stored(_missing(store, stages, shards))
         needed, words = _needed(recipe.plan.disk_gb, whole, left)
-    there = "" if free is None else f", {in_words(free)} are free"
+    there = "" if free is None else f", {bytes_in_words(free)} are free"
     time = training_time(trials or (recipe,)) if left.stages.get("train") else None
     log.info(
         "estimate: %s rows, at most %s of disk%s (%s)%s",
         f"{rows:,}",
-        in_words(needed),
+        bytes_in_words(needed),
         there,
         words,
         "" if time is None else f"; {time}",
@@ -154,9 +154,9 @@ def free_bytes(store: Store) -> int | None:
 
 def _refusal(store: Store, needed: int, words: str, free: int) -> str:
     return (
-        f"store {store.url}: the run needs about {in_words(needed)} ({words}), and its "
-        f"disk has {in_words(free)} free: free some (`kiln gc`), set `store` to another place, "
-        "lower encode.resolution or the rows, or correct the estimate by plan.disk_gb"
+        f"store {store.url}: the run needs about {bytes_in_words(needed)} ({words}), and its "
+        f"disk has {bytes_in_words(free)} free: free some (`kiln gc`), set `store` to another "
+        "place, lower encode.resolution or the rows, or correct the estimate by plan.disk_gb"
     )
 
 
@@ -199,8 +199,7 @@ class Run:
         if self.champion is not None:
             compared = self.champion.comparison_set(self.recipe, self.store, latents)
             images, latents = compared or (images, latents)
-        models = (self.base, self.measuring)
-        return EvalInputs(self.recipe, images, latents, *models, training_images=training)
+        return EvalInputs(self.recipe, images, latents, self.base, self.measuring, training)
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures.

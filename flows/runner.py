@@ -38,7 +38,7 @@ from configs.load_recipe import load_recipe, load_trials
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
-from flows.command_errors import error_as_json
+from flows.command_errors import error_as_json, import_prefect
 from tasks import progress
 from tasks.stage import GRID, REPORT
 
@@ -280,19 +280,6 @@ def _enter_before_server(recipe: Recipe, until: StageName) -> None:
     enter_before_server(recipe, until)
 
 
-def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
-    """Run `watch_source` and print whether the source changed."""
-    _prepare_prefect()
-    with error_as_json(as_json):
-        lasting_server("watch: an event needs")
-    hidden = hide_secrets(overrides)
-    report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
-    outcome = "changed" if report["changed"] else "unchanged"
-    outcome = "changed; a retraining runs, watch again after it" if report["waits"] else outcome
-    line = f"{report['source']}: {outcome}"
-    print(json.dumps(report) if as_json else line, flush=True)
-
-
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
     _say_first(without_secrets(arguments["model"]), sys.stderr if as_json else sys.stdout)
@@ -355,6 +342,7 @@ def _prepare_prefect() -> None:
     if os.environ.get("PREFECT_API_URL") == "":  # Prefect would ask a server of no address
         del os.environ["PREFECT_API_URL"]
     _bypass_proxy()
+    import_prefect()
 
 
 def _bypass_proxy() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.settings.train import Train
 from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader, open_job_latents
 from runtimes.pipeline_folder.folder import Base
@@ -14,7 +15,7 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.micro_batches import Inputs, sender
 from runtimes.torch_models.network import Network
-from runtimes.train.training_loop import make_loader, read_train_settings
+from runtimes.train.training_loop import make_loader
 
 MakeJob = Callable[..., TrainJob]  # of runtimes/conftest.py
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
 
 def loader_of(job: TrainJob) -> Loader:
     """The training batches of a job."""
-    return make_loader(job, Base.of(job), read_train_settings(job), open_job_latents(job.latents))
+    return make_loader(job, Base.of(job), Train(**job.train), open_job_latents(job.latents))
 
 
 def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRuntime, StepBatch]:

@@ -259,8 +259,8 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         job = self._job
-        given = (drawing, self._base, self._dtype, job.text_dtype)
-        return load_network(*given, flash=job.flash_attention)
+        flash = job.flash_attention
+        return load_network(drawing, self._base, self._dtype, job.text_dtype, flash=flash)
 
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.

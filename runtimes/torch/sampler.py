@@ -207,10 +207,8 @@ class ThePipeline(BasePipeline):
         free_memory()  # compiled and hooked modules refer to themselves
 
     def _load_network(self, drawing: Drawing) -> Network:
-        job = self._job
         place = torch.device("cpu") if self._offload else self._device
-        given = (self._dtype, place, job.text_dtype)
-        network = load_network(drawing, self._base, *given)
+        network = load_network(drawing, self._base, self._dtype, place, self._job.text_dtype)
         if self._offload:
             for part in network.parts.values():
                 offload_layers(part, self._device)
@@ -222,8 +220,8 @@ class ThePipeline(BasePipeline):
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
         denoiser = {self._network.family.denoiser: self._network.denoiser}
-        given = (self._base, denoiser, self._device_hooks, self._dtype)
-        return Sampler(*given, offload=self._offload)
+        hooks = self._device_hooks
+        return Sampler(self._base, denoiser, hooks, self._dtype, offload=self._offload)
 
     def _use_network(self) -> None:
         self._sampler.use(self._network.parts, self._scheduler)

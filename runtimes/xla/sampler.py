@@ -185,9 +185,8 @@ class ThePipeline(BasePipeline):
         self._mesh = Mesh(fsdp=1, hosts=Ranks.here().world)
 
     def _load_network(self, drawing: Drawing) -> Network:
-        job = self._job
-        given = (self._dtype, torch.device("cpu"), job.text_dtype)
-        network = load_network(drawing, self._base, *given)
+        host = torch.device("cpu")
+        network = load_network(drawing, self._base, self._dtype, host, self._job.text_dtype)
         self._mesh.shard_module(network)
         return network
 

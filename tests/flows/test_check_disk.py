@@ -17,7 +17,8 @@ from flows import run as module
 from flows.run import check_disk
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.plan.plan import estimate_disk, in_words
+from tasks.plan.plan import estimate_disk
+from tasks.progress import bytes_in_words
 
 Here = Callable[..., str]  # of conftest.py
 #: Estimates are at most so many times the bytes of a run, and at least these.
@@ -37,7 +38,7 @@ LARGEST, SMALLEST = 2.2, 0.9
     ],
 )
 def test_a_number_of_bytes_never_rounds_to_a_thousand_of_its_unit(size: float, words: str) -> None:
-    assert in_words(size) == words
+    assert bytes_in_words(size) == words
 
 
 @pytest.fixture
@@ -74,6 +75,15 @@ def test_the_estimate_of_a_stage_is_near_its_bytes(
         stored = sum(p.stat().st_size for place in places for p in place.rglob("*") if p.is_file())
         ratio = estimate.stages[stage] / stored
         assert SMALLEST < ratio < LARGEST, f"{stage}: {estimate.stages[stage]} for {stored} bytes"
+
+
+def test_a_checkpoint_of_8_bit_moments_takes_as_much_as_of_32_bits() -> None:
+    """It holds each value in four bytes."""
+    sizes = {}
+    for optimizer in ("adamw", "adamw_8bit"):
+        recipe = load_recipe("digits", {"train.optimizer": optimizer, "train.device": "cuda"})
+        sizes[optimizer] = estimate_disk(recipe, base_of(recipe), 1000, ["train"]).total
+    assert sizes["adamw"] < sizes["adamw_8bit"] < 1.01 * sizes["adamw"]
 
 
 def test_a_disk_that_cannot_hold_the_run_refuses_it(

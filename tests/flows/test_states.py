@@ -41,6 +41,7 @@ SUMMARY = {
     "holdout": 0,
     "bad": {},
     "caption_tokens": {},
+    "cut": {},
 }  # of an encode stage without faults
 
 

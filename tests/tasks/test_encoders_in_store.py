@@ -42,10 +42,10 @@ def test_fetched_encoders_have_the_digest_of_the_flows(
     job = EncodeJob("torch", "/on/the/flows/machine", str(vae) if vae else None)
     fetched = copy.fetched(job)
     assert fetched.model.startswith(str(cache))
-    assert (fetched.vae_folder is not None) == with_vae
+    assert (fetched.vae is not None) == with_vae
     assert Base.of(fetched).digest_encoders() == copy.digest
     assert copy.digest == Base.open(model, vae).digest_encoders()
-    assert not list(fetched.model_folder.glob("unet/*.safetensors"))
+    assert not list(Path(fetched.model).glob("unet/*.safetensors"))
 
 
 def test_workers_of_a_machine_fetch_once(
@@ -68,11 +68,11 @@ def test_a_damaged_copy_in_the_cache_is_fetched_again(
 ) -> None:
     """Else a worker would store wrong latents under the key of the right ones."""
     copy, job = put_encoders(local, Base.open(models[0])), EncodeJob("torch", "")
-    (file,) = (copy.fetched(job).model_folder / "vae").glob(name)
+    (file,) = Path(copy.fetched(job).model, "vae").glob(name)
     whole, status = file.read_bytes(), file.stat()
     file.write_bytes(bytes([whole[0] ^ 255, *whole[1:]]))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # as another process finds it
-    (file,) = (copy.fetched(job).model_folder / "vae").glob(name)
+    (file,) = Path(copy.fetched(job).model, "vae").glob(name)
     assert file.read_bytes() == whole
 
 
@@ -86,4 +86,4 @@ def test_changed_bytes_in_the_store_are_refused(
     weights.write_bytes(data)
     with pytest.raises(Refused, match=rf"other bytes .*: delete {copy.url}\.json"):
         copy.fetched(EncodeJob("torch", ""))
-    assert not list(cache.glob(copy.digest))
+    assert not list(cache.iterdir())

@@ -293,7 +293,7 @@ def test_the_smoke_test_uses_the_recipes_vae(
     monkeypatch.setattr(smoke_test, "check", lambda *given: asked.append(given))
     recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
     publish(recipe, vae=vae)
-    assert [given[1:] for given in asked] == [(tiny_sdxl, vae, recipe)]
+    assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), recipe)]
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(

@@ -1,0 +1,190 @@
+"""Questions to a process of its own, which answers one in JSON; those of plans, and their answers.
+
+torch/gpu_plan.py computes a StepMemory, of training or sampling; jax/tpu_step_memory.py computes a
+StepCost, of training. A runtime's probe and the smoke test are asked in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from configs.errors import Failed, Refused
+from runtimes.process.job import HasNetwork
+
+QUOTED = 20  # lines of a log that an error quotes
+
+
+class Unanswered(Failed):
+    """The process ended without an answer; the message has the last lines of its log.
+
+    Attributes:
+        code: its exit status; None if it was killed at the time limit.
+        log: its standard error.
+        last: the last line of it, or else the exit status.
+    """
+
+    def __init__(self, module: str, code: int | None, log: str) -> None:
+        lines = log.strip().splitlines()
+        quoted = "\n".join(lines[-QUOTED:])
+        super().__init__(f"{module} ended with {code}: {quoted}")
+        self.code = code
+        self.log = log
+        self.last = lines[-1] if lines else f"exit status {code}"
+
+
+def ask(
+    *words: str,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """The JSON object in the last line of output of a process, `python -P WORDS`.
+
+    Args:
+        words: `-m` and a module, or a script; then its arguments.
+        environment: variables that are added to those of this process.
+        seconds: time limit; None: none.
+
+    Raises:
+        Refused: the process refuses its arguments, see `answer`.
+        Unanswered: it failed.
+        OSError: it cannot be started.
+    """
+    command = [python, "-P", *words]
+    variables = {**os.environ, **(environment or {})}
+    module = words[1] if words[0] == "-m" else words[0]
+    try:
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=seconds
+        )
+        answered = dict(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        raise Unanswered(module, None, "") from None
+    except (ValueError, IndexError, TypeError):
+        raise Unanswered(module, done.returncode, done.stderr) from None
+    if "wrong_input" in answered:
+        raise Refused(answered["wrong_input"])
+    return answered
+
+
+def answer(compute: Callable[[], Any]) -> None:
+    """Print the dataclass that `compute` returns, or its Refused, for `ask`; None: nothing."""
+    try:
+        computed = compute()
+        answered = {} if computed is None else asdict(computed)
+    except Refused as error:
+        answered = {"wrong_input": str(error)}
+    print(json.dumps(answered))
+
+
+#: Kinds of memory that change during a step. `compute_weights` are copies of weights in the compute
+#: dtype, `activations` are made by the forward pass. `temporaries` are all else: recomputed
+#: activations, gradients of activations, and what the update or the sampler allocates.
+KINDS = ("gradients", "compute_weights", "activations", "temporaries")
+
+
+@dataclass(frozen=True)
+class GpuStepRequest(HasNetwork):
+    """A training step, or a denoising step of sampling, to compute the memory of."""
+
+    model: str  # local folder of the base pipeline; its configs are enough
+    train: dict[str, Any]  # configs.settings.train.Train, dumped
+    resolution: int  # side of the pictures to train on, pixels
+    vae: str | None = None
+    denoiser_config: dict[str, Any] | None = None
+    text_dtype: str | None = None  # as TrainJob.text_dtype; held-out losses need the encoders too
+    sampling_dtype: str | None = None  # None: a training step; else sampling in this dtype
+    drawn_size: tuple[int, int] | None = None  # (height, width) of sampling; None: `resolution`
+    device: str = "cuda"  # cuda or cpu, whose operators save different tensors
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Live memory at one moment of a step: kind -> (fixed bytes, bytes per sample)."""
+
+    kinds: dict[str, tuple[int, int]]
+
+    def parts(self, samples: int) -> dict[str, int]:
+        """Bytes by kind for a batch size."""
+        return {kind: fixed + samples * each for kind, (fixed, each) in self.kinds.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Memory of a step in bytes, and its FLOPs.
+
+    In sampling, `weights` are those of the whole pipeline, and what training alone needs is 0.
+    `offloaded` are those of a pipeline whose layers are offloaded: the VAE, and two layers of the
+    largest size, one of which runs while the other is copied. Training offloads nothing.
+    """
+
+    parameters: int = 0  # number of trained parameters
+    weights: int  # of the network, trained or not
+    offloaded: int = 0
+    encoders: int  # of text encoders and VAE, which training loads to draw samples
+    optimizer: int = 0  # state of the requested optimizer; of AdamW if that is adamw_8bit
+    optimizer_8bit: int = 0  # state of adamw_8bit
+    ema: int = 0  # moving average, with its scratch
+    largest: int = 0  # largest trained array, in float32
+    moments: list[Moment]  # with the most live memory, if a step has one micro-batch
+    accumulating: list[Moment]  # the same, if gradients of an earlier micro-batch exist
+    flops_per_image: float  # forward and backward, without recomputation; of a denoising step
+    recomputed_flops_per_image: float = 0.0
+    seconds: float = 0.0  # duration of this computation
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> StepMemory:
+        """Undo `dataclasses.asdict`."""
+        lists = ("moments", "accumulating")
+        return cls(**{**fields, **{name: [Moment(**m) for m in fields[name]] for name in lists}})
+
+    def peak(self, samples: int, *, accumulating: bool = False) -> dict[str, int]:
+        """Bytes by kind at the moment with the most live memory.
+
+        Args:
+            samples: per micro-batch; of sampling, pictures per batch.
+            accumulating: whether a step has several micro-batches.
+        """
+        moments = self.accumulating if accumulating else self.moments
+        return max((m.parts(samples) for m in moments), key=lambda parts: sum(parts.values()))
+
+
+@dataclass(frozen=True)
+class TpuStepRequest(HasNetwork):
+    """A training step and the TPU slice to compile it for."""
+
+    model: str  # local folder of the base pipeline; its configs are enough
+    train: dict[str, Any]  # configs.settings.train.Train, dumped
+    resolution: int  # of the pictures, pixels
+    topology: str  # such as v5p-8
+    vae: str | None = None
+    denoiser_config: dict[str, Any] | None = None
+    text_dtype: str | None = None  # as TrainJob.text_dtype
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of a step. Bytes and FLOPs are per chip and step unless a field says otherwise.
+
+    FLOPs and seconds of a step with n micro-batches are n times those of one micro-batch with the
+    update. The error is small, since the update is a small part.
+    """
+
+    compiler: str  # such as libtpu 0.0.42
+    arguments: int  # bytes of weights, optimizer, average and batch
+    temporaries: int  # bytes of activations, gradients, gathered weights (refused: all else)
+    total: int  # peak bytes; 0 if unknown
+    flops: float  # executed FLOPs, recomputation included
+    kernel_flops: float  # those of attention kernels, without time in `optimal_seconds`
+    bytes_accessed: float
+    optimal_seconds: float | None  # per step, the compiler's estimate without kernel_flops
+    flops_per_image: float | None  # forward and backward, without recomputation
+    parameters: int  # number of trained parameters
+    seconds: float  # duration of this estimate
+    fits: bool  # whether the compiler accepted the program's memory
