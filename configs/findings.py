@@ -7,6 +7,7 @@ A door is a list of checks.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -109,7 +110,8 @@ def _gather(check: Check, findings: list[Finding], seconds: float) -> None:
         except BaseException as error:  # raised below, in the thread of the caller
             done.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    context = contextvars.copy_context()  # Prefect's settings are in one
+    threading.Thread(target=context.run, args=(work,), daemon=True).start()
     try:
         done.result(seconds)
     except TimeoutError:
