@@ -10,7 +10,7 @@ from hub_server import HubServer, Repository
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from artifacts.models import (
-    check_on_hub,
+    check_model_available,
     digest_model,
     files_to_fetch,
     resolve_configs,
@@ -83,13 +83,13 @@ def test_a_model_that_the_cache_of_the_hub_lacks_offline_is_a_one_line_error(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "unset HF_HUB_OFFLINE to fetch it" in refused("some/model")
     with pytest.raises(Refused, match="unset HF_HUB_OFFLINE"):
-        check_on_hub("some/model", revision=None)
+        check_model_available("some/model", revision=None)
     assert hub.requests == []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    check_on_hub("some/model", revision=None)
+    check_model_available("some/model", revision=None)
     resolve_model("some/model")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    check_on_hub("some/model", revision=None)
+    check_model_available("some/model", revision=None)
 
 
 def test_a_model_in_the_cache_of_the_hub_is_not_asked_for(
@@ -97,7 +97,7 @@ def test_a_model_in_the_cache_of_the_hub_is_not_asked_for(
 ) -> None:
     resolve_model("some/model")
     hub.requests.clear()
-    check_on_hub("some/model", revision=None)
+    check_model_available("some/model", revision=None)
     assert hub.requests == []
 
 
@@ -140,7 +140,7 @@ def test_a_part_without_plain_weights_is_fetched_in_its_variant(
     files = dict(repository.files)
     files[half] = files.pop("unet/diffusion_pytorch_model.safetensors")
     repository.files = {**files, "text_encoder/model.fp16.safetensors": b"another copy"}
-    check_on_hub("some/model", revision=None)
+    check_model_available("some/model", revision=None)
     assert not list(resolve_configs("some/model").rglob("*.safetensors"))
     folder = resolve_model("some/model")
     found = {p.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")}
@@ -166,7 +166,7 @@ def test_a_model_without_parts_may_have_a_variant_alone(
     weights = "diffusion_pytorch_model.fp16.safetensors"
     found = Repository({"config.json": b"{}", weights: b"vae", "x.fp16.safetensors": b"other"})
     hub.repositories["some/vae"] = found
-    check_on_hub("some/vae", revision=None)
+    check_model_available("some/vae", revision=None)
     names = [path.name for path in resolve_model("some/vae").rglob("*.safetensors")]
     assert names == [weights]
     found.files = {"config.json": b"{}", "pytorch_model.bin": b"vae"}
