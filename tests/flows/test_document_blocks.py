@@ -29,7 +29,8 @@ def test_marks_say_what_a_block_needs_or_what_runs_it(document: str) -> None:
 
 
 def test_examples_of_extensions_are_code_of_the_files_they_name() -> None:
-    shown = [block for block in blocks_of("docs/extending.md") if block.language == "python"]
+    blocks = blocks_of("docs/extending.md")
+    shown = [block for block in blocks if block.language == "python" and block.reason]
     assert "tests/made_up/patchwork.py" in {block.reason for block in shown}
     for block in shown:
         source = (ROOT / block.reason).read_text(encoding="utf-8")
