@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from artifacts import filesystems
-from artifacts.remote_stores import protocols
+from artifacts.filesystems import protocols
 
 #: What S3 answers to a conditional write that lost.
 _LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}

@@ -21,9 +21,8 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.compare_and_swap import VersionedContent, read, swap
-from artifacts.filesystems import REAL, Clock
+from artifacts.filesystems import REAL, Clock, make_folder_of
 from artifacts.records import parse_json
-from artifacts.remote_stores import make_folder_of
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0

@@ -25,11 +25,8 @@ from filelock import FileLock
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.filesystems import fetch_files
-from artifacts.records import canonical_json, digest_bytes, digest_json, put_atomic
-from artifacts.remote_stores import (
+from artifacts.errors import (
     caching,
-    find_files,
     is_forbidden,
     is_full,
     is_of_client,
@@ -38,6 +35,8 @@ from artifacts.remote_stores import (
     target_of,
     web_cause,
 )
+from artifacts.filesystems import fetch_files, find_files
+from artifacts.records import canonical_json, digest_bytes, digest_json, put_atomic
 from artifacts.store import Store
 from configs.errors import Away, Refused
 from configs.secrets import one_line

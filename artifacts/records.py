@@ -26,15 +26,15 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.filesystems import checksum, replacing
-from artifacts.remote_stores import (
+from artifacts.errors import is_of_client, refusals
+from artifacts.filesystems import (
     AT_ONCE,
     ask_at_once,
+    checksum,
     file_info,
-    is_of_client,
     make_folder_of,
     read_small_file,
-    refusals,
+    replacing,
 )
 from configs.errors import Failed
 

@@ -26,7 +26,14 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
-from artifacts.filesystems import new_probe, subfolders, sync_tree
+from artifacts.filesystems import (
+    ask_at_once,
+    make_folder_of,
+    new_probe,
+    protocols,
+    subfolders,
+    sync_tree,
+)
 from artifacts.lock import Lock, hold, is_alive
 from artifacts.records import (
     FORMAT,
@@ -49,7 +56,6 @@ from artifacts.records import (
     write_atomic,
     write_record,
 )
-from artifacts.remote_stores import ask_at_once, make_folder_of, protocols
 from configs.errors import Refused
 from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
 

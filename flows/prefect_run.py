@@ -43,8 +43,8 @@ from prefect.utilities.annotations import quote
 from pydantic import Field, SecretStr
 from rich.console import Console
 
+from artifacts.errors import is_outage
 from artifacts.gc import record_run
-from artifacts.remote_stores import is_outage
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Away, Refused
 from configs.load_recipe import recipe_names

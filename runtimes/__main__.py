@@ -32,9 +32,9 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.errors import is_outage, target_of
 from artifacts.lock import LockLost
 from artifacts.models import resolve_model
-from artifacts.remote_stores import is_outage, target_of
 from configs.errors import Away, Refused
 from configs.settings.train import Train
 from runtimes.process.job import Events, Job, TrainJob, read_job

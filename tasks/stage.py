@@ -29,11 +29,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from artifacts.filesystems import subfolders
-from artifacts.lock import owner_in_words
-from artifacts.records import Damaged, digest_bytes, digest_json, first_fault, open_checked
-from artifacts.remote_stores import (
-    ask_at_once,
+from artifacts.errors import (
     is_forbidden,
     is_full,
     is_of_client,
@@ -43,6 +39,9 @@ from artifacts.remote_stores import (
     shortage,
     target_of,
 )
+from artifacts.filesystems import ask_at_once, subfolders
+from artifacts.lock import owner_in_words
+from artifacts.records import Damaged, digest_bytes, digest_json, first_fault, open_checked
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
 from configs.errors import Away, Failed
 from configs.load_recipe import CHECKOUT

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from fsspec import AbstractFileSystem
 
+from artifacts.errors import refusals
 from artifacts.filesystems import entries, matching, name_of, subfolders
 from artifacts.latent_shards import open_latents
 from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
-from artifacts.remote_stores import refusals
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.errors import Refused
 from configs.settings.evaluate import Evaluate

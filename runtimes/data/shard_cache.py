@@ -26,10 +26,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
+from artifacts.errors import is_forbidden, is_full, is_of_client, refusals
 from artifacts.latent_shards import LatentSample, LatentShard, ShardRef
 from artifacts.models import cache_folder
 from artifacts.records import Damaged, open_checked
-from artifacts.remote_stores import is_forbidden, is_full, is_of_client, refusals
 from configs.errors import Refused
 
 #: Files that are fetched at the same time.

@@ -32,6 +32,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.errors import is_forbidden, is_of_client, is_outage
 from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.records import (
@@ -43,7 +44,6 @@ from artifacts.records import (
     stamped,
     write_record,
 )
-from artifacts.remote_stores import is_forbidden, is_of_client, is_outage
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
 from runtimes.optimizer_step import shapes_of

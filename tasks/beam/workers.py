@@ -29,9 +29,8 @@ from uuid import uuid4
 
 from pydantic import SecretStr, ValidationError
 
-from artifacts.filesystems import REAL, Clock, Entry, entries, name_of
+from artifacts.filesystems import REAL, Clock, Entry, ask_at_once, entries, name_of, read_small_file
 from artifacts.records import parse_json, write_atomic
-from artifacts.remote_stores import ask_at_once, read_small_file
 from artifacts.store import Store
 from configs.errors import Refused
 from configs.explain_errors import explain

@@ -11,9 +11,8 @@ from uuid import uuid4
 
 import apache_beam as beam
 
-from artifacts.filesystems import delete_tree, entries
+from artifacts.filesystems import ask_at_once, delete_tree, entries
 from artifacts.records import write_atomic
-from artifacts.remote_stores import ask_at_once
 from artifacts.store import Store
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, shard_counts, worker_report

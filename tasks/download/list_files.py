@@ -20,15 +20,9 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from artifacts import filesystems
+from artifacts.errors import is_of_client, is_outage, remedy, web_cause
+from artifacts.filesystems import ask_at_once, find_files
 from artifacts.records import digest_json, digest_stream
-from artifacts.remote_stores import (
-    ask_at_once,
-    find_files,
-    is_of_client,
-    is_outage,
-    remedy,
-    web_cause,
-)
 from configs.secrets import one_line
 from tasks.download.rows import SourceAway, SourceError
 

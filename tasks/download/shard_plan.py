@@ -35,9 +35,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fsspec.core import url_to_fs
 
+from artifacts.errors import caching
 from artifacts.models import cache_folder
 from artifacts.records import digest_bytes, digest_json, distrust, read_checked
-from artifacts.remote_stores import caching
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from runtimes.data.loader import Prefetch
 from tasks.download.list_files import reading

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.remote_stores import is_of_client, is_outage, remedy, web_cause
+from artifacts.errors import is_of_client, is_outage, remedy, web_cause
 from configs.errors import Away, Refused
 from configs.explain_errors import hint_of
 from configs.secrets import one_line

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from artifacts.compare_and_swap import read, swap
+from artifacts.filesystems import make_folder_of
 from artifacts.image_shards import read_rows
 from artifacts.lock import is_alive
 from artifacts.records import Damaged, FileEntry, digest_json, parse_json, read_checked
-from artifacts.remote_stores import make_folder_of
 from artifacts.store import SHARDS, Artifact, Store
 from configs.settings.recipe import Recipe
 from tasks.download.rows import shard_ends

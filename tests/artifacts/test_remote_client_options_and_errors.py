@@ -29,8 +29,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from store_servers import RequestsTo, UrlOf
 from yarl import URL
 
+from artifacts.errors import StoreRefused, is_of_client, is_outage
 from artifacts.filesystems import delete_tree
-from artifacts.remote_stores import StoreRefused, is_of_client, is_outage
 from artifacts.store import KeyParts, Store
 from configs.errors import Away, Failed
 from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable

@@ -15,9 +15,9 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
 
+from artifacts.errors import StoreRefused
 from artifacts.filesystems import Clock
 from artifacts.gc import runs
-from artifacts.remote_stores import StoreRefused
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Away
 from configs.load_recipe import load_recipe
