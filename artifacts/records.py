@@ -143,7 +143,7 @@ FILES = b'\n"files": ['
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
-class Damaged(ValueError):
+class Damaged(Failed, ValueError):
     """A committed file's bytes are no longer those that were committed."""
 
 

@@ -25,7 +25,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
+from artifacts.compare_and_swap import create, remove, remove_checked
 from artifacts.filesystems import (
     ask_at_once,
     make_folder_of,
@@ -325,7 +325,7 @@ class Store:
             make_folder_of(self.fs, probe)
             create(self.fs, probe, b"kiln")
             exclusive = not create(self.fs, probe, b"twice")
-        except NoSwap as error:
+        except Refused as error:
             raise Refused(f"store {self.url}: {error}") from None
         except FileNotFoundError:
             if not protocols(self.fs) & {"gs", "s3"}:

@@ -37,10 +37,11 @@ from artifacts.records import digest_bytes
 from artifacts.store import Store
 from bench import benchmark_inputs
 from bench.report import Row, log, machine, publish, spread, versions
-from bench.run_diffusers_scripts import SCRIPTS, PeerFailed, add_peer_options, find_peer
+from bench.run_diffusers_scripts import SCRIPTS, add_peer_options, find_peer
 from bench.stand_in_encoder import NAME, registered
 from bench.train import THREADS, WRONG_INPUT
 from bench.training_step_workloads import Context
+from configs.errors import Failed
 from runtimes.process.job import EncodeJob
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.encoders import EncoderPool, EncoderProcess, EncodingPlan
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     facts = {"machine": machine(int(os.environ[THREADS])), "versions": versions()}
     try:
         peer = find_peer(options, facts)
-    except PeerFailed as error:
+    except Failed as error:
         log(f"error: {error}")
         return WRONG_INPUT
     rows = []

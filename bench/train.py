@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.run_diffusers_scripts import PeerFailed, add_peer_options, find_peer
+from bench.run_diffusers_scripts import add_peer_options, find_peer
+from configs.errors import Failed
 
 ROUNDS = 5
 STEPS = 40
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
     }
     try:
         peer = find_peer(options, facts)
-    except PeerFailed as error:
+    except Failed as error:
         report.log(f"error: {error}")
         return WRONG_INPUT
     if options.runtime != "torch":

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from artifacts.errors import classify
 from artifacts.latent_shards import Latents
 from artifacts.models import check_on_hub, local_model, resolve_file, resolve_model
 from artifacts.store import Store
@@ -71,7 +72,6 @@ from tasks.publish.assemble import model_parts
 from tasks.publish.hub import check_key
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_few_prompts
-from tasks.stage import storage_error
 from tasks.train import warn_of_warmup
 
 
@@ -113,8 +113,9 @@ def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor
         most = config.get("pos_embed_max_size")
         if most is not None and side > most * factor:
             raise Refused(
-                f"{setting}: sides of {side} pixels exceed the {most * factor} of the model's "
-                "position embeddings: lower them, or encode.max_aspect"
+                f"sides of {side} pixels exceed the {most * factor} of the model's "
+                "position embeddings: lower them, or encode.max_aspect",
+                setting=setting,
             )
 
 
@@ -153,8 +154,9 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
     for rule in map(parse_rule, recipe.publish.gate):
         if rule.metric.startswith(HOLDOUT_LOSS) and rule.model == "base":
             raise Refused(
-                f"publish.gate: {rule.text!r} compares incomparable losses, since {why} "
-                "of the tuned model differ from the base's: remove the rule"
+                f"{rule.text!r} compares incomparable losses, since {why} "
+                "of the tuned model differ from the base's: remove the rule",
+                setting="publish.gate",
             )
 
 
@@ -242,11 +244,12 @@ def _resolved(setting: str, path: str, revision: str | None = None) -> Path:
 
 @contextmanager
 def _naming(setting: str) -> Iterator[None]:
-    """Put the setting's name before the message of a Refused or Away."""
+    """Name the setting in a Refused or Away that names none."""
     try:
         yield
     except (Refused, Away) as error:
-        raise type(error)(f"{setting}: {error}") from None
+        error.setting = error.setting or setting
+        raise
 
 
 log = logging.getLogger("kiln")
@@ -358,13 +361,13 @@ def writable_store(recipe: Recipe) -> Store:
             place.check_writable()
         except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
             why = f"no folder can be made at {place.url} ({error.strerror}): choose another"
-            raise Refused(f"{setting}: {why}") from None
+            raise Refused(why, setting=setting) from None
         except Exception as error:
-            converted = storage_error(place, error)
-            if converted is error and not isinstance(error, OSError):
+            meaning = classify(error, place.url)
+            if meaning is error and not isinstance(error, OSError):
                 raise
-            kind = Away if isinstance(converted, Away) else Refused
-            raise kind(f"{setting}: {converted}") from error
+            kind = Away if isinstance(meaning, Away) else Refused
+            raise kind(meaning, setting=setting) from error
     return store
 
 
@@ -420,8 +423,8 @@ def _check_monitoring(recipe: Recipe) -> None:
     known = [HOLDOUT_LOSS, *sample_metrics(recipe.evaluate.judges)]
     if rule is not None and rule.metric not in known:
         raise Refused(
-            f"train.best_checkpoint.metric: {rule.metric} is not scored while training; it scores "
-            f"{', '.join(known)}"
+            f"{rule.metric} is not scored while training; it scores {', '.join(known)}",
+            setting="train.best_checkpoint.metric",
         )
 
 
@@ -460,7 +463,8 @@ def must_fit_one_gpu(recipe: Recipe) -> bool:
 def _check_license(recipe: Recipe, base: Path) -> None:
     if recipe.publish.require_license and shown_license(recipe, base) == UNKNOWN_LICENSE:
         raise Refused(
-            "publish.require_license: neither publish.license nor the base's card has a licence"
+            "neither publish.license nor the base's card has a licence",
+            setting="publish.require_license",
         )
     if (conflict := license_conflict(recipe, base)) is not None:
         log.warning("%s", conflict)

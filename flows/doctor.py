@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+from artifacts.errors import classify
 from artifacts.models import check_file_available, check_model_available
 from artifacts.store import Store
 from configs.errors import Away, Refused
@@ -64,7 +65,7 @@ from tasks import download
 from tasks.evaluate.inception import fidelity_folder
 from tasks.plan.gpu import RecipeMemory, memory_of, shipped_plans
 from tasks.publish.promotion_gate import warnings_of_few_prompts
-from tasks.stage import package_versions, storage_error
+from tasks.stage import package_versions
 
 #: Time limit in seconds of a check that needs a network; the clients of buckets have none.
 NETWORK_SECONDS = 60.0
@@ -409,7 +410,7 @@ def _source(recipe: Recipe) -> Iterator[Finding]:
     try:
         download.check(recipe)
         yield fine(f"source: {without_secrets(str(where))} opens")
-    except (download.SourceError, Away) as error:
+    except (Refused, Away) as error:
         yield problem(str(error))
 
 
@@ -432,7 +433,7 @@ def _store(setting: str, url: str) -> Iterator[Finding]:
         store.check_writable()
         yield fine(f"{setting}: {store.url} can be written")
     except Exception as error:  # each filesystem's client has errors of its own
-        yield problem(f"{setting}: {storage_error(store, error)}", mend)
+        yield problem(f"{setting}: {classify(error, store.url)}", mend)
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):
             os.rmdir(store.root)

@@ -17,10 +17,9 @@ from artifacts.records import without_collections
 from configs.load_recipe import CHECKOUT
 from flows.cli import FAILED, OF_ERRORS, WRONG_INPUT
 from flows.error_remedies import FREQUENT, REMEDIES
-from tasks.stage import OURS
 
 #: Outcomes of single pictures, and errors that no user sees.
-INTERNAL = {"Redacted", "FetchFailed", "RefusedAddress", "BadSample", "MalformedList"}
+INTERNAL = {"FetchFailed", "RefusedAddress", "BadSample", "MalformedList"}
 HEAD = """# Troubleshooting
 
 Search this page for words of a message. It has the frequent errors first, then all messages of
@@ -110,7 +109,7 @@ def exit_code(name: str, classes: dict[str, ErrorClass]) -> int:
 
 
 def _files() -> Iterator[Path]:
-    for package in sorted(OURS):
+    for package in ("artifacts", "configs", "demo", "flows", "runtimes", "tasks"):
         yield from sorted((CHECKOUT / package).rglob("*.py"))
 
 

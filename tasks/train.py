@@ -171,16 +171,18 @@ def check(recipe: Recipe, model: Path) -> None:
     if settings.method == "lora":
         _adapted_layers(recipe, model)
     if settings.guidance_scale != 1 and not family.takes_guidance(config):
-        raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
+        raise Refused("the base takes no guidance scale: set 1", setting="train.guidance_scale")
     if settings.train_text_encoder and not family.clip:
         raise Refused(
-            f"train.train_text_encoder: a model of family {family.name} has no CLIP encoder, and "
-            "others are not trained: set false"
+            f"a model of family {family.name} has no CLIP encoder, and "
+            "others are not trained: set false",
+            setting="train.train_text_encoder",
         )
     if recipe.encode.text == "token_ids" and (encoder := family.frozen_text) is not None:
         raise Refused(
-            f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
-            f"{encoder.component} is a language model, which no step runs: set embeddings"
+            f"token_ids lets each step run the text encoders, and {family.name}'s "
+            f"{encoder.component} is a language model, which no step runs: set embeddings",
+            setting="encode.text",
         )
     check_guidance(recipe.evaluate, model, "evaluate.")
     replacement = replacement_config(settings)
@@ -495,16 +497,18 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
         raise Refused("there are no training samples: add pictures, or lower encode.holdout")
     if fractions.Fraction(str(epochs)) * samples < batch:  # as `with_steps`
         raise Refused(
-            f"train.epochs: {epochs:g} of {samples:,} {noun} are less than one step of "
-            f"global_batch_size {batch}: raise train.epochs"
+            f"{epochs:g} of {samples:,} {noun} are less than one step of "
+            f"global_batch_size {batch}: raise train.epochs",
+            setting="train.epochs",
         )
     steps = settings.with_steps(samples).steps
     last = profile.start + profile.steps
     if profile.steps and last > steps:
         raise Refused(
-            f"train.epochs: {epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
+            f"{epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
             f"traces steps {profile.start:,} to {last:,}: lower train.profile.start or "
-            "train.profile.steps"
+            "train.profile.steps",
+            setting="train.epochs",
         )
 
 

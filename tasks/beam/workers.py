@@ -105,8 +105,9 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
             why = out_of_reach(place, workers, recipe.shared_folders)
             if why is not None:
                 raise Refused(
-                    f"{setting}: the workers of {runner} ({stage}) cannot reach "
-                    f"{without_secrets(place)}, {why}"
+                    f"the workers of {runner} ({stage}) cannot reach "
+                    f"{without_secrets(place)}, {why}",
+                    setting=setting,
                 )
         _check_listening(options)
 
@@ -203,8 +204,9 @@ def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
         for setting, place in _work_pool_places(recipe, stage):
             if (why := _why_not(setting, place, recipe.shared_folders)) is not None:
                 raise Refused(
-                    f"{setting}: workers of pool {pool} (place.{stage}) cannot reach "
-                    f"{without_secrets(place)}, {why}"
+                    f"workers of pool {pool} (place.{stage}) cannot reach "
+                    f"{without_secrets(place)}, {why}",
+                    setting=setting,
                 )
         if (secret := _secret(hide_secrets(settings_to_send(recipe)))) is not None:
             raise Refused(

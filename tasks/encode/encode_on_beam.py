@@ -15,13 +15,11 @@ from apache_beam.utils.shared import Shared
 
 from artifacts.records import Damaged
 from artifacts.store import Shard, Store
-from configs.errors import Refused
 from runtimes.registry import encoder_devices
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_report, workers_of
 from tasks.encode.encoders import (
     SHARDS_PER_DEVICE,
-    EncoderFailed,
     EncoderLost,
     EncoderPool,
     EncodersInStore,
@@ -140,7 +138,7 @@ def encode_shards(
 
     def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
         dofn.waits = waits
-        known = (Refused, Damaged, EncoderLost, EncoderFailed)
+        known = (Damaged, EncoderLost)
         threads = devices * SHARDS_PER_DEVICE
         run_linear(some, dofn, options, watch, threads=threads, known=known)
 

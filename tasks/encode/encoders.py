@@ -144,10 +144,6 @@ class EncoderLost(Away):
     """The encoder process has ended; the message has the last line of its log."""
 
 
-class EncoderFailed(Failed):
-    """A shard could not be encoded; the message has the error."""
-
-
 class EncoderProcess:
     """A process that encodes shards on its device.
 
@@ -159,7 +155,7 @@ class EncoderProcess:
 
     Attributes:
         slots: functions that encode a shard each, as `encode_tar`. One thread may
-            call one at a time. They raise EncoderFailed if the shard could not be encoded, and
+            call one at a time. They raise Failed if the shard could not be encoded, and
             EncoderLost if the process has ended.
     """
 
@@ -199,7 +195,7 @@ class EncoderProcess:
             raise self._lost() from None
         if "facts" in found:
             return dict(found["facts"])
-        raise KNOWN.get(found["error"], EncoderFailed)(found["message"])
+        raise KNOWN.get(found["error"], Failed)(found["message"])
 
     def close(self) -> None:
         """Close the sockets, which ends the process."""
@@ -275,7 +271,7 @@ class EncoderPool:
         """Encode a shard on a free device, as `encode_tar`.
 
         Raises:
-            EncoderFailed: the shard could not be encoded.
+            Failed: the shard could not be encoded.
             EncoderLost: the device's process has ended.
         """
         slot = self._free.get()

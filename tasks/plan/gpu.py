@@ -25,7 +25,7 @@ from typing import Any
 
 from artifacts.records import digest_json
 from artifacts.store import Store
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
@@ -40,14 +40,7 @@ from runtimes.process.planner import GpuStepRequest, StepMemory
 from runtimes.sample.initial_noise import image_size
 from runtimes.torch_models.gpu_specs import GIB, Gpu, GpuSpec, parse_gpu
 from tasks.evaluate.metrics import sample_prompts
-from tasks.plan.plan import (
-    PlanFailed,
-    TrainingPlan,
-    ask_planner,
-    cache_key,
-    config_folders,
-    load_or_compute,
-)
+from tasks.plan.plan import TrainingPlan, ask_planner, cache_key, config_folders, load_or_compute
 
 #: Increment when the recorded step or the meaning of its bytes changes.
 VERSION = 2
@@ -478,7 +471,7 @@ def plan_gpu_training(
 
     Raises:
         Refused: the plan does not support the recipe or the GPU.
-        PlanFailed: the planner failed.
+        Failed: the planner failed.
     """
     there = parse_gpu(gpu)
     model, vae = config_folders(recipe)
@@ -535,7 +528,7 @@ def check_fits(
         return
     try:
         plan = plan_for(recipe, Gpu("this GPU", memory), model, vae)
-    except PlanFailed as error:
+    except Failed as error:
         log.warning("the memory of training is unknown: %s", error)
         return
     if plan.least_training > memory:

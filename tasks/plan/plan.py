@@ -33,10 +33,6 @@ from runtimes.process.planner import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
 
 
-class PlanFailed(Failed):
-    """The planner's process failed; the message has the last lines of its log."""
-
-
 class TrainingPlan(ABC):
     """Duration, storage and cost of a recipe's training on some accelerators."""
 
@@ -180,7 +176,7 @@ def ask_planner(
 
     Raises:
         Refused: the planner does not support the request.
-        PlanFailed: the planner failed.
+        Failed: the planner failed.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
         path = Path(scratch) / "request.json"
@@ -190,7 +186,7 @@ def ask_planner(
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
         last = "\n".join(done.stderr.splitlines()[-20:])
-        raise PlanFailed(f"the step could not be planned (exit code {done.returncode}): {last}")
+        raise Failed(f"the step could not be planned (exit code {done.returncode}): {last}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "wrong_input" in found:
         raise Refused(found["wrong_input"])

@@ -138,7 +138,7 @@ def plan_slice_training(
 
     Raises:
         Refused: the plan does not support the recipe or the slice.
-        PlanFailed: the compiler failed.
+        Failed: the compiler failed.
     """
     where = parse_slice(topology)
     size = _size(recipe, where)

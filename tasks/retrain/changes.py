@@ -81,7 +81,7 @@ def plan_changes(
         plan: the source's rows as they would be cut for a first training.
 
     Raises:
-        SourceError: the plan's rows cannot be read.
+        Refused: the plan's rows cannot be read.
         Refused: the store lacks the champion's images.
     """
     if champion is None:
@@ -160,7 +160,7 @@ def source_resource(model: str) -> str:
 def stamp(recipe: Recipe) -> str:
     """sha256 (hex) over the source's settings, and name, size and etag or time of its files.
 
-    Raises SourceError if the files cannot be listed.
+    Raises Refused if the files cannot be listed.
     """
     pieces = SOURCES[recipe.source.kind](recipe.source).pieces()
     identities = [piece.identity for piece in pieces]

@@ -42,7 +42,7 @@ from tasks.publish.registry import AliasNotWritten, Registry
 
 #: Errors after which a user runs the command again, or restores what the message names.
 EXPECTED = (
-    *(stage.StageFailed, Failed, Away, LockLost, Damaged),
+    *(Failed, Away, LockLost, Damaged),
     Refused,
     AliasNotWritten,
     *(OSError, FSTimeoutError),

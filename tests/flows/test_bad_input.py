@@ -273,7 +273,7 @@ def test_wrong_input_of_generate_starts_no_server(
     assert said.endswith(f"nor a champion in {tmp_path}/registry (did you mean digits?)")
     assert "no such folder" in only_line(here("generate", "/no/model", "a cat", code=2))
     said = only_line(here("generate", "demo/base", "--from-file", "/no.txt", code=2))
-    assert said == "kiln: --from-file: /no.txt: no such file"
+    assert said == "kiln: --from-file: /no.txt: no such file or folder"
     said = only_line(here("generate", "demo/base", "--from-file", "demo", code=2))
     assert said == "kiln: --from-file: demo cannot be read: Is a directory"
     for setting, words in (("height=33", "height: 33 is not"), ("device=cuda", "device: cuda is")):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from shortest_recipe import shortest_recipe
 
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from flows.show_plan import lines, show_plan
 from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.plan.gpu import USABLE, GpuPlan, check_fits, plan_for, with_train
-from tasks.plan.plan import PlanFailed, cache_key
+from tasks.plan.plan import cache_key
 
 Ask = Callable[..., dict[str, Any]]
 HOST = 64 * GIB
@@ -355,7 +355,7 @@ def test_a_run_starts_if_it_cannot_be_planned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: Any) -> dict[str, Any]:
-        raise PlanFailed("no such operator")
+        raise Failed("no such operator")
 
     monkeypatch.setattr("tasks.plan.gpu.ask_planner", fail)
     check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST, small=0)

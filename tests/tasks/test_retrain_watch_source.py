@@ -16,13 +16,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from store_servers import S3Server
 
 from artifacts.store import Store
-from configs.errors import Away, Refused
+from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
 from tasks.retrain.changes import is_retraining, last_stamp, remember, stamp
-from tasks.stage import StageFailed
 
 pytestmark = pytest.mark.slow
 
@@ -82,8 +81,8 @@ def test_after_an_outage_in_a_retraining_the_next_watch_repeats_its_event(tmp_pa
     remember(recipe, "two")
     with _announced_again(recipe):
         pass
-    with pytest.raises(StageFailed), _announced_again(recipe):
-        raise StageFailed("wrong input")
+    with pytest.raises(Failed), _announced_again(recipe):
+        raise Failed("wrong input")
     assert last_stamp(recipe) == "two"
 
 
