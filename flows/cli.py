@@ -39,15 +39,13 @@ from configs.settings.recipe import (
     warnings_without_effect,
     with_defaults_without_effect,
 )
-from flows.command_errors import error_as_json, usage_error
+from flows.command_errors import error_as_json, import_prefect, usage_error
 from runtimes.process.memory import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
 REJECTED = 3
 INTERRUPTED = 130
-#: Class of errors -> its exit code. A ValueError is WRONG_INPUT, any other error FAILED.
-OF_ERRORS = {"Rejected": REJECTED}
 
 
 commands = typer.Typer(rich_markup_mode=None)
@@ -504,6 +502,7 @@ def place(
 ) -> None:
     """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
     loaded = load_recipe(recipe, _parsed(override))
+    import_prefect()
     from flows.work_pools import deploy_stages
 
     deploy_stages(loaded, folder, accelerators)
@@ -544,6 +543,7 @@ def doctor(
     checked = None if recipe is None else load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
+    import_prefect()
     from flows.doctor import examine
 
     arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,22 @@ def usage_error(error: TyperException) -> str:
     return f"{command}{named}{error.message.rstrip('.?')} ({options})"
 
 
+def import_prefect() -> None:
+    """Import Prefect, whose first import prints an error of its settings before it is raised.
+
+    The next reader of the settings raises the error, which `wrong_prefect_setting` words.
+    """
+    with redirect_stderr(StringIO()) as printed:
+        import prefect.settings
+    try:
+        prefect.settings.get_current_settings()
+    except Exception:
+        return
+    sys.stderr.write(printed.getvalue())
+
+
 #: The modules of Prefect that read its files.
 READERS = ("/prefect/settings/sources.py", "/prefect/settings/profiles.py")
-SETTINGS_FILES = "prefect.toml, pyproject.toml, Prefect's profile or .env"
 
 
 def wrong_prefect_setting(error: Exception) -> str | None:
@@ -61,26 +76,39 @@ def wrong_prefect_setting(error: Exception) -> str | None:
         return "HOME is not set, and this user has no home folder: set HOME to a folder"
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, ValidationError) and any("/prefect/settings/" in file for file in files):
-        return "; ".join(f"{_variables(one['loc'])}: {one['msg']}" for one in error.errors())
+        wrong = [e for e in error.errors() if e["type"] != "default_factory_not_called"]
+        return "; ".join(f"{_variables(e['loc'])}: {e['msg']}" for e in wrong)
     if not any(file.endswith(READERS) for file in files):
         return None
-    path, why = next(_unreadable_files(), (SETTINGS_FILES, one_line(error)))
+    path, why = next(_unreadable_files(), None) or (_settings_files(), one_line(error))
     return f"{path}: Prefect cannot read it ({why}): correct or remove it"
 
 
 def _variables(location: Sequence[int | str]) -> str:
     """The variables of the environment that may set a setting, else its name."""
     name = "_".join(str(part) for part in location)
-    known = [one for one in os.environ if one.startswith("PREFECT_") and one.endswith(name.upper())]
-    return " or ".join(sorted(known)) or f"{name} of {SETTINGS_FILES}"
+    variables = [n for n in os.environ if n.startswith("PREFECT_") and n.endswith(name.upper())]
+    return " or ".join(sorted(variables)) or f"{_settings_files()}: {name}"
+
+
+def _paths() -> Iterator[Path]:
+    """The files that Prefect reads settings from."""
+    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    profiles = os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml"
+    here = Path.cwd()
+    yield from (here / "prefect.toml", here / "pyproject.toml", Path(profiles), here / ".env")
+
+
+def _settings_files() -> str:
+    """The files that are there and may set something of Prefect."""
+    paths = [path for path in _paths() if path.is_file()]
+    named = [path for path in paths if "prefect" in path.read_text("utf-8", "replace").lower()]
+    return " or ".join(map(str, named or paths)) or "Prefect's settings"
 
 
 def _unreadable_files() -> Iterator[tuple[Path | str, str]]:
     """The files of Prefect's settings that cannot be read, and why."""
-    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
-    profiles = os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml"
-    here = Path.cwd()
-    for path in (here / "prefect.toml", here / "pyproject.toml", Path(profiles), here / ".env"):
+    for path in _paths():
         try:
             text = path.read_text("utf-8")
             if path.suffix == ".toml":

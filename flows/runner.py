@@ -37,7 +37,7 @@ from configs.load_recipe import load_recipe, load_trials
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName
-from flows.command_errors import error_as_json
+from flows.command_errors import error_as_json, import_prefect
 from tasks import progress
 from tasks.stage import GRID, REPORT
 
@@ -362,6 +362,7 @@ def _prepare_prefect() -> None:
     if os.environ.get("PREFECT_API_URL") == "":  # Prefect would ask a server of no address
         del os.environ["PREFECT_API_URL"]
     _bypass_proxy()
+    import_prefect()
 
 
 def _bypass_proxy() -> None:

@@ -1,4 +1,4 @@
-"""Command lines and recipes in the documents are valid.
+"""Command lines, recipes, links and quoted messages in the documents are valid.
 
 Nothing is executed: `kiln` parses its command lines, the schema checks overrides. Targets of make,
 modules, scripts, deployments and the names that Python blocks take from our packages must exist.
@@ -23,20 +23,26 @@ import yaml
 from kiln_command import ROOT
 from typer.exceptions import TyperException
 
+from artifacts.records import without_collections
 from configs.load_recipe import load_recipe, parse_override
 from configs.settings.generate import read_settings
 from configs.settings.recipe import STAGES
 from flows.cli import app
 from tasks.publish.promotion_gate import warnings_of_few_prompts
+from tasks.stage import OURS
 
 pytestmark = pytest.mark.slow
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "*/README.md", "*/*/README.md")
 DOCUMENTS = sorted(
-    str(path.relative_to(ROOT))
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "*/README.md", "*/*/README.md")
-    for path in ROOT.glob(pattern)
-    if not path.relative_to(ROOT).parts[0].startswith(".")  # an environment
+    {
+        str(path.relative_to(ROOT))
+        for pattern in PAGES
+        for path in ROOT.glob(pattern)
+        if not path.relative_to(ROOT).parts[0].startswith(".")  # an environment
+    }
 )
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 SPAN = re.compile(r"`([^`]+)`")
 #: File name of a recipe that a document shows and its command lines use.
 MINE = "mine.yaml"
@@ -50,6 +56,8 @@ OF_RECIPES = {"run", "sweep", "retrain", "watch", "plan", "recipes", "tpu"}
 FOREIGN = re.compile(
     r"(train_text_to_image\w*|gaudi_spawn|graphs|Fused\w+|NAME|txt2img|make_pictures)\.py$"
 )
+#: Messages in docs/troubleshooting.md that are others'.
+FOREIGN_MESSAGES = {"CUDA out of memory"}
 
 
 @dataclass(frozen=True)
@@ -307,3 +315,32 @@ def test_python_files_that_a_document_names_exist(document: str) -> None:
     for named in re.findall(r"[\w./-]*\w\.py\b", text):
         known = any(f"/{path}".endswith("/" + named.lstrip("./")) for path in ours)
         assert known or FOREIGN.search(named), f"{document} names {named}"
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", path.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_of_a_document_lead_to_files_and_headings(document: str) -> None:
+    text = FENCED.sub("", (ROOT / document).read_text(encoding="utf-8"))
+    for file, anchor in LINK.findall(text):
+        if not file.startswith(("http://", "https://", "mailto:")):
+            target = (ROOT / document).parent / file if file else ROOT / document
+            assert target.exists(), f"{document} links to {file}"
+            assert not anchor or anchor in anchors_of(target), f"{document} links to #{anchor}"
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"\*\*`(.+?)`\*\*", page)
+    files = [path for package in OURS for path in (ROOT / package).rglob("*.py")]
+    with without_collections():  # CPython before 3.11.8 may fail to parse during one (gh-106905)
+        trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    texts = "\n".join(node.value for node in nodes if isinstance(node.value, str))
+    pieces = [(text, piece.strip()) for text in messages for piece in text.split("…")]
+    unknown = {text for text, piece in pieces if piece not in texts}
+    assert len(messages) > 40 and unknown == FOREIGN_MESSAGES
