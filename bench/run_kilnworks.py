@@ -1,23 +1,29 @@
-"""Our side of a comparison: training jobs and whole runs, each in a process of its own."""
+"""Our side of a comparison: training jobs and whole runs, each in a process of its own.
+
+`python -m bench.run_kilnworks OVERRIDES.json` runs the first three stages of the recipe `digits`
+with these dotted settings, without Prefect. The last line printed is JSON: seconds by stage.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from artifacts.latent_shards import open_latents
-from bench.run_without_prefect import Stages, recipe_overrides
-from configs.load_recipe import CHECKOUT, load_recipe
+from artifacts.store import Artifact, Draft, KeyParts, Store
+from bench import report
+from configs.load_recipe import load_recipe
+from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 
 NEVER = 10**9
+Build = Callable[[Draft], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -79,18 +85,83 @@ def whole_run(
     overrides = recipe_overrides(images, model, folder / "store", size, **train)
     path = folder / "overrides.json"
     path.write_text(json.dumps(overrides), encoding="utf-8")
-    seconds, stages = run_module("bench.run_without_prefect", str(path))
-    return seconds, dict(stages)
-
-
-def run_module(module: str, *arguments: str, python: str = sys.executable) -> tuple[float, Any]:
-    """Run `python -m module`; its seconds, and the JSON in its last line."""
     begin = time.perf_counter()
-    done = subprocess.run(
-        [python, "-m", module, *arguments],
-        cwd=CHECKOUT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return time.perf_counter() - begin, json.loads(done.stdout.splitlines()[-1])
+    stages = report.run_module("bench.run_kilnworks", str(path))
+    return time.perf_counter() - begin, dict(stages)
+
+
+def no_progress(done: int, total: int, text: str = "") -> None:
+    """Ignore the progress of a stage."""
+
+
+class Stages:
+    """The first three stages of a recipe, each built unless its artifact exists."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._store = Store(recipe.store)
+        self._model = Path(recipe.model.path)
+        self.seconds: dict[str, float] = {}
+
+    def latents(self) -> Artifact:
+        """The latents of the recipe's pictures."""
+        from tasks import download
+        from tasks.encode import stage as encode
+
+        plan = download.plan(self._recipe)
+        images = self._stage(
+            download.key_parts(self._recipe, plan),
+            lambda draft: download.build(self._recipe, plan, draft, no_progress),
+        )
+        return self._stage(
+            encode.key_parts(self._recipe, images, self._model, None),
+            lambda draft: encode.build(self._recipe, images, self._model, None, draft, no_progress),
+        )
+
+    def trained(self) -> Artifact:
+        """The trained weights of the recipe."""
+        from tasks import train
+
+        latents = self.latents()
+        return self._stage(
+            train.key_parts(self._recipe, latents, self._model, Path(self._recipe.evaluate.clip)),
+            lambda draft: train.build(
+                *(self._recipe, latents, self._model, None, None),
+                draft,
+                cast(Any, no_progress),
+            ),
+        )
+
+    def _stage(self, parts: KeyParts, build: Build) -> Artifact:
+        from tasks.stage import build_or_reuse
+
+        result = build_or_reuse(self._store, parts, build, parents={})
+        self.seconds[parts.stage] = result.seconds
+        return result.load(self._store)
+
+
+def recipe_overrides(
+    images: Path, model: Path, store: Path, size: int, **train: Any
+) -> dict[str, Any]:
+    """Overrides of the recipe `digits` for a folder of pictures, without held-out pictures."""
+    return {
+        "source.kind": "folder",
+        "source.path": str(images),
+        "model.path": str(model),
+        "store": str(store),
+        "download.image_size": size,
+        "encode.resolution": size,
+        "encode.holdout": 0.0,
+        **{f"train.{name}": value for name, value in train.items()},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Run the stages with the overrides in a file, and print their seconds."""
+    stages = Stages(load_recipe("digits", json.loads(Path(arguments[0]).read_text())))
+    stages.trained()
+    print(json.dumps(stages.seconds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -40,7 +40,14 @@ from runtimes.process.planner import GpuStepRequest, StepMemory
 from runtimes.sample.initial_noise import image_size
 from runtimes.torch_models.gpu_specs import GIB, Gpu, GpuSpec, parse_gpu
 from tasks.evaluate.metrics import sample_prompts
-from tasks.plan.plan import TrainingPlan, ask_planner, cache_key, config_folders, load_or_compute
+from tasks.plan.plan import (
+    TrainingPlan,
+    ask_planner,
+    cache_key,
+    checkpoint_bytes,
+    config_folders,
+    load_or_compute,
+)
 
 #: Increment when the recorded step or the meaning of its bytes changes.
 VERSION = 2
@@ -422,14 +429,28 @@ class GpuPlan(TrainingPlan):
         return self.recipe.train.processes
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint on disk: weights, moments and average of trained arrays.
+    def record(self) -> RecipeMemory:
+        """What a stored plan keeps; it does not depend on the GPU."""
+        peaks = self.peaks
+        train = self.recipe.train
+        return RecipeMemory(
+            recipe=self.recipe.name,
+            settings=digest_settings(self.recipe),
+            training=sum(peaks.training.values()),
+            samples=peaks.samples,
+            sampling=peaks.sampling,
+            checkpoint=peaks.checkpoint,
+            parameters=self.step.parameters,
+            checkpoint_bytes=self.checkpoint_bytes,
+            flops_per_image=executed_flops(self.step),
+            images=None if self.steps is None else self.steps * train.global_batch_size,
+            product_dtype=train.product_dtype,
+        )
 
-        It holds each value in four bytes, those of 8-bit moments too.
-        """
-        weights = 4 * self.step.parameters
-        average = self.recipe.train.ema_decay is not None
-        return weights + self.step.optimizer + weights * average
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint on disk."""
+        return checkpoint_bytes(self.recipe.train, self.step.parameters, self.step.optimizer)
 
     @property
     def step_seconds(self) -> float | None:
