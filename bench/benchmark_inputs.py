@@ -169,9 +169,9 @@ def write_random_latents(
     from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
     from artifacts.store import KeyParts, Store
     from runtimes.families import family_named
-    from runtimes.pipeline_folder.folder import describe_encoders
+    from runtimes.pipeline_folder.folder import Base
 
-    info = describe_encoders(model)
+    info = dict(Base.open(model).encoders)
     random = np.random.default_rng(0)
     side = size // info["vae_scale_factor"]
     channels = info["latent_channels"]

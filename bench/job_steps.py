@@ -27,8 +27,8 @@ from bench.report import spread
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.data.loader import open_job_latents
-from runtimes.objective.noise_schedule import read_schedule
 from runtimes.objective.training_objective import LatentScale, Objective
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, TrainJob, read_job
 from runtimes.process.launcher import Stop
 from runtimes.registry import open_runtime
@@ -52,10 +52,11 @@ class BareSteps:
 
     def __init__(self, job: TrainJob) -> None:
         settings = Train(**job.train)
-        self.batch = make_loader(job, settings, open_job_latents(job.latents)).batch(0)
+        base = Base.of(job)
+        self.batch = make_loader(job, base, settings, open_job_latents(job.latents)).batch(0)
         self._rate = settings.learning_rate
         self.runtime = open_runtime(job.runtime)
-        self.runtime.load(job)
+        self.runtime.load(job, base)
 
     def seconds(self, steps: int) -> float:
         """Seconds of `steps` steps, without a synchronization between them."""
@@ -118,10 +119,10 @@ def compare_with_loop(job: TrainJob, rounds: int, steps: int) -> dict[str, Any]:
 def compare_losses(job: TrainJob, record: Path) -> dict[str, Any]:
     """Maximum relative differences of loss and gradient norm over all recorded steps."""
     settings = Train(**job.train)
-    schedule = read_schedule(Path(job.model) / "scheduler", settings)
-    objective = Objective.of(settings, schedule, LatentScale(1.0))
+    base = Base.of(job)
+    objective = Objective.of(settings, base.schedule(settings), LatentScale(1.0))
     runtime = open_runtime(job.runtime)
-    runtime.load(job)
+    runtime.load(job, base)
     losses = []
     norms = []
     for step, arrays in enumerate(_recorded(record)):

@@ -26,8 +26,9 @@ from bench import benchmark_inputs
 from bench.train_rows import SD2_CONFIGS, SDXL_CONFIGS
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
-from runtimes.process.planner import GpuStepRequest
+from runtimes.process.questions import GpuStepRequest
 from runtimes.torch.device import free_memory
 from runtimes.torch.gpu_plan import step_memory
 from runtimes.torch.runtime import TheRuntime
@@ -76,7 +77,7 @@ def real_peak(job: TrainJob, resolution: int) -> int:
     free_memory()  # the runtime of the job before is a cycle
     others = {id(storage) for storage in _storages()}
     runtime = TheRuntime()
-    runtime.load(job)
+    runtime.load(job, Base.of(job))
     batch = _batch(runtime, job, resolution)
     runtime.step(batch, 1e-4)
     if torch.cuda.is_available():
@@ -104,7 +105,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
     network = runtime._network
     count = job.train["global_batch_size"]
-    one = sample_batch(job, network, (resolution, resolution), text=network.encodes_text)
+    one = sample_batch(Base.of(job), network, (resolution, resolution), text=network.encodes_text)
     many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
     arrays = ("noisy_latents", "timesteps", "target", "weight")
     repeated: dict[str, Any] = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.benchmark_inputs import published
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
-from runtimes.pipeline_folder.folder import vae_path
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
 from tasks.plan.gpu import (
     FILE,
@@ -25,7 +25,7 @@ from tasks.plan.gpu import (
     plan_for,
     shipped_plans,
 )
-from tasks.plan.plan import in_words
+from tasks.progress import bytes_in_words
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"
 #: The table's place in the document.
@@ -38,10 +38,10 @@ GPUS = tuple(spec for name in ("RTX 4090", "H100") if (spec := parse_gpu(name).s
 
 def plan(recipe: Recipe, store: Path) -> RecipeMemory:
     """The plan of a recipe on config files; the store keeps the planned steps."""
-    model = published(recipe.model.path)
-    vae = None if recipe.model.vae is None else vae_path(model, published(recipe.model.vae))
+    model = recipe.model
+    base = Base.open(published(model.path), None if model.vae is None else published(model.vae))
     place = recipe.model_copy(update={"store": str(store)})
-    return plan_for(place, parse_gpu("H100"), model, vae).record
+    return plan_for(place, parse_gpu("H100"), base).record
 
 
 def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:
@@ -65,7 +65,7 @@ def recipe_memory_table() -> Iterator[str]:
         sizes = [plan.training, plan.samples, plan.sampling]
         memory = [_gib(size) for size in sizes]
         hours = [_hours(plan, gpu) for gpu in GPUS]
-        stored = in_words(plan.checkpoint_bytes)
+        stored = bytes_in_words(plan.checkpoint_bytes)
         yield _row([f"`{plan.recipe}`", f"{card(plan)} GB", *memory, stored, *hours])
 
 

@@ -20,6 +20,7 @@ from bench import report
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 
 NEVER = 10**9
@@ -100,7 +101,7 @@ class Stages:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._store = Store(recipe.store)
-        self._model = Path(recipe.model.path)
+        self._base = Base.open(Path(recipe.model.path))
         self.seconds: dict[str, float] = {}
 
     def latents(self) -> Artifact:
@@ -114,8 +115,8 @@ class Stages:
             lambda draft: download.build(self._recipe, plan, draft, no_progress),
         )
         return self._stage(
-            encode.key_parts(self._recipe, images, self._model, None),
-            lambda draft: encode.build(self._recipe, images, self._model, None, draft, no_progress),
+            encode.key_parts(self._recipe, images, self._base),
+            lambda draft: encode.build(self._recipe, images, self._base, draft, no_progress),
         )
 
     def trained(self) -> Artifact:
@@ -124,9 +125,9 @@ class Stages:
 
         latents = self.latents()
         return self._stage(
-            train.key_parts(self._recipe, latents, self._model, Path(self._recipe.evaluate.clip)),
+            train.key_parts(self._recipe, latents, self._base, Path(self._recipe.evaluate.clip)),
             lambda draft: train.build(
-                *(self._recipe, latents, self._model, None, None),
+                *(self._recipe, latents, self._base, None),
                 draft,
                 cast(Any, no_progress),
             ),

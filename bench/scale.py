@@ -138,14 +138,16 @@ def _download(folder: Path, _: int) -> dict[str, Any]:
 
 
 def _encode(folder: Path, _: int) -> None:
+    from runtimes.pipeline_folder.folder import Base
     from tasks.encode import stage as encode
 
     recipe = _row_recipe(folder)
     store = Store(recipe.store)
     images = store.find("download", (folder / "images").read_text())
     assert images is not None
-    draft = store.draft(encode.key_parts(recipe, images, BASE, None))
-    draft.commit(encode.build(recipe, images, BASE, None, draft, lambda *_: None), {})
+    base = Base.open(BASE)
+    draft = store.draft(encode.key_parts(recipe, images, base))
+    draft.commit(encode.build(recipe, images, base, draft, lambda *_: None), {})
 
 
 def shard_figures(folder: Path, shards: int, measured: Measured, _: str) -> dict[str, Any]:

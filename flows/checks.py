@@ -29,25 +29,15 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from flows.run import Run
 from flows.send_stage import check_deployments
 from runtimes import registry
-from runtimes.families import detect_family
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.hosts.host import host_memory, usable_gpus
 from runtimes.objective.noise_schedule import (
     ResolutionShift,
-    read_schedule,
-    read_scheduler_config,
     schedule_facts,
     scheduler_config,
 )
 from runtimes.objective.training_objective import LatentScale, Objective
-from runtimes.pipeline_folder.folder import (
-    describe_encoders,
-    folder_extras,
-    read_denoiser_config,
-    read_part_config,
-    replacement_config,
-    vae_path,
-)
+from runtimes.pipeline_folder.folder import Base, replacement_config
 from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu, train
@@ -75,27 +65,27 @@ from tasks.publish.promotion_gate import check_rules, parse_rule, warnings_of_fe
 from tasks.train import warn_of_warmup
 
 
-def check_models(recipe: Recipe) -> tuple[Path, Path | None]:
-    """Check the models; returns the base's folder and that of a separate VAE, if any."""
+def check_models(recipe: Recipe) -> Base:
+    """The base, opened with the recipe's VAE and checked."""
     model = _resolved("model.path", recipe.model.path, recipe.model.revision)
     vae = _resolved("model.vae", recipe.model.vae) if recipe.model.vae else None
     with _naming("model.path" if vae is None else "model.path or model.vae"):
-        found = describe_encoders(model, vae)
+        base = Base.open(model, vae)
+        factor = base.encoders["size_step"]
     for device in (recipe.train.device, recipe.evaluate.device):
-        registry.check_family(recipe.runtime, found["family"], device)
-    factor = found["size_step"]
+        registry.check_family(recipe.runtime, base.family.name, device)
     largest = max(map(max, bucket_sizes(TransformSettings.of(recipe), factor)))
-    _check_position_embeddings(recipe, model, largest, factor)
-    evaluate.check_drawn_size(recipe, model, vae)
-    _check_weights(model, vae)
-    check_tokenizers(model)
-    _check_objective(recipe, model)
-    _check_schedulers(recipe, model)
-    train.check(recipe, model)
-    return model, None if vae is None else vae_path(model, vae)
+    _check_position_embeddings(recipe, base, largest, factor)
+    evaluate.check_drawn_size(recipe, base)
+    _check_weights(base)
+    check_tokenizers(base)
+    _check_objective(recipe, base)
+    _check_schedulers(recipe, base)
+    train.check(recipe, base)
+    return base
 
 
-def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor: int) -> None:
+def _check_position_embeddings(recipe: Recipe, base: Base, largest: int, factor: int) -> None:
     """Raise Refused for pictures whose sides exceed a denoiser's table of positions (SD3).
 
     Args:
@@ -104,12 +94,15 @@ def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor
     """
     settings = recipe.train
     drawn = recipe.evaluate
-    base = read_denoiser_config(model)
     instead = replacement_config(settings)
-    trained = base if instead is None else instead
+    trained = base.denoiser if instead is None else instead
     draws = max(drawn.height or 0, drawn.width or 0)
-    checks = [("encode.resolution", largest, trained), ("evaluate.height and width", draws, base)]
-    for setting, side, config in [*checks, ("evaluate.height and width", draws, trained)]:
+    checks = (
+        ("encode.resolution", largest, trained),
+        ("evaluate.height and width", draws, base.denoiser),
+        ("evaluate.height and width", draws, trained),
+    )
+    for setting, side, config in checks:
         most = config.get("pos_embed_max_size")
         if most is not None and side > most * factor:
             raise Refused(
@@ -119,35 +112,33 @@ def _check_position_embeddings(recipe: Recipe, model: Path, largest: int, factor
             )
 
 
-def _check_weights(model: Path, vae: Path | None) -> None:
+def _check_weights(base: Base) -> None:
     """Raise Refused for weights that are missing, damaged or others."""
-    parts = [part for part in model_parts(model) if part.name != "vae" or vae is None]
+    vae = base.vae_folder
+    parts = [part for part in model_parts(base) if part != vae]
     missing = [part.name for part in parts if not stored_weight_files(part)]
     if missing:
         raise Refused(
-            f"model.path {model}: no .safetensors weights in {', '.join(missing)}: fetch them, or "
-            "convert other files"
+            f"model.path {base.folder}: no .safetensors weights in {', '.join(missing)}: fetch "
+            "them, or convert other files"
         )
-    if vae is not None and not stored_weight_files(folder := vae_path(model, vae)):
-        raise Refused(f"model.vae {folder}: it has no .safetensors weights")
-    for part in parts if vae is None else [*parts, vae_path(model, vae)]:
+    if vae is not None and not stored_weight_files(vae):
+        raise Refused(f"model.vae {vae}: it has no .safetensors weights")
+    for part in parts if vae is None else [*parts, vae]:
         check_weights(part)
 
 
-def _check_objective(recipe: Recipe, model: Path) -> None:
+def _check_objective(recipe: Recipe, base: Base) -> None:
     """Raise Refused for train settings that contradict the base or each other."""
-    folder = model / "scheduler"
-    family = detect_family(model)
-    denoiser = model / family.denoiser
-    patch = family.latent_multiple(read_part_config(model, family.denoiser))
-    shift = ResolutionShift.from_config(read_scheduler_config(folder), patch)
-    Objective.of(recipe.train, read_schedule(folder, recipe.train), LatentScale(1.0), shift)
+    patch = base.family.latent_multiple(base.denoiser)
+    shift = ResolutionShift.from_config(base.scheduler, patch)
+    tuned = base.schedule(recipe.train)
+    Objective.of(recipe.train, tuned, LatentScale(1.0), shift)
     if recipe.encode.holdout:  # evaluation computes the base's loss
-        Objective(read_schedule(folder), LatentScale(1.0), seed=0)
-    base, tuned = (read_schedule(folder, settings) for settings in (None, recipe.train))
-    if schedule_facts(base) != schedule_facts(tuned):
+        Objective(base.schedule(), LatentScale(1.0), seed=0)
+    if schedule_facts(base.schedule()) != schedule_facts(tuned):
         why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
-    elif folder_extras(denoiser) != ExtraInputs.from_settings(recipe.train):
+    elif base.extras != ExtraInputs.from_settings(recipe.train):
         why = "the inputs (train.inpainting or train.aesthetic_score)"
     else:
         return
@@ -160,11 +151,10 @@ def _check_objective(recipe: Recipe, model: Path) -> None:
             )
 
 
-def _check_schedulers(recipe: Recipe, model: Path) -> None:
+def _check_schedulers(recipe: Recipe, base: Base) -> None:
     """Raise Refused for a scheduler that cannot draw the base or the tuned model."""
-    own = read_scheduler_config(model / "scheduler")
     drawn = recipe.evaluate
-    for config in (own, scheduler_config(own, recipe.train)):
+    for config in (base.scheduler, scheduler_config(base.scheduler, recipe.train)):
         registry.check_scheduler(recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps)
 
 
@@ -296,14 +286,14 @@ def prepare(
     if "download" in built:  # a sent stage may be on a pool that does not reach the source
         download.check(recipe)
     _check_workers(recipe, stages)
-    model, vae = check_models(recipe)
+    base = check_models(recipe)
     if "train" in stages:
-        train.warn_of_kohya(recipe, model)
-        _check_memory(recipe, model, vae, stages)
-    _check_license(recipe, model)
+        train.warn_of_kohya(recipe, base)
+        _check_memory(recipe, base, stages)
+    _check_license(recipe, base.folder)
     run_id = run_id or str(uuid.uuid4())
     return Run(
-        *(recipe, store, model, vae, check_measuring_models(recipe, stages)),
+        *(recipe, store, base, check_measuring_models(recipe, stages)),
         id=run_id,
         retry_run=run_id if retry_failed else None,
         force=force,
@@ -442,14 +432,12 @@ def _check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     check_workers(recipe, stages)
 
 
-def _check_memory(
-    recipe: Recipe, model: Path, vae: Path | None, stages: Sequence[StageName]
-) -> None:
+def _check_memory(recipe: Recipe, base: Base, stages: Sequence[StageName]) -> None:
     """Raise Refused if a run of runtime torch cannot fit this machine and its largest GPU."""
     if must_fit_one_gpu(recipe) and (found := usable_gpus()):
         # Where another machine evaluates, it may have more memory.
         host = host_memory() if "evaluate" in stages else None
-        check_fits(recipe, model, vae, max(gpu.memory for gpu in found), host)
+        check_fits(recipe, base, max(gpu.memory for gpu in found), host)
 
 
 def must_fit_one_gpu(recipe: Recipe) -> bool:

@@ -87,12 +87,12 @@ def download(run: Run) -> StageResult:
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
     pictures = images.load(run.store)
-    given = (run.recipe, pictures, run.base, run.vae)
-    parts = encode_stage.key_parts(*given)
+    inputs = (run.recipe, pictures, run.base)
+    parts = encode_stage.key_parts(*inputs)
     progress = run.begin(parts)
-    build = partial(encode_stage.build, *given, progress=progress)
+    build = partial(encode_stage.build, *inputs, progress=progress)
     reports = f"{run.store.root}/{parts.stage}/{parts.key}/{REPORTS}-{uuid4().hex}"
-    share = partial(encode_stage.encode_missing, *given, run.store, reports, progress)
+    share = partial(encode_stage.encode_missing, *inputs, run.store, reports, progress)
     parents = {"images": pictures}
     result = build_or_reuse(
         *(run.store, parts, build),
@@ -125,8 +125,8 @@ def train(run: Run, latents: StageResult) -> StageResult:
         with failing("train"):  # weights in the store may have been published before
             check_rivals_held_out(run.recipe, run.store, encoded)
     progress = run.begin(parts)
-    given = (run.recipe, encoded, run.base, run.vae, clip)
-    build = partial(train_stage.build, *given, progress=progress)
+    inputs = (run.recipe, encoded, run.base, clip)
+    build = partial(train_stage.build, *inputs, progress=progress)
     parents = {"latents": encoded}
     result = build_or_reuse(
         run.store, parts, build, parents=parents, send=run.send(parts, progress, [latents])
@@ -195,7 +195,7 @@ def publish(
     given = run.eval_inputs(pictures, encoded)
     lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
     publication = publish_stage.Publication(
-        run.recipe, tuned, measured, lineage, run.base, run.vae, run.force
+        run.recipe, tuned, measured, lineage, run.base, run.force
     )
     metrics = run.champion_metrics(given, measured, before[:3])
     build = partial(publish_stage.build, publication, metrics, progress=run.begin(parts))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from prefect import flow, runtime, task
 from prefect.states import Completed
 
-from artifacts.errors import may_pass, retrying
+from artifacts.errors import retrying
 from artifacts.gc import CONTINUED, record_registry
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
@@ -42,11 +42,12 @@ from tasks.publish import rejection as rejection_artifact
 from tasks.publish.stage import registry_of
 from tasks.retrain import continue_training, decision, selection
 from tasks.retrain.champion import Champion, check_held_out, find_champion
-from tasks.retrain.changes import Changes, forget, lock_path, plan_changes
+from tasks.retrain.changes import Changes, plan_changes
 from tasks.retrain.decision import show_retraining, verdict_of
 from tasks.stage import StageResult, build_or_reuse, failing
 
 log = logging.getLogger("kiln")
+LOCK = "retrain-lock.json"  # in the model's folder of the registry
 
 
 class Compared(NamedTuple):
@@ -105,7 +106,7 @@ def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
     progress = run.begin(parts)
     build = partial(
         continue_training.build,
-        *(recipe, selected, run.base, run.vae, clip, start, encoded),
+        *(recipe, selected, run.base, clip, start, encoded),
         progress=progress,
     )
     parents = {"latents": selected, CONTINUED: start}
@@ -148,27 +149,9 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, revealed(overrides))
-        with _announced_again(checked):
-            run = prepare(checked, run_id=run_id)
-            with one_at_a_time(run.recipe):
-                return _retrain(run)
-
-
-@contextmanager
-def _announced_again(recipe: Recipe) -> Iterator[None]:
-    """After an outage the next watch announces the source again: its rows wait for a retraining.
-
-    Another failure needs a person first; each watch would start an equal one.
-    """
-    try:
-        yield
-    except Exception as failure:
-        try:
-            if may_pass(failure):
-                forget(recipe)
-        except Exception as error:  # of any type; the failure itself matters more
-            log.warning("retrain: the next watch does not repeat the event: %s", one_line(error))
-        raise
+        run = prepare(checked, run_id=run_id)
+        with one_at_a_time(run.recipe):
+            return _retrain(run)
 
 
 def _retrain(run: Run) -> Any:
@@ -239,5 +222,5 @@ def one_at_a_time(recipe: Recipe) -> Iterator[None]:
     def waits(owner: dict[str, Any]) -> None:
         log.info("retrain: %s retrains %s; waiting", owner_in_words(owner), registry.name)
 
-    with hold(registry.fs, lock_path(recipe), on_wait=waits):
+    with hold(registry.fs, f"{registry.root}/{LOCK}", on_wait=waits):
         yield

@@ -21,8 +21,8 @@ from configs.load_recipe import dump
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.prefect_run import begin
 from flows.send_stage import send_stage
-from runtimes.families import detect_family
 from runtimes.hosts.host import find_gpus
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
@@ -30,8 +30,8 @@ from tasks.encode.transform import STAGE as ENCODE
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
 from tasks.plan.gpu import TYPICAL_MFU, memory_of
-from tasks.plan.plan import DiskEstimate, estimate_disk, in_words
-from tasks.progress import Progress
+from tasks.plan.plan import DiskEstimate, estimate_disk
+from tasks.progress import Progress, bytes_in_words
 from tasks.publish import stage as publish
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion, check_start_is_champion
@@ -44,8 +44,7 @@ log = logging.getLogger("kiln")
 def check_disk(
     recipe: Recipe,
     store: Store,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     rows: int,
     stages: Sequence[StageName],
     shards: Collection[str],
@@ -56,8 +55,6 @@ def check_disk(
     What is stored needs no space; it is counted only where the disk cannot hold the whole run.
 
     Args:
-        model: local folder of the base pipeline.
-        vae: folder of the VAE that replaces the pipeline's own.
         rows: of the source.
         stages: those that the run builds.
         shards: keys of the planned shards.
@@ -66,18 +63,18 @@ def check_disk(
     Raises:
         Refused: the base's configs are invalid.
     """
-    whole = left = estimate_disk(recipe, model, vae, rows, stages, trials)
+    whole = left = estimate_disk(recipe, base, rows, stages, trials)
     needed, words = _needed(recipe.plan.disk_gb, whole, left)
     free = free_bytes(store)
     if free is not None and needed > free:
         left = whole.without_stored(_missing(store, stages, shards))
         needed, words = _needed(recipe.plan.disk_gb, whole, left)
-    there = "" if free is None else f", {in_words(free)} are free"
+    there = "" if free is None else f", {bytes_in_words(free)} are free"
     time = training_time(trials or (recipe,)) if left.stages.get("train") else None
     log.info(
         "estimate: %s rows, at most %s of disk%s (%s)%s",
         f"{rows:,}",
-        in_words(needed),
+        bytes_in_words(needed),
         there,
         words,
         "" if time is None else f"; {time}",
@@ -157,9 +154,9 @@ def free_bytes(store: Store) -> int | None:
 
 def _refusal(store: Store, needed: int, words: str, free: int) -> str:
     return (
-        f"store {store.url}: the run needs about {in_words(needed)} ({words}), and its "
-        f"disk has {in_words(free)} free: free some (`kiln gc`), set `store` to another place, "
-        "lower encode.resolution or the rows, or correct the estimate by plan.disk_gb"
+        f"store {store.url}: the run needs about {bytes_in_words(needed)} ({words}), and its "
+        f"disk has {bytes_in_words(free)} free: free some (`kiln gc`), set `store` to another "
+        "place, lower encode.resolution or the rows, or correct the estimate by plan.disk_gb"
     )
 
 
@@ -178,8 +175,7 @@ class Run:
 
     recipe: Recipe
     store: Store
-    base: Path  # pipeline folder
-    vae: Path | None
+    base: Base
     measuring: MeasuringModels
     id: str  # of the flow run
     retry_run: str | None = None  # the run that fetches rows with transient failures again
@@ -203,15 +199,14 @@ class Run:
         if self.champion is not None:
             compared = self.champion.comparison_set(self.recipe, self.store, latents)
             images, latents = compared or (images, latents)
-        models = (self.base, self.vae, self.measuring)
-        return EvalInputs(self.recipe, images, latents, *models, training_images=training)
+        return EvalInputs(self.recipe, images, latents, self.base, self.measuring, training)
 
     def model_digests(self) -> dict[str, str]:
         """Model -> sha256 of the base, the VAE and the models that measure pictures.
 
         With the facts of the base's family.
         """
-        of_base = model_digests(self.base, self.vae) | detect_family(self.base).key_facts
+        of_base = model_digests(self.base) | self.base.family.key_facts
         return of_base | self.measuring.digests()
 
     def plan(self) -> download.DownloadPlan:
@@ -232,7 +227,7 @@ class Run:
             for one in self.trials or (self.recipe,):
                 train.check_epochs(one.train, found.rows, "rows")
         keys = {shard.key for shard in found.shards}
-        given = (self.recipe, self.store, self.base, self.vae)
+        given = (self.recipe, self.store, self.base)
         check_disk(*given, found.rows, self.stages, keys, self.trials)
         return found
 

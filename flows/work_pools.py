@@ -28,7 +28,14 @@ from configs.secrets import redacted_errors
 from configs.settings.recipe import PlacedStage, Recipe
 from flows.checks import prepare
 from flows.finetune import download, encode, evaluate, report_of
-from flows.prefect_run import ACCELERATOR, REUSED, prepare_process, revealed, without_edges
+from flows.prefect_run import (
+    ACCELERATOR,
+    REUSED,
+    prepare_process,
+    put_automation,
+    revealed,
+    without_edges,
+)
 from flows.retrain import training_task
 from flows.run import Run, Sent
 from flows.runner import check_server, lasting_server
@@ -179,8 +186,4 @@ def _detect_lost(client: SyncPrefectClient) -> None:
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat")],
     )
-    same = client.read_automations_by_name(LOST)
-    if same:  # as deploy/automations/apply.py: without a moment that has no automation
-        client.update_automation(same[0].id, made)
-    else:
-        client.create_automation(made)
+    put_automation(client, made)

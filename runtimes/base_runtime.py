@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
 from runtimes.optimizer_step import owned_copies, shapes_of
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 
@@ -27,6 +28,7 @@ class BaseRuntime(ABC):
     versions: dict[str, str]
     device: str
     _job: TrainJob
+    _base: Base
     _settings: Train
     _ranks: Ranks
     _network: Any

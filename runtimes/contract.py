@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from configs.errors import Failed, Refused
 
 if TYPE_CHECKING:
+    from runtimes.pipeline_folder.folder import Base
     from runtimes.process.job import Drawing, TrainJob
 
 #: Training state: group -> name -> array. Groups: `weights` (fp32 trained parameters), `exp_avg`
@@ -162,7 +163,7 @@ class Runtime(Protocol):
     samples_collectively: bool  # after `load`: whether `sample` is a collective of all ranks
     writers: Writers  # after `load`: collectives of all ranks, for the thread that writes
 
-    def load(self, job: TrainJob) -> None:
+    def load(self, job: TrainJob, base: Base) -> None:
         """Load the model and fresh optimizer state on the device. Raises Refused."""
 
     def put(self, batch: StepBatch) -> StepBatch:
@@ -242,8 +243,8 @@ class Runtime(Protocol):
 class PipelineEncoder(Protocol):
     """A pipeline's VAE and text encoders on a device. Arguments and results are on the host."""
 
-    info: dict[str, Any]  # see pipeline_folder.describe_encoders
-    limits: dict[str, int]  # see pipeline_folder.describe_encoders.caption_limits
+    info: Mapping[str, Any]  # see pipeline_folder.folder.Base.encoders
+    limits: Mapping[str, int]  # see pipeline_folder.folder.Base.caption_limits
 
     def images(self, pixels: NDArray[np.float32]) -> tuple[NDArray[Any], NDArray[Any]]:
         """VAE posterior of images [B, 3, H, W] in [-1, 1]: mean and log-variance [B, C, h, w]."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from artifacts.store import Artifact
 from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe, Sweep
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes.objective.noise_schedule import read_schedule, schedule_facts
+from runtimes.objective.noise_schedule import schedule_facts
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.metrics import hint_of_metric, lower_is_better, metric_names, with_interval
 from tasks.panels import Chart, Facts, Panel, Table, aligned
 from tasks.panels_charts import running_mean, trials_chart
@@ -37,13 +37,13 @@ def check_metric(recipe: Recipe, *, held_out: int = 2) -> None:
         raise Refused(f"sweep.metric: {metric} is not measured ({hint_of_metric(metric, known)})")
 
 
-def check_comparable(recipes: Sequence[Recipe], base: Path) -> None:
+def check_comparable(recipes: Sequence[Recipe], base: Base) -> None:
     """Raise Refused if `sweep.metric` is a held-out loss that trials define differently."""
     metric = recipes[0].sweep.metric
     if not metric.startswith(HOLDOUT_LOSS):
         return
     losses = [
-        (train.holdout_loss_inputs, schedule_facts(read_schedule(base / "scheduler", train)))
+        (train.holdout_loss_inputs, schedule_facts(base.schedule(train)))
         for train in (recipe.train for recipe in recipes)
     ]
     if any(loss != losses[0] for loss in losses):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from runtimes.pipeline_folder.folder import Base
 
 #: Text encoder -> {"tokens": its limit, "cut": captions above it}.
 Cuts = dict[str, dict[str, int]]
@@ -37,12 +38,12 @@ def tell_cuts(stage: str, cuts: Cuts, total: int, what: str) -> None:
             )
 
 
-def tell_cut_prompts(stage: str, model_folder: Path, prompts: Iterable[str]) -> Cuts:
+def tell_cut_prompts(stage: str, base: Base, prompts: Iterable[str]) -> Cuts:
     """Count and log the distinct prompts that a pipeline cuts, and those that are then the same."""
     from runtimes.torch_models.tokenize import text_tokenizers  # seconds to import
 
     distinct = list(dict.fromkeys(prompts))
-    tokenizers = text_tokenizers(model_folder)
+    tokenizers = text_tokenizers(base)
     is_cut = {
         tokenizer.encoder.component: np.array(tokenizer.counts(distinct)) > tokenizer.length
         for tokenizer in tokenizers

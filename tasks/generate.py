@@ -21,9 +21,7 @@ from configs.settings.generate import Generate
 from configs.settings.publish import NAME
 from runtimes import registry
 from runtimes import registry as runtimes_registry
-from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
-from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.process.job import GenerateJob
 from runtimes.sample.initial_noise import check_size
 from tasks.cut_captions import cut_facts, tell_cut_prompts
@@ -38,11 +36,9 @@ from tasks.stage import RECIPE, runtime_facts
 from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"
-VERSION = 1
+VERSION = 2
 LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
-#: Settings that do not affect a picture: locations, the device, the grid's layout.
-NOT_IN_KEY = {"model", "file", "store", "registry", "device", "grid_columns", "offload"}
 SCORES = ("aesthetic_score", "negative_aesthetic_score")
 SHOWN = 20  # pictures in the report
 
@@ -95,10 +91,10 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
 
     Raises Refused for a recipe.yaml with values that no evaluation has.
     """
-    family = detect_family(model.folder)
+    family = model.base.family
     found = {
         "num_inference_steps": family.num_inference_steps,
-        "guidance_scale": 1 if ignores_guidance(family, model.folder) else family.guidance_scale,
+        "guidance_scale": 1 if ignores_guidance(model.base) else family.guidance_scale,
     }
     required = set(found)
     names = found.keys() | Sampling.model_fields
@@ -123,9 +119,9 @@ def check(settings: Generate, model: EvalModel) -> None:
         raise Refused(f"offload requires runtime torch, not {settings.runtime}: set it to false")
     if settings.device not in ("auto", "cpu"):
         runtimes_registry.check_devices(settings.runtime, {"device": settings.device})
-    runtimes_registry.check_family(
-        settings.runtime, detect_family(model.folder).name, settings.device
-    )
+    base = model.base
+    family = base.family
+    runtimes_registry.check_family(settings.runtime, family.name, settings.device)
     own = read_scheduler_config(model.part("scheduler"))
     chosen = settings.scheduler
     steps = settings.num_inference_steps
@@ -139,24 +135,23 @@ def check(settings: Generate, model: EvalModel) -> None:
             settings.refuse_changed(SCORES, "a model that was not trained with scores")
         except ValueError as error:
             raise Refused(str(error)) from None
-    family = detect_family(model.folder)
-    check_guidance(settings, model.folder)
-    info = describe_encoders(model.folder, model.vae)
-    if settings.negative_prompt is not None and not family.is_guided(settings.model_dump(), info):
+    check_guidance(settings, base)
+    guided = family.is_guided(settings.model_dump(), base.encoders)
+    if settings.negative_prompt is not None and not guided:
         name = "true_cfg_scale" if family.guidance_input else "guidance_scale"
         remedy = f"raise {name} above 1"
-        if info.get("distilled"):
+        if base.is_distilled:
             remedy = "this model is distilled, leave it out"
         raise Refused(f"negative_prompt: it has no effect without guidance: {remedy}")
     if settings.ddim_eta and registry.uses_tabulated_scheduler(settings.runtime):
         raise Refused(f"ddim_eta: runtime {settings.runtime} adds no noise per step: set it to 0")
     asked = {"height": settings.height, "width": settings.width}
-    check_size(asked, model.folder, model.vae)
+    check_size(asked, base)
 
 
 def settings_for_key(settings: Generate) -> dict[str, Any]:
     """The settings that affect a picture; the model's content has its own digest."""
-    return settings.model_dump(mode="json", exclude=NOT_IN_KEY)
+    return settings.key_settings()
 
 
 def key_parts(settings: Generate, model: EvalModel) -> KeyParts:
@@ -187,7 +182,7 @@ def build(
     """
     prompts = ordered(settings)
     negative = filter(None, [settings.negative_prompt])
-    cuts = tell_cut_prompts(STAGE, model.folder, (*prompts, *negative))
+    cuts = tell_cut_prompts(STAGE, model.base, (*prompts, *negative))
     with scratch(draft) as folder:
         job = _job(settings, model, prompts, folder, draft)
         result = run(job, progress_callback(progress))
@@ -248,14 +243,13 @@ def _job(
     sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}
     return GenerateJob(
         runtime=settings.runtime,
-        model=str(model.folder),
+        **model.base.job_fields,
         drawings=(model.weights.drawing(out),),
         prompts=prompts,
         sampler=sampler,
         device=settings.device,
         dtype=settings.dtype,
         offload=settings.offload,
-        vae=None if model.vae is None else str(model.vae),
         compiled=draft.store.compiled_url,
         fixed_noise=settings.fixed_noise,
         words={**words, "model": model.digest},

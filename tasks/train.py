@@ -32,16 +32,10 @@ from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
-from configs.settings.train import Train, key_settings
+from configs.settings.train import Train
 from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
-from runtimes.families import detect_family
 from runtimes.families.family import Family
-from runtimes.pipeline_folder.folder import (
-    read_index,
-    read_part_config,
-    replacement_config,
-    trained_config,
-)
+from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.pipeline_folder.weights import weight_shapes
 from runtimes.process.job import TrainJob
 from runtimes.train.measurements import CheckpointRanking, scores_path
@@ -128,20 +122,20 @@ def _without_steps(parts: dict[str, Any]) -> dict[str, Any]:
     return {**parts, "settings": {n: v for n, v in settings.items() if n not in STEPS}}
 
 
-def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "") -> None:
+def check_guidance(settings: Evaluate | Generate, base: Base, prefix: str = "") -> None:
     """Raise Refused if the model ignores `guidance_scale` or `true_cfg_scale`.
 
     Args:
-        model: pipeline folder.
+        base: the model.
         prefix: of the names of settings, such as `evaluate.`.
     """
-    family = detect_family(model)
+    family = base.family
     if settings.true_cfg_scale != 1 and not family.guidance_input:
         raise Refused(
             f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
         )
     given = settings.guidance_scale
-    if given is None or given <= 1 or not ignores_guidance(family, model):
+    if given is None or given <= 1 or not ignores_guidance(base):
         return
     if not family.guidance_input:
         raise Refused(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
@@ -151,27 +145,20 @@ def check_guidance(settings: Evaluate | Generate, model: Path, prefix: str = "")
     )
 
 
-def ignores_guidance(family: Family, model: Path) -> bool:
-    """Whether the pipeline in a folder draws the same with every `guidance_scale`."""
-    if family.is_distilled(read_index(model)):
-        return True
-    config = read_part_config(model, family.denoiser)
-    return family.guidance_input and not family.takes_guidance(config)
+def ignores_guidance(base: Base) -> bool:
+    """Whether a pipeline draws the same with every `guidance_scale`."""
+    family = base.family
+    return base.is_distilled or (family.guidance_input and not family.takes_guidance(base.denoiser))
 
 
-def check(recipe: Recipe, model: Path) -> None:
-    """Raise Refused if the base lacks a target layer or cannot become the asked denoiser.
-
-    Args:
-        model: pipeline folder of the base.
-    """
+def check(recipe: Recipe, base: Base) -> None:
+    """Raise Refused if the base lacks a target layer or cannot become the asked denoiser."""
     settings = recipe.train
-    family = detect_family(model)
-    config = read_part_config(model, family.denoiser)
+    family = base.family
     if settings.method == "lora":
-        _adapted_layers(recipe, model)
-    if settings.guidance_scale != 1 and not family.takes_guidance(config):
-        raise Refused("the base takes no guidance scale: set 1", setting="train.guidance_scale")
+        _adapted_layers(recipe, base)
+    if settings.guidance_scale != 1 and not family.takes_guidance(base.denoiser):
+        raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
         raise Refused(
             f"a model of family {family.name} has no CLIP encoder, and "
@@ -184,28 +171,26 @@ def check(recipe: Recipe, model: Path) -> None:
             f"{encoder.component} is a language model, which no step runs: set embeddings",
             setting="encode.text",
         )
-    check_guidance(recipe.evaluate, model, "evaluate.")
+    check_guidance(recipe.evaluate, base, "evaluate.")
     replacement = replacement_config(settings)
-    trained_config(config, settings, replacement)
+    trained_config(base.denoiser, settings, replacement)
     if replacement is not None:
         _check_makes_denoiser(replacement)
 
 
-def warn_of_kohya(recipe: Recipe, model: Path) -> None:
+def warn_of_kohya(recipe: Recipe, base: Base) -> None:
     """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
     if recipe.train.method != "lora":
         return
-    family = detect_family(model)
-    outputs = _adapted_layers(recipe, model)
-    config = read_part_config(model, family.denoiser)
-    if why := without_kohya(family, config, outputs, dora=recipe.train.lora.dora):
+    outputs = _adapted_layers(recipe, base)
+    if why := without_kohya(base.family, base.denoiser, outputs, dora=recipe.train.lora.dora):
         log.warning("train.lora: no file in kohya's layout will be published: %s", why)
 
 
-def _adapted_layers(recipe: Recipe, model: Path) -> dict[str, int]:
+def _adapted_layers(recipe: Recipe, base: Base) -> dict[str, int]:
     """Layer of the denoiser with an adapter -> number of its outputs. Raises Refused."""
-    family = detect_family(model)
-    shapes = weight_shapes(model / family.denoiser)
+    family = base.family
+    shapes = weight_shapes(base.denoiser_folder)
     layers = layers_of(shapes)
     lora = recipe.train.lora
     chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
@@ -348,7 +333,7 @@ def _progress_text(event: Event) -> str:
 
 
 STAGE = "train"
-VERSION = 2
+VERSION = 3
 SAMPLES_SHOWN = 24
 
 
@@ -357,7 +342,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
     The runtime and the settings of the execution are excluded: a resume may change them.
     """
-    settings = key_settings(recipe.train)
+    settings = recipe.train.key_settings()
     if (config := replacement_config(recipe.train)) is not None:  # the content, not the path
         settings["denoiser_config"] = config
     rule = recipe.train.best_checkpoint
@@ -373,7 +358,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 def key_parts(
     recipe: Recipe,
     latents: Artifact,
-    model_folder: Path,
+    base: Base,
     clip: Path,
     start: Artifact | None = None,
     holdout: Artifact | None = None,
@@ -386,10 +371,8 @@ def key_parts(
         holdout: latents with the held-out samples, which count if their loss chooses the
             checkpoint; None: `latents`.
     """
-    family = detect_family(model_folder)
-    base = digest_base(recipe, model_folder)
-    settings = settings_for_key(recipe) | family.key_facts
-    inputs = {"latents": latents.digest, "base": base}
+    settings = settings_for_key(recipe) | base.family.key_facts
+    inputs = {"latents": latents.digest, "base": digest_base(recipe, base)}
     if start is not None:
         inputs["start"] = start.digest
     rule = recipe.train.best_checkpoint
@@ -398,22 +381,20 @@ def key_parts(
     elif rule is not None and holdout is not None:
         inputs["holdout"] = holdout.digest
     if recipe.encode.text_dtype is not None and not recipe.train.train_text_encoder:
-        inputs["text_encoders"] = digest_model(model_folder, family.clip_encoders)
+        inputs["text_encoders"] = digest_model(base.folder, base.family.clip_encoders)
     return KeyParts(STAGE, VERSION, settings, inputs)
 
 
-def digest_base(recipe: Recipe, model_folder: Path) -> str:
+def digest_base(recipe: Recipe, base: Base) -> str:
     """sha256 (hex) of the base's parts in training, and of its scheduler."""
-    family = detect_family(model_folder)
-    texts = family.clip_encoders if recipe.train.train_text_encoder else ()
-    return digest_model(model_folder, (family.denoiser, "scheduler", *texts))
+    texts = base.family.clip_encoders if recipe.train.train_text_encoder else ()
+    return digest_model(base.folder, (base.family.denoiser, "scheduler", *texts))
 
 
 def build(
     recipe: Recipe,
     latents: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
+    base: Base,
     clip: Path | None,
     draft: Draft,
     progress: Progress,
@@ -437,8 +418,7 @@ def build(
     score = None if clip is None else SampleScorer(recipe.evaluate.judges, clip, prompts)
     job = TrainJob(
         runtime=recipe.runtime,
-        model=str(model_folder),
-        vae=None if vae_folder is None else str(vae_folder),
+        **base.job_fields,
         latents=latents.uri,
         train=settings.model_dump(mode="json"),
         work=draft.uri,

@@ -9,6 +9,7 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.records import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 from tasks.encode import stage as encode
 
 Pictures = dict[str, tuple[bytes, tuple[str, ...]]]  # sample key -> (picture, captions)
@@ -56,13 +57,13 @@ def encode_images(
 ) -> Artifact:
     model = Path(recipe.model.path)
     store = Store(recipe.store)
-    draft = store.draft(encode.key_parts(recipe, images, model, vae))
+    draft = store.draft(encode.key_parts(recipe, images, Base.open(model, vae)))
 
     def progress(done: int, total: int, text: str = "") -> None:
         if seen is not None:
             seen.append((done, total))
 
-    return draft.commit(encode.build(recipe, images, model, vae, draft, progress), {})
+    return draft.commit(encode.build(recipe, images, Base.open(model, vae), draft, progress), {})
 
 
 def digests_of(artifact: Artifact) -> dict[str, str]:

@@ -17,6 +17,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.evaluate import PreferenceModel
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate
 from tasks.encode import stage as encode
@@ -71,8 +72,8 @@ def fill_store(url: Path, model: Path, clip: Path, scratch: Path) -> None:
     recipe = evaluation_recipe(url, model, clip)
     store = Store(recipe.store)
     images = noise_pictures(store, scratch / "shard.tar")
-    draft = store.draft(encode.key_parts(recipe, images, model, None))
-    draft.commit(encode.build(recipe, images, model, None, draft, Progress("encode")), {})
+    draft = store.draft(encode.key_parts(recipe, images, Base.open(model)))
+    draft.commit(encode.build(recipe, images, Base.open(model), draft, Progress("encode")), {})
 
 
 @dataclass
@@ -123,7 +124,7 @@ class World:
         judges = [one for one in recipe.evaluate.judges if isinstance(one, PreferenceModel)]
         models = {judge.name: Path(str(judge.path)) for judge in judges}
         measuring = MeasuringModels(self.clip, preference_models=models, inception=self.inception)
-        return EvalInputs(recipe, self.images, self.latents, self.model, None, measuring)
+        return EvalInputs(recipe, self.images, self.latents, Base.open(self.model), measuring)
 
     def metrics_of(self, champion: Path, evaluated: Artifact) -> Estimates:
         """The metrics of a published model, comparable with an evaluation."""

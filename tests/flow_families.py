@@ -20,7 +20,7 @@ from training import history, roll_back, train, weights
 
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters, to_kohya
 from runtimes.families import FAMILIES
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
@@ -73,7 +73,7 @@ def job_maker(make_job: MakeJob, write_latents: WriteLatents, folder: Path, **in
     groups = {"train/8x8": 23, "train/4x12": 9, "holdout/8x8": 3}
 
     def make(model: Path, name: str = "run", **settings: Any) -> TrainJob:
-        described = describe_encoders(model) | info
+        described = Base.open(model).encoders | info
         latents = write_latents(str(folder / "store"), [groups], **described)
         given = {"steps": STEPS, "max_grad_norm": 1.0, **settings}
         return make_job(name=name, model=str(model), latents=latents, **given)
@@ -129,7 +129,7 @@ def assert_jax_encodes_as_torch(model: Path, prompts: tuple[str, ...]) -> None:
 
     job = EncodeJob("jax", str(model), None, 4, "cpu", "float32")
     found, _ = of_jax.open_encoder(job).texts(prompts)
-    expected, _ = Encoder(model).texts(prompts)
+    expected, _ = Encoder(Base.open(model)).texts(prompts)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
@@ -200,7 +200,7 @@ def assert_drawn_measured_and_published(
     assert found.shape == (2, 3, 4), "model, sample, noise level"
     assert found[1].mean() < found[0].mean()
     replaced = {"transformer": Path(parts["transformer"])}
-    assemble(Path(job.model), replaced, out / "p", dtype="float32")
+    assemble(Base.of(job), replaced, out / "p", dtype="float32")
     assert np.array_equal(read_pictures(Path(drawings[1].out)), family.reference(out / "p"))
     return found, losses
 
@@ -224,7 +224,7 @@ def assert_adapters_load(
         count: of the transformer's adapted layers.
     """
     runtime, batch = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     expected = predicted(runtime._network, batch)
     files = {LORA_WEIGHTS: Path(job.out)}
     ours = read_adapters(Path(job.out) / LORA_WEIGHTS)

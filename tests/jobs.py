@@ -9,7 +9,8 @@ import torch
 
 from configs.settings.train import Train
 from runtimes.contract import State, StepBatch
-from runtimes.data.loader import open_job_latents
+from runtimes.data.loader import Loader, open_job_latents
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.micro_batches import Inputs, sender
@@ -50,8 +51,13 @@ def lora(**settings: Any) -> dict[str, Any]:
 def start(job: TrainJob) -> tuple[TheRuntime, Callable[[int], StepBatch]]:
     """A loaded runtime, and a function from step to batch."""
     runtime = TheRuntime()
-    runtime.load(job)
-    return runtime, make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
+    runtime.load(job, Base.of(job))
+    return runtime, loader_of(job).batch
+
+
+def loader_of(job: TrainJob) -> Loader:
+    """The training batches of a job."""
+    return make_loader(job, Base.of(job), Train(**job.train), open_job_latents(job.latents))
 
 
 def trained(job: TrainJob, steps: int = 3, rate: float = 3e-2) -> tuple[TheRuntime, StepBatch]:

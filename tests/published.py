@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from picture_sources import Captioned
 from safetensors.numpy import load_file
+from toy_recipes import base_of
 
 from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.store import KeyParts, Store
@@ -66,8 +67,7 @@ def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
     )
     assert latents is not None
     draft = Store(str(store)).draft(KeyParts(train.STAGE, train.VERSION, {}, {}))
-    model, progress = Path(recipe.model.path), Progress(train.STAGE)
-    train.build(recipe, latents, model, None, None, draft, progress)
+    train.build(recipe, latents, base_of(recipe), None, draft, Progress(train.STAGE))
     return Path(draft.uri)
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from toy_recipes import base_of
+
 from artifacts.latent_shards import INFO
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
@@ -27,9 +29,9 @@ def run_of_digits(folder: Path) -> Run:
             "evaluate.judges": [],
         },
     )
-    base = Path(recipe.model.path)
-    measuring = MeasuringModels(base / "evaluator")
-    return Run(recipe, Store(recipe.store), base, None, measuring, "a-run")
+    base = base_of(recipe)
+    measuring = MeasuringModels(base.folder / "evaluator")
+    return Run(recipe, Store(recipe.store), base, measuring, "a-run")
 
 
 def commit(

@@ -6,6 +6,7 @@ from typing import Any
 
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 
 Overrides = dict[str, Any]
 #: Recipe -> model of tests/tiny_models.py in its layout; minimal ones where XLA compiles.
@@ -79,6 +80,12 @@ def toy(name: str, store: Path, source: Overrides, tiny_model: Callable[[str], P
         "source": source,
         "store": str(store),
     }
+
+
+def base_of(recipe: Recipe) -> Base:
+    """The base of a recipe whose models are local folders."""
+    vae = recipe.model.vae
+    return Base.open(Path(recipe.model.path), None if vae is None else Path(vae))
 
 
 def digits(folder: Path, *gate: str, **settings: Any) -> Recipe:

@@ -205,7 +205,7 @@ class Family:
         """Whether a step applies classifier-free guidance.
 
         Args:
-            info: description of the pipeline's encoders, from describe_encoders.
+            info: description of the pipeline's encoders, `Base.encoders`.
         """
         return self.guidance_weight(sampler) > 1 and not info.get("distilled", False)
 

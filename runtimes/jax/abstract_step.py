@@ -17,7 +17,8 @@ from runtimes.jax import scan_blocks
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Step, names_without_gradient, stack_micro_batches, trained_names
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
-from runtimes.process.planner import TpuStepRequest
+from runtimes.pipeline_folder.folder import Base
+from runtimes.process.questions import TpuStepRequest
 from runtimes.spmd import splash_attention
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
@@ -39,8 +40,9 @@ class AbstractStep:
     ) -> None:
         exact = "highest" if settings.compute_dtype == "float32" else "default"
         jax.config.update("jax_default_matmul_precision", exact)
+        base = Base.of(request)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
-        network = Network.without_weights(request, plain)
+        network = Network.without_weights(request, base, plain)
         self._settings = settings
         self._network = network
         self._hosts = hosts
@@ -49,7 +51,7 @@ class AbstractStep:
         self._counter = FlopCounter(network)
         self._loops = list[scan_blocks.Loop]()
         size = (request.resolution, request.resolution)
-        self._batch = sample_batch(request, network, size, text=network.encodes_text)
+        self._batch = sample_batch(base, network, size, text=network.encodes_text)
         recompute_blocks(network, settings, self._mesh)
         self._names = trained_names(network)
         share = settings.global_batch_size // hosts

@@ -54,6 +54,7 @@ from runtimes.jax.step import (
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.optimizer_step import owned_copies, read_state_arrays, shapes_of, step_scalars
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
@@ -69,8 +70,9 @@ class TheRuntime(BaseRuntime):
     #: What `_averaged` returned within `evaluating`; None outside.
     _evaluated: Arrays | None = None
 
-    def load(self, job: TrainJob) -> None:
+    def load(self, job: TrainJob, base: Base) -> None:
         self._job = job
+        self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)
         check(settings)
@@ -81,7 +83,7 @@ class TheRuntime(BaseRuntime):
         self._compile_cache = start(settings.device, job.compiled, settings.compute_dtype)
         self.device = describe()
         self._mesh = Mesh(settings.fsdp)
-        network = self._network = load_network(job, settings, self._mesh)
+        network = self._network = load_network(job, base, settings, self._mesh)
         self._counter = FlopCounter(network)
         self._persistent = super()._constants()  # a copy: `frozen_arrays` frees the buffers
         self._has_dropout = has_dropout(network)
@@ -211,16 +213,15 @@ class TheRuntime(BaseRuntime):
         """The sampler of all calls: another one would compile its programs again."""
         from runtimes.jax.sampler import Sampler  # pipelines are slow to import
 
-        job = self._job
-        dtype = self._settings.compute_dtype
-        sampler = Sampler(job.model_folder, self._mesh, dtype, job.vae_folder)
-        scheduler = trained_scheduler(job.model_folder, self._settings)
+        sampler = Sampler(self._base, self._mesh, self._settings.compute_dtype)
+        scheduler = trained_scheduler(self._base, self._settings)
         sampler.use(self._network, self._averaged, scheduler)
         return sampler
 
 
-def load_network(job: TrainJob, settings: Train, mesh: Mesh) -> Network:
+def load_network(job: TrainJob, base: Base, settings: Train, mesh: Mesh) -> Network:
     """Load the trained network to the CPU, with JAX's gradient checkpointing. Raises Refused."""
-    network = Network.load(job, settings.model_copy(update={"gradient_checkpointing": "none"}))
+    plain = settings.model_copy(update={"gradient_checkpointing": "none"})
+    network = Network.load(job, base, plain)
     recompute_blocks(network, settings, mesh)
     return network

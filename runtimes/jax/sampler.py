@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,9 +28,8 @@ from runtimes.jax.device import compile_seconds, start
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Arrays, errors, frozen_arrays, held_out_errors, move
 from runtimes.jax.torchax_bridge import Wrapped, as_function
-from runtimes.objective.noise_schedule import read_scheduler_config
 from runtimes.objective.training_objective import LatentScale
-from runtimes.pipeline_folder.folder import TEXT_BATCH
+from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner
 from runtimes.sample.diffusers_pipeline import BasePipeline
@@ -59,11 +57,10 @@ class Sampler:
     Captions are encoded on the host, except by text encoders that were trained with the network.
 
     Args:
-        folder: local diffusers pipeline folder.
+        base: the pipeline.
         mesh: devices that share the rows of a batch.
         dtype: of the network's arrays and of the VAE. A VAE with `force_upcast` computes in float32
             where `dtype` is float16.
-        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
         whole: whether all steps are one program; None is True except on a CPU.
 
     Raises:
@@ -72,18 +69,17 @@ class Sampler:
 
     def __init__(
         self,
-        folder: Path,
+        base: Base,
         mesh: Mesh,
         dtype: str,
-        vae: Path | None = None,
         *,
         whole: bool | None = None,
     ) -> None:
         self._mesh = mesh
         self._dtype = jnp.dtype(dtype)
         self._whole = mesh.platform != "cpu" if whole is None else whole
-        self._encoder = Encoder(folder, vae, device="cpu")
-        self._folders = folder, vae
+        self._encoder = Encoder(base, device="cpu")
+        self._base = base
         decoder = Wrapped(self._encoder.vae, self._encoder.family.decode_latents)
         wide = vae_dtype(self._encoder.vae.config, getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
@@ -91,7 +87,7 @@ class Sampler:
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
         self._decoder = as_function(decoder, training=False)
         self._jit_decode = jax.jit(self._decode)
-        self._pipeline_scheduler = make_scheduler(read_scheduler_config(folder / "scheduler"))
+        self._pipeline_scheduler = make_scheduler(base.scheduler)
         self._network: Any = None
 
     def use(self, network: Network, arrays: Callable[[], Arrays], scheduler: Any = None) -> None:
@@ -148,7 +144,7 @@ class Sampler:
     @cached_property
     def _host_encoder(self) -> Encoder:
         """A second encoder: the weights of the VAE in `_encoder` were moved to the devices."""
-        return Encoder(*self._folders, device="cpu")
+        return Encoder(self._base, device="cpu")
 
     def _sample(
         self,
@@ -276,8 +272,10 @@ def _encode_texts(network: Network, ids: torch.Tensor) -> Any:
 class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
-    def __init__(self, job: GenerateJob) -> None:
-        super().__init__(job, make_scheduler, start(job.device, job.compiled, job.dtype).upload)
+    def __init__(self, job: GenerateJob, base: Base) -> None:
+        super().__init__(
+            job, base, make_scheduler, start(job.device, job.compiled, job.dtype).upload
+        )
         self._mesh = Mesh(fsdp=1)
 
     def _release(self) -> None:
@@ -285,9 +283,8 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         half = getattr(torch, self._job.dtype)
-        job = self._job
-        given = (half, torch.device("cpu"), job.text_dtype)
-        network = load_network(drawing, job.model_folder, *given)
+        host = torch.device("cpu")
+        network = load_network(drawing, self._base, half, host, self._job.text_dtype)
         self._arrays = frozen_arrays(network, self._mesh, half)
         if self._network is not None and same_architecture(network, self._network):
             return self._network  # its programs are reused
@@ -295,8 +292,7 @@ class ThePipeline(BasePipeline):
         return network
 
     def _open_sampler(self) -> Sampler:
-        job = self._job
-        return Sampler(job.model_folder, self._mesh, job.dtype, job.vae_folder)
+        return Sampler(self._base, self._mesh, self._job.dtype)
 
     def _use_network(self) -> None:
         self._sampler.use(self._network, lambda: self._arrays, self._scheduler)
@@ -320,8 +316,7 @@ class JaxEncoder(encoders.Encoder):
     def __init__(self, job: EncodeJob) -> None:
         self._compile_cache = start(job.device, job.compiled, job.dtype)
         mesh = Mesh(fsdp=1)
-        folders = (job.model_folder, job.vae_folder)
-        super().__init__(*folders, device="cpu", dtype=job.dtype, embeds=job.embeds)
+        super().__init__(Base.of(job), device="cpu", dtype=job.dtype, embeds=job.embeds)
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         frozen = None if self._frozen is None else self._frozen.model

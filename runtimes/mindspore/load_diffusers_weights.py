@@ -19,7 +19,7 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.adapters.lora import stored_name
 from runtimes.families.extra_inputs import added_weights
-from runtimes.pipeline_folder.folder import read_config, text_class, vae_overflows
+from runtimes.pipeline_folder.folder import Base, read_config, vae_overflows
 from runtimes.pipeline_folder.weights import (
     DENOISER_WEIGHTS,
     TEXT_WEIGHTS,
@@ -70,7 +70,7 @@ def load_denoiser(
 
 
 def load_text_encoder(
-    model_folder: Path,
+    base: Base,
     part: str,
     dtype: ms.Type = ms.float32,
     folder: Path | None = None,
@@ -78,7 +78,7 @@ def load_text_encoder(
     """Load a CLIP text encoder, in evaluation mode.
 
     Args:
-        model_folder: the diffusers pipeline; its model_index.json names the encoder's class.
+        base: the pipeline; its model_index.json names the encoder's class.
         part: component name, such as `text_encoder_2`.
         dtype: of the weights.
         folder: folder of trained weights; None is the pipeline's own folder.
@@ -86,17 +86,17 @@ def load_text_encoder(
     Raises:
         Refused: weights are missing or damaged, or do not match their config.
     """
-    config = text_config(model_folder, part, folder)
-    folder = folder or model_folder / part
+    folder = folder or base.part(part)
+    config = text_config(folder)
     with no_init_parameters():
-        model = _TEXTS[text_class(model_folder, part)](config)
+        model = _TEXTS[base.text_class(part)](config)
     _fill(model, part, folder, TEXT_WEIGHTS, dtype)
     return model.set_train(False)
 
 
-def text_config(model_folder: Path, part: str, folder: Path | None = None) -> Any:
-    """The config of a CLIP text encoder; arguments and errors are those of `load_text_encoder`."""
-    return CLIPTextConfig(**read_config((folder or model_folder / part) / "config.json"))
+def text_config(folder: Path) -> Any:
+    """The config of a CLIP text encoder. Raises WrongInput if it is missing."""
+    return CLIPTextConfig(**read_config(folder / "config.json"))
 
 
 def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -> Any:

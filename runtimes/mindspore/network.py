@@ -7,7 +7,6 @@ in torch_models/encoders.py. Micro-batches of a batch are MindSpore tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -31,7 +30,7 @@ from runtimes.adapters.lora import (
     state_name,
 )
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.families import Family, detect_family, repeated_blocks
+from runtimes.families import Family, repeated_blocks
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.mindspore.load_diffusers_weights import (
     load_denoiser,
@@ -40,7 +39,7 @@ from runtimes.mindspore.load_diffusers_weights import (
     random_init_denoiser,
     set_parameter,
 )
-from runtimes.pipeline_folder.folder import job_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
 
@@ -188,7 +187,7 @@ class Network(nn.Cell):
                 parameter.requires_grad &= part in parts
 
     @classmethod
-    def load(cls, job: TrainJob, settings: Train) -> Network:
+    def load(cls, job: TrainJob, base: Base, settings: Train) -> Network:
         """Load the trained components.
 
         Trained weights are float32; base weights under adapters have the compute dtype.
@@ -196,12 +195,11 @@ class Network(nn.Cell):
         Raises:
             Refused: weights are missing, damaged or do not match their config.
         """
-        folder = job.model_folder
-        family = detect_family(folder)
+        family = base.family
         full = settings.method == "full"
         dtype = ms.float32 if full else getattr(ms, settings.compute_dtype)
-        denoiser = folder / family.denoiser
-        config = job_config(job, settings)
+        denoiser = base.denoiser_folder
+        config = trained_config(base.denoiser, settings, job.denoiser_config)
         if settings.init == "random":
             unet = random_init_denoiser(denoiser, config, settings.seed)
         else:
@@ -210,9 +208,9 @@ class Network(nn.Cell):
         frozen = None
         if settings.train_text_encoder:
             names = family.clip_encoders
-            parts |= {name: load_text_encoder(folder, name, dtype) for name in names}
+            parts |= {name: load_text_encoder(base, name, dtype) for name in names}
         elif job.text_dtype is not None:
-            frozen = load_frozen_clip(folder, family, job.text_dtype)
+            frozen = load_frozen_clip(base, job.text_dtype)
         for name, part in parts.items():
             if not full:
                 add_adapters(name, part, settings.lora, settings.seed, family.attention_layers)
@@ -321,10 +319,10 @@ class Network(nn.Cell):
         return states, pooled * kept.reshape((-1, 1))
 
 
-def load_frozen_clip(folder: Path, family: Family, dtype: str) -> dict[str, nn.Cell]:
-    """The CLIP encoders of a pipeline folder, in the family's order. Raises Refused."""
-    names = family.clip_encoders
-    return {name: load_text_encoder(folder, name, getattr(ms, dtype)) for name in names}
+def load_frozen_clip(base: Base, dtype: str) -> dict[str, nn.Cell]:
+    """The CLIP encoders of a pipeline, in the family's order. Raises Refused."""
+    names = base.family.clip_encoders
+    return {name: load_text_encoder(base, name, getattr(ms, dtype)) for name in names}
 
 
 def _recompute(part: nn.Cell) -> None:

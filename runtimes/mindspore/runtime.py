@@ -27,6 +27,7 @@ from runtimes.mindspore.parallel import SingleProcess, open_parallel
 from runtimes.mindspore.sampler import Sampler, make_scheduler
 from runtimes.mindspore.update import Update, float32_copy
 from runtimes.objective.noise_schedule import trained_scheduler_config
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 
@@ -134,8 +135,9 @@ def _sum_of(total: Tensor, part: Tensor) -> Tensor:
 class TheRuntime(BaseRuntime):
     """Implements contract.Runtime. Weights are replicated, so rank 0 samples alone."""
 
-    def load(self, job: TrainJob) -> None:
+    def load(self, job: TrainJob, base: Base) -> None:
         self._job = job
+        self._base = base
         self.versions = versions()
         given = self._settings = Train(**job.train)
         ranks = self._ranks = Ranks.here()
@@ -144,7 +146,7 @@ class TheRuntime(BaseRuntime):
         self.device = describe()
         parallel = self._collectives = open_parallel(ranks)
         self._dtype = getattr(ms, given.compute_dtype)
-        network = Network.load(job, given)
+        network = Network.load(job, base, given)
         computed = network.trained()
         masters = computed
         if given.method == "full" and given.compute_dtype != "float32":
@@ -185,11 +187,8 @@ class TheRuntime(BaseRuntime):
         return profiler.profile(activities=kinds, on_trace_ready=handler)
 
     def _open_sampler(self) -> Any:
-        job = self._job
         flash = self._settings.mindspore.flash_attention
-        parts = self._network.parts
-        folder = job.model_folder
-        sampler = Sampler(folder, parts, self._dtype, job.vae_folder, flash=flash)
-        config = trained_scheduler_config(folder / "scheduler", self._settings)
+        sampler = Sampler(self._base, self._network.parts, self._dtype, flash=flash)
+        config = trained_scheduler_config(self._base.scheduler, self._settings)
         sampler.use({}, None if config is None else make_scheduler(config))
         return sampler

@@ -21,7 +21,7 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
-from runtimes.families import detect_family, family_named
+from runtimes.families import TextEncoder
 from runtimes.families.extra_inputs import fully_masked
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.mindspore.load_diffusers_weights import (
@@ -40,14 +40,7 @@ from runtimes.mindspore.network import (
     pooled_outputs,
     tensor,
 )
-from runtimes.objective.noise_schedule import read_scheduler_config
-from runtimes.pipeline_folder.folder import (
-    TEXT_BATCH,
-    caption_limits,
-    describe_encoders,
-    read_index,
-    vae_path,
-)
+from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
 from runtimes.sample.generate_job import load_trained_components
@@ -61,8 +54,7 @@ class Encoder:
     """Implements contract.PipelineEncoder.
 
     Args:
-        model_folder: local diffusers pipeline folder of a family that this runtime supports.
-        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        base: the pipeline, of a family that this runtime supports.
         dtype: float32, bfloat16 or float16. As in diffusers, a VAE with `force_upcast` in its
             config computes in float32 where `dtype` is float16.
         flash: whether the VAE uses fused attention, see load_diffusers_weights.load_vae.
@@ -76,8 +68,7 @@ class Encoder:
 
     def __init__(
         self,
-        model_folder: Path,
-        vae_folder: Path | None = None,
+        base: Base,
         dtype: ms.Type = ms.float32,
         *,
         flash: bool = True,
@@ -87,23 +78,23 @@ class Encoder:
     ) -> None:
         self._image_rows = images
         self._caption_rows = captions
-        self.info = describe_encoders(model_folder, vae_folder)
-        self.limits = caption_limits(model_folder)
+        self.info = base.encoders
+        self.limits = base.caption_limits
         self._dtype = dtype
-        self.vae = load_vae(vae_path(model_folder, vae_folder), dtype, flash=flash)
+        self.vae = load_vae(base.vae, dtype, flash=flash)
         self.tokenizers = dict[str, Any]()
         self._tokenizers = list[TextTokenizer]()
         self.text_encoders = dict[str, Any]()
-        self._family = family_named(self.info["family"])
+        self._family = base.family
         for text_encoder in self._family.clip:
             part = text_encoder.component
-            name = text_encoder.tokenizer
-            self.tokenizers[name] = tokenizer = _tokenizer(model_folder, name, part)
+            tokenizer = _tokenizer(base, text_encoder)
+            self.tokenizers[text_encoder.tokenizer] = tokenizer
             self._tokenizers.append(
                 TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
             )
             if embeds:
-                self.text_encoders[part] = load_text_encoder(model_folder, part, dtype)
+                self.text_encoders[part] = load_text_encoder(base, part, dtype)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
@@ -146,20 +137,20 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises Refused."""
     dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
     start(job.device)
-    given = (job.model_folder, job.vae_folder, dtype)
-    return Encoder(*given, images=job.batch_size, captions=TEXT_BATCH, embeds=job.embeds)
+    base = Base.of(job)
+    return Encoder(base, dtype, images=job.batch_size, captions=TEXT_BATCH, embeds=job.embeds)
 
 
-def _tokenizer(model_folder: Path, name: str, part: str) -> Any:
-    """A tokenizer; its vocabulary must fit its text encoder `part`."""
+def _tokenizer(base: Base, encoder: TextEncoder) -> Any:
+    """The tokenizer of a text encoder, whose vocabulary it must fit."""
     from transformers import CLIPTokenizerFast
 
-    folder = model_folder / name
+    folder = base.part(encoder.tokenizer)
     try:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise Refused(f"{folder} does not load: {one_line(error)}") from None
-    check_vocabulary(str(folder), tokenizer, text_config(model_folder, part).vocab_size)
+    check_vocabulary(str(folder), tokenizer, text_config(base.part(encoder.component)).vocab_size)
     return tokenizer
 
 
@@ -174,10 +165,9 @@ class Sampler(PipelineSampler):
     """A diffusers pipeline of mindone with replaceable components.
 
     Args:
-        folder: local diffusers pipeline folder.
+        base: the pipeline.
         parts: component name to model; other components are loaded from the folder.
         dtype: of the loaded components.
-        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
         flash: whether the VAE uses fused attention.
 
     Raises:
@@ -186,20 +176,17 @@ class Sampler(PipelineSampler):
 
     def __init__(
         self,
-        folder: Path,
+        base: Base,
         parts: Mapping[str, Any],
         dtype: ms.Type,
-        vae: Path | None = None,
         *,
         flash: bool = True,
     ) -> None:
-        family = detect_family(folder)
-        index = read_index(folder)
+        family = base.family
+        index = base.index
         self._dtype = dtype
-        self._encoder = encoder = Encoder(folder, vae, dtype, flash=flash)
-        built: dict[str, Any] = {
-            "scheduler": make_scheduler(read_scheduler_config(folder / "scheduler"))
-        }
+        self._encoder = encoder = Encoder(base, dtype, flash=flash)
+        built: dict[str, Any] = {"scheduler": make_scheduler(base.scheduler)}
         built |= encoder.tokenizers | encoder.text_encoders | {"vae": encoder.vae}
         options = dict(family.pipeline_options)
         if "force_zeros_for_empty_prompt" in index:
@@ -265,23 +252,20 @@ def _keep_sizes_exact(pipe: Any) -> None:
 class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
-    def __init__(self, job: GenerateJob) -> None:
+    def __init__(self, job: GenerateJob, base: Base) -> None:
         self._dtype = precision(job.dtype, choose(job.device)[0], "evaluate.dtype")
         start(job.device)
-        super().__init__(job, make_scheduler)
+        super().__init__(job, base, make_scheduler)
 
     def _load_network(self, drawing: Drawing) -> Network:
         job = self._job
-        given = (drawing, job.model_folder, self._dtype, job.text_dtype)
-        return load_network(*given, flash=job.flash_attention)
+        flash = job.flash_attention
+        return load_network(drawing, self._base, self._dtype, job.text_dtype, flash=flash)
 
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
-        job = self._job
-        name = self._network.family.denoiser
-        denoiser = {name: self._network.denoiser}
-        flash = job.flash_attention
-        return Sampler(job.model_folder, denoiser, self._dtype, job.vae_folder, flash=flash)
+        denoiser = {self._network.family.denoiser: self._network.denoiser}
+        return Sampler(self._base, denoiser, self._dtype, flash=self._job.flash_attention)
 
     def _use_network(self) -> None:
         self._sampler.use(self._network.parts, self._scheduler)
@@ -293,7 +277,7 @@ class ThePipeline(BasePipeline):
 
 def load_network(
     drawing: Drawing,
-    model: Path,
+    base: Base,
     dtype: ms.Type,
     text_dtype: str | None = None,
     *,
@@ -307,20 +291,20 @@ def load_network(
     Raises:
         Refused: weights or adapters are missing, damaged or of another architecture.
     """
-    family = detect_family(model)
+    family = base.family
 
     def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
         if name == family.denoiser:
             part = load_denoiser(folder)
         else:
-            part = load_text_encoder(model, name, folder=folder)
+            part = load_text_encoder(base, name, folder=folder)
         merge_adapters(name, part, adapters)
         return part
 
-    parts = load_trained_components(drawing, model, load)
+    parts = load_trained_components(drawing, base, load)
     frozen = None
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_clip(model, family, text_dtype)
+        frozen = load_frozen_clip(base, text_dtype)
     network = Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():

@@ -388,9 +388,8 @@ def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
         raise Refused(f"{folder / SCHEDULER_FILE}: {error}") from None
 
 
-def trained_scheduler_config(folder: Path, settings: Train) -> dict[str, Any] | None:
-    """The trained model's scheduler config; None if it equals the base's config in `folder`."""
-    base = read_scheduler_config(folder)
+def trained_scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any] | None:
+    """The trained model's scheduler config; None if it equals the base's."""
     config = scheduler_config(base, settings)
     defaults = {"prediction_type": "epsilon", "rescale_betas_zero_snr": False}
     return None if {**defaults, **config} == {**defaults, **base} else config

@@ -1,12 +1,14 @@
-"""A diffusers pipeline folder as its config files describe it; no weights are loaded.
+"""A diffusers pipeline folder, opened once and described by its config files; weights stay unread.
 
-Errors name the config file. The encoders' configs give their description and digest. The config of
-the trained denoiser is the base's or a replacement, plus extra inputs.
+Errors name the config file. `Base` has the family, the configs, and a description and a digest of
+the encoders. The config of the trained denoiser is the base's or a replacement, plus extra inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.families import Family, TextEncoder, detect_family
 from runtimes.families.extra_inputs import UNET, ExtraInputs, inpainting_channels, latent_channels
-from runtimes.process.job import HasNetwork
+from runtimes.objective.noise_schedule import Schedule, read_schedule, read_scheduler_config
+from runtimes.process.job import HasModel
 
 
 class Config(dict[str, Any]):
@@ -43,21 +46,6 @@ def read_config(path: Path) -> Config:
     return config
 
 
-def read_index(model_folder: Path) -> Config:
-    """The model_index.json of a pipeline. Raises Refused."""
-    return read_config(model_folder / "model_index.json")
-
-
-def read_part_config(model_folder: Path, part: str) -> Config:
-    """The config of a pipeline's part, such as `vae`. Raises Refused."""
-    return read_config(model_folder / part / "config.json")
-
-
-def read_denoiser_config(model_folder: Path) -> Config:
-    """The config of a pipeline's denoiser. Raises Refused."""
-    return read_part_config(model_folder, detect_family(model_folder).denoiser)
-
-
 TEXT_PARTS = (
     "text_encoder",
     "text_encoder_2",
@@ -66,7 +54,7 @@ TEXT_PARTS = (
     "tokenizer_2",
     "tokenizer_3",
 )
-#: Entries of `describe_encoders` that are positive integers; pooled_dim may be None.
+#: Entries of `Base.encoders` that are positive integers; pooled_dim may be None.
 _SIZES = (
     "latent_channels",
     "vae_scale_factor",
@@ -80,51 +68,205 @@ _SIZES = (
 TEXT_BATCH = 32
 
 
-def describe_encoders(model_folder: Path, vae_folder: Path | None = None) -> dict[str, Any]:
-    """The content of `latents.json`, see artifacts/latent_shards.py, from config files alone.
+@dataclass(frozen=True)
+class Base:
+    """A pipeline folder of a known family, opened. A config is read once, when it is needed.
 
-    `size_step` is the divisor of an image's height and width, in pixels. `tokens` and `prompt_dim`
-    are the shape [T, D] of a caption's prompt embeddings; `caption_tokens` is the maximum number
-    of tokens of a caption.
-
-    Args:
-        model_folder: a diffusers pipeline folder of a known family.
-        vae_folder: an AutoencoderKL that replaces the pipeline's own.
-
-    Raises:
-        Refused: a config is missing or invalid, or the family is unknown.
+    Every property raises Refused for a config that is missing or invalid.
     """
-    try:
-        found = _describe(model_folder, vae_folder)
-    except Refused:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Refused(f"{model_folder}: a setting of its configs is invalid: {error}") from None
-    for name in _SIZES:
-        size = 1 if name == "pooled_dim" and found[name] is None else found[name]
-        if type(size) is not int or not 0 < size < 2**31:
-            raise Refused(f"{model_folder}: its configs give {name} {found[name]!r}")
-    for name in ("scaling_factor", "shift_factor"):
-        if not _is_finite(found[name]):
-            raise Refused(f"{model_folder}: its VAE's {name} is {found[name]!r}, not a number")
-    patch = found["size_step"] // found["vae_scale_factor"]
-    for name in ("latents_mean", "latents_std"):
-        if not _is_per_channel(found[name], found["latent_channels"], patch):
-            raise Refused(f"{model_folder}: its VAE's {name} are not numbers, one per channel")
-    return found
+
+    folder: Path
+    family: Family
+    index: Config = field(repr=False, compare=False)  # model_index.json
+    vae_folder: Path | None = None  # folder of the VAE that replaces the pipeline's own
+
+    @classmethod
+    def open(cls, folder: Path, vae_folder: Path | None = None) -> Base:
+        """Open a pipeline folder.
+
+        Args:
+            folder: a diffusers pipeline folder.
+            vae_folder: an AutoencoderKL that replaces the pipeline's own, or a pipeline folder
+                with `vae/`.
+
+        Raises:
+            Refused: model_index.json is missing or invalid, or the family is unknown.
+        """
+        family = detect_family(folder)
+        if vae_folder is not None and not (vae_folder / "config.json").is_file():
+            vae_folder = vae_folder / "vae"
+        return cls(folder, family, read_config(folder / "model_index.json"), vae_folder)
+
+    @classmethod
+    def of(cls, job: HasModel) -> Base:
+        """Open the pipeline of a job or request. Raises Refused."""
+        return cls.open(Path(job.model), None if job.vae is None else Path(job.vae))
+
+    @property
+    def job_fields(self) -> dict[str, Any]:
+        """The fields of a job or request by which another process opens this base."""
+        vae = None if self.vae_folder is None else str(self.vae_folder)
+        return {"model": str(self.folder), "vae": vae}
+
+    def part(self, name: str) -> Path:
+        """The folder of a part, such as `scheduler`."""
+        return self.vae if name == "vae" else self.folder / name
+
+    def config(self, part: str) -> Config:
+        """The config of a model that is a part, such as `text_encoder`."""
+        return read_config(self.part(part) / "config.json")
+
+    @property
+    def vae(self) -> Path:
+        """The folder of the VAE: the pipeline's own, or its replacement."""
+        return self.folder / "vae" if self.vae_folder is None else self.vae_folder
+
+    @cached_property
+    def denoiser(self) -> Config:
+        """The config of the denoiser."""
+        return self.config(self.family.denoiser)
+
+    @property
+    def denoiser_folder(self) -> Path:
+        """The folder of the denoiser."""
+        return self.part(self.family.denoiser)
+
+    @property
+    def extras(self) -> ExtraInputs:
+        """The extra inputs of the denoiser."""
+        return ExtraInputs.from_config(self.denoiser)
+
+    @cached_property
+    def scheduler(self) -> dict[str, Any]:
+        """The config of the scheduler."""
+        return read_scheduler_config(self.part("scheduler"))
+
+    def schedule(self, settings: Train | None = None) -> Schedule:
+        """The noise schedule, with the changes of the settings. Raises Refused."""
+        return read_schedule(self.part("scheduler"), settings)
+
+    @cached_property
+    def is_distilled(self) -> bool:
+        """Whether the pipeline ignores the guidance scale."""
+        return self.family.is_distilled(self.index)
+
+    @cached_property
+    def encoders(self) -> Mapping[str, Any]:
+        """The content of `latents.json`, see artifacts/latent_shards.py, from config files alone.
+
+        `size_step` is the divisor of an image's height and width, in pixels. `tokens` and
+        `prompt_dim` are the shape [T, D] of a caption's prompt embeddings; `caption_tokens` is the
+        maximum number of tokens of a caption.
+        """
+        try:
+            info = _describe(self)
+        except Refused:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            reason = f"a setting of its configs is invalid: {error}"
+            raise Refused(f"{self.folder}: {reason}") from None
+        _check_description(self.folder, info)
+        return info
+
+    def digest_encoders(self) -> str:
+        """sha256 of all files and settings that affect encodings. It excludes the denoiser."""
+        replaced = self.vae_folder is not None
+        parts = TEXT_PARTS if replaced else (*TEXT_PARTS, "vae")
+        facts = {name: self.index.get(name) for name in TEXT_PARTS}
+        facts["info"] = dict(self.encoders)
+        vae = digest_model(self.vae) if replaced else None
+        return digest_json({"parts": digest_model(self.folder, parts), "vae": vae, "index": facts})
+
+    def class_of(self, part: str) -> str | None:
+        """The class that model_index.json names for a part; None if the pipeline lacks it."""
+        entry = self.index.get(part)
+        return entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+
+    def text_class(self, part: str) -> str:
+        """The transformers class of a text encoder."""
+        self.check_text_encoders()
+        return str(self.class_of(part))
+
+    def check_text_encoders(self) -> None:
+        """Raise Refused for a text encoder that is missing, or of another class."""
+        for encoder in self.family.text_encoders:
+            kind = self.class_of(encoder.component)
+            if kind in encoder.classes or (kind is None and encoder.optional):
+                continue
+            raise Refused(
+                f"{self.folder}: its {encoder.component} is {kind or 'missing'}, "
+                f"{' or '.join(encoder.classes)} was expected"
+            )
+
+    @property
+    def absent_text_parts(self) -> tuple[str, ...]:
+        """Text encoders and tokenizers that model_index.json lists without a class: SD3's T5."""
+        return tuple(name for name in TEXT_PARTS if self.index.get(name) == [None, None])
+
+    @property
+    def has_frozen_text(self) -> bool:
+        """Whether the pipeline contains its family's T5 or LLM."""
+        encoder = self.family.frozen_text
+        return encoder is not None and self.class_of(encoder.component) is not None
+
+    @cached_property
+    def text_length(self) -> int:
+        """Number of rows of a T5 or LLM in prompt_embeds, the largest where lengths vary.
+
+        Without a T5 they are zeros, as in diffusers.
+        """
+        encoder = self.family.frozen_text
+        assert encoder is not None, "the family must have a T5"
+        tokens = self.family.text_tokens(self.denoiser)
+        if not self.has_frozen_text:
+            return tokens
+        config = read_config(self.part(encoder.tokenizer) / "tokenizer_config.json")
+        return min(tokens, int(config.get("model_max_length", tokens)))
+
+    @property
+    def unusual_text_length(self) -> int | None:
+        """The maximum caption length if it is not the default of the pipeline's call."""
+        encoder = self.family.frozen_text
+        if encoder is None or self.text_length == (encoder.call_tokens or encoder.tokens):
+            return None
+        return self.text_length
+
+    @cached_property
+    def caption_limits(self) -> dict[str, int]:
+        """Text encoder -> tokens of a caption that it reads; CLIP's come before a T5's or LLM's."""
+        names = self.family.clip_encoders
+        limits = {name: int(self.config(name)["max_position_embeddings"]) for name in names}
+        if self.family.frozen_text is not None and self.has_frozen_text:
+            limits[self.family.frozen_text.component] = self.text_length
+        return limits
+
+    @property
+    def pooled_outputs(self) -> tuple[str | None, ...]:
+        """Family.pooled_outputs of the CLIP encoders, whose classes are not checked."""
+        kinds = [self.class_of(name) for name in self.family.clip_encoders]
+        return self.family.pooled_outputs([k == "CLIPTextModelWithProjection" for k in kinds])
+
+    @property
+    def unusual_texts(self) -> dict[str, str]:
+        """What the text encoders do otherwise than the family's published ones.
+
+        Keys have it. It is empty for nearly all pipelines, whose keys are those of releases
+        without it.
+        """
+        facts = dict[str, str]()
+        frozen = self.family.frozen_text
+        if frozen is not None and not frozen.padded and _pads_left(self.part(frozen.tokenizer)):
+            facts["padding_side"] = "left"
+        for encoder, name in zip(self.family.clip, self.pooled_outputs, strict=True):
+            if name is not None and encoder.pooled is None:
+                facts["pooled"] = encoder.component
+        return facts
 
 
-def absent_text_parts(model_folder: Path) -> tuple[str, ...]:
-    """The text encoders and tokenizers that model_index.json lists without a class: SD3's T5."""
-    index = read_index(model_folder)
-    return tuple(name for name in TEXT_PARTS if index.get(name) == [None, None])
-
-
-def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
-    family = detect_family(model_folder)
-    index = read_index(model_folder)
-    vae = read_config(vae_path(model_folder, vae_folder) / "config.json")
-    _check_text_encoders(model_folder, family, index)
+def _describe(base: Base) -> dict[str, Any]:
+    family = base.family
+    vae = base.config("vae")
+    base.check_text_encoders()
     channels, factor = family.vae_layout(vae)
     return {
         "family": family.name,
@@ -133,24 +275,24 @@ def _describe(model_folder: Path, vae_folder: Path | None) -> dict[str, Any]:
         "size_step": factor,
         "scaling_factor": vae.get("scaling_factor", family.default_scaling_factor),
         "shift_factor": vae.get("shift_factor") or 0.0,
-        **family.latent_statistics(vae_path(model_folder, vae_folder), vae),
-        "empty_prompt": "zeros" if family.zero_empty_prompt(index) else "encoded",
-        **({"distilled": True} if family.is_distilled(index) else {}),
-        **_describe_clip(model_folder, family),
-        **unusual_texts(model_folder),
-        **({} if family.frozen_text is None else _describe_frozen(model_folder, family, factor)),
+        **family.latent_statistics(base.vae, vae),
+        "empty_prompt": "zeros" if family.zero_empty_prompt(base.index) else "encoded",
+        **({"distilled": True} if base.is_distilled else {}),
+        **_describe_clip(base),
+        **base.unusual_texts,
+        **({} if family.frozen_text is None else _describe_frozen(base, factor)),
     }
 
 
-def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
+def _describe_clip(base: Base) -> dict[str, Any]:
     """Shapes of the CLIP encoders' outputs: number of tokens, embedding width, pooled width."""
-    if not family.clip:
+    if not base.family.clip:
         return {"prompt_dim": 0, "pooled_dim": None}
-    configs = [(e, read_part_config(folder, e.component)) for e in family.clip]
+    configs = [(encoder, base.config(encoder.component)) for encoder in base.family.clip]
     tokens = configs[0][1]["max_position_embeddings"]
     pooled = (
         config["projection_dim" if name == "text_embeds" else "hidden_size"]
-        for name, (_, config) in zip(pooled_outputs(folder), configs, strict=True)
+        for name, (_, config) in zip(base.pooled_outputs, configs, strict=True)
         if name is not None
     )
     return {
@@ -161,38 +303,36 @@ def _describe_clip(folder: Path, family: Family) -> dict[str, Any]:
     }
 
 
-def _describe_frozen(folder: Path, family: Family, factor: int) -> dict[str, Any]:
+def _describe_frozen(base: Base, factor: int) -> dict[str, Any]:
     """Entries that differ with a T5 or LLM: its rows follow CLIP's, and latents form patches."""
-    assert family.frozen_text is not None
-    transformer = read_part_config(folder, family.denoiser)
-    clip = _describe_clip(folder, family)
-    width = family.prompt_width(transformer)
+    frozen = base.family.frozen_text
+    assert frozen is not None
+    clip = _describe_clip(base)
+    width = base.family.prompt_width(base.denoiser)
     clip_rows = clip["tokens"] if clip["prompt_dim"] else 0
-    tokens = text_length(folder)
-    found = {
-        "size_step": factor * family.latent_multiple(transformer),
-        "tokens": clip_rows + tokens,
+    info = {
+        "size_step": factor * base.family.latent_multiple(base.denoiser),
+        "tokens": clip_rows + base.text_length,
         "prompt_dim": width,
     }
-    if has_frozen_text(folder):
-        found["caption_tokens"] = tokens
-        found_width = _width(folder, family.frozen_text)
-        if found_width != width:
+    if base.has_frozen_text:
+        info["caption_tokens"] = base.text_length
+        states = _width(base.config(frozen.component), frozen)
+        if states != width:
             raise Refused(
-                f"{folder}: its {family.frozen_text.component} gives {found_width} numbers a "
-                f"token, its transformer takes {width}"
+                f"{base.folder}: its {frozen.component} gives {states} numbers a token, its "
+                f"transformer takes {width}"
             )
     if clip["prompt_dim"] > width:
         raise Refused(
-            f"{folder}: its CLIP encoders give {clip['prompt_dim']} numbers a token, its "
+            f"{base.folder}: its CLIP encoders give {clip['prompt_dim']} numbers a token, its "
             f"transformer takes {width}"
         )
-    return found
+    return info
 
 
-def _width(folder: Path, encoder: TextEncoder) -> int:
+def _width(config: Config, encoder: TextEncoder) -> int:
     """Width of the states that a T5 or LLM gives for a token."""
-    config = read_part_config(folder, encoder.component)
     if encoder.kind == "t5":
         return int(config["d_model"])
     nested = config.get("text_config") or config  # of a model that also sees images
@@ -201,106 +341,19 @@ def _width(folder: Path, encoder: TextEncoder) -> int:
     return len(encoder.layers) * int(nested["hidden_size"])
 
 
-def has_frozen_text(model_folder: Path) -> bool:
-    """Whether a pipeline contains its family's T5 or LLM."""
-    encoder = detect_family(model_folder).frozen_text
-    index = read_index(model_folder)
-    return encoder is not None and _class_of(index, encoder.component) is not None
-
-
-def text_length(model_folder: Path) -> int:
-    """Number of rows of a T5 or LLM in prompt_embeds, the largest where lengths vary.
-
-    Without a T5 they are zeros, as in diffusers.
-    """
-    family = detect_family(model_folder)
-    assert family.frozen_text is not None, "the family must have a T5"
-    tokens = family.text_tokens(read_part_config(model_folder, family.denoiser))
-    if not has_frozen_text(model_folder):
-        return tokens
-    config = read_config(model_folder / family.frozen_text.tokenizer / "tokenizer_config.json")
-    return min(tokens, int(config.get("model_max_length", tokens)))
-
-
-def caption_limits(model_folder: Path) -> dict[str, int]:
-    """Text encoder -> tokens of a caption that it reads; first CLIP's, then that of a T5 or LLM."""
-    family = detect_family(model_folder)
-    configs = {name: read_part_config(model_folder, name) for name in family.clip_encoders}
-    limits = {name: int(found["max_position_embeddings"]) for name, found in configs.items()}
-    if family.frozen_text is not None and has_frozen_text(model_folder):
-        limits[family.frozen_text.component] = text_length(model_folder)
-    return limits
-
-
-def unusual_text_length(model_folder: Path) -> int | None:
-    """The maximum caption length if it is not the default of the pipeline's call."""
-    encoder = detect_family(model_folder).frozen_text
-    if encoder is None:
-        return None
-    found = text_length(model_folder)
-    return None if found == (encoder.call_tokens or encoder.tokens) else found
-
-
-def unusual_texts(model_folder: Path) -> dict[str, str]:
-    """What a pipeline's text encoders do otherwise than the family's published ones.
-
-    Keys have it. It is empty for nearly all pipelines, whose keys are those of releases without it.
-    """
-    family = detect_family(model_folder)
-    found = dict[str, str]()
-    frozen = family.frozen_text
-    if frozen is not None and not frozen.padded and _pads_left(model_folder / frozen.tokenizer):
-        found["padding_side"] = "left"
-    for encoder, name in zip(family.clip, pooled_outputs(model_folder), strict=True):
-        if name is not None and encoder.pooled is None:
-            found["pooled"] = encoder.component
-    return found
-
-
-def pooled_outputs(model_folder: Path) -> tuple[str | None, ...]:
-    """Family.pooled_outputs of a pipeline's CLIP encoders, whose classes are not checked."""
-    family = detect_family(model_folder)
-    index = read_index(model_folder)
-    kinds = [_class_of(index, name) for name in family.clip_encoders]
-    return family.pooled_outputs([kind == "CLIPTextModelWithProjection" for kind in kinds])
-
-
-def _pads_left(tokenizer: Path) -> bool:
-    """Whether a tokenizer pads before a caption, by its config or else by tokenizer.json."""
-    config = read_config(tokenizer / "tokenizer_config.json")
-    if "padding_side" in config:
-        return bool(config["padding_side"] == "left")
-    try:
-        with (tokenizer / "tokenizer.json").open(encoding="utf-8") as file:
-            head = file.read(2000)  # padding comes before the vocabulary, which is large
-    except OSError:
-        return False
-    padding = head.partition('"padding"')[2].partition('"added_tokens"')[0]
-    return '"Left"' in padding
-
-
-def text_class(model_folder: Path, part: str) -> str:
-    """The transformers class of a text encoder. Raises Refused."""
-    index = read_index(model_folder)
-    _check_text_encoders(model_folder, detect_family(model_folder), index)
-    return str(_class_of(index, part))
-
-
-def digest_encoders(model_folder: Path, vae_folder: Path | None = None) -> str:
-    """sha256 of all files and settings that affect encodings. It excludes the denoiser."""
-    parts = (*TEXT_PARTS, "vae") if vae_folder is None else TEXT_PARTS
-    index = read_index(model_folder)
-    facts = {name: index.get(name) for name in TEXT_PARTS}
-    facts["info"] = describe_encoders(model_folder, vae_folder)
-    vae = None if vae_folder is None else digest_model(vae_path(model_folder, vae_folder))
-    return digest_json({"parts": digest_model(model_folder, parts), "vae": vae, "index": facts})
-
-
-def vae_path(model_folder: Path, vae_folder: Path | None) -> Path:
-    """The folder with the VAE's config.json; `vae_folder` may be a pipeline folder with `vae/`."""
-    folder = model_folder if vae_folder is None else vae_folder
-    is_vae = vae_folder is not None and (folder / "config.json").is_file()
-    return folder if is_vae else folder / "vae"
+def _check_description(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise Refused for entries of `Base.encoders` that are not numbers, or not positive."""
+    for name in _SIZES:
+        size = 1 if name == "pooled_dim" and info[name] is None else info[name]
+        if type(size) is not int or not 0 < size < 2**31:
+            raise Refused(f"{folder}: its configs give {name} {info[name]!r}")
+    for name in ("scaling_factor", "shift_factor"):
+        if not _is_finite(info[name]):
+            raise Refused(f"{folder}: its VAE's {name} is {info[name]!r}, not a number")
+    patch = info["size_step"] // info["vae_scale_factor"]
+    for name in ("latents_mean", "latents_std"):
+        if not _is_per_channel(info[name], info["latent_channels"], patch):
+            raise Refused(f"{folder}: its VAE's {name} are not numbers, one per channel")
 
 
 def _is_finite(value: Any) -> bool:
@@ -315,20 +368,18 @@ def _is_per_channel(values: Any, channels: int, patch: int) -> bool:
     return isinstance(values, list) and len(values) in known and all(map(_is_finite, values))
 
 
-def _class_of(index: dict[str, Any], part: str) -> str | None:
-    found = index.get(part)
-    return found[1] if isinstance(found, list) and len(found) == 2 else None
-
-
-def _check_text_encoders(model_folder: Path, family: Family, index: dict[str, Any]) -> None:
-    for encoder in family.text_encoders:
-        found = _class_of(index, encoder.component)
-        if found in encoder.classes or (found is None and encoder.optional):
-            continue
-        raise Refused(
-            f"{model_folder}: its {encoder.component} is {found or 'missing'}, "
-            f"{' or '.join(encoder.classes)} was expected"
-        )
+def _pads_left(tokenizer: Path) -> bool:
+    """Whether a tokenizer pads before a caption, by its config or else by tokenizer.json."""
+    config = read_config(tokenizer / "tokenizer_config.json")
+    if "padding_side" in config:
+        return bool(config["padding_side"] == "left")
+    try:
+        with (tokenizer / "tokenizer.json").open(encoding="utf-8") as file:
+            head = file.read(2000)  # padding comes before the vocabulary, which is large
+    except OSError:
+        return False
+    padding = head.partition('"padding"')[2].partition('"added_tokens"')[0]
+    return '"Left"' in padding
 
 
 #: Keys in which a replacement must equal the base's config: the interface to VAE and text encoders,
@@ -399,11 +450,6 @@ def trained_config(
             raise Refused("train.aesthetic_score: the base has classes of its own")
         config["class_embed_type"] = "timestep"
     return config
-
-
-def job_config(job: HasNetwork, settings: Train) -> dict[str, Any]:
-    """The config of the denoiser that a job or request trains. Raises Refused."""
-    return trained_config(read_denoiser_config(job.model_folder), settings, job.denoiser_config)
 
 
 def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import Refused
-from runtimes.families import TextEncoder, detect_family
-from runtimes.pipeline_folder.folder import has_frozen_text, read_config, read_part_config
+from runtimes.families import TextEncoder
+from runtimes.pipeline_folder.folder import Base, read_config
 
 DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
@@ -187,17 +187,14 @@ def check_weights(part: Path) -> None:
                 )
 
 
-def check_tokenizers(model_folder: Path) -> None:
+def check_tokenizers(base: Base) -> None:
     """Raise Refused for a tokenizer that is damaged or does not fit its text encoder."""
-    family = detect_family(model_folder)
-    frozen = [family.frozen_text] if has_frozen_text(model_folder) else []
-    for encoder in filter(None, [*family.clip, *frozen]):
-        _check_tokenizer(model_folder, encoder)
+    for encoder in base.family.text_encoders:
+        if encoder.kind == "clip" or base.has_frozen_text:
+            _check_tokenizer(base.part(encoder.tokenizer), base.config(encoder.component), encoder)
 
 
-def _check_tokenizer(model_folder: Path, encoder: TextEncoder) -> None:
-    folder = model_folder / encoder.tokenizer
-    config = read_part_config(model_folder, encoder.component)
+def _check_tokenizer(folder: Path, config: dict[str, Any], encoder: TextEncoder) -> None:
     check_vocabulary_files(folder, config)
     if encoder.kind == "clip":  # of others, text_length takes the smaller one
         given = read_config(folder / "tokenizer_config.json").get("model_max_length")

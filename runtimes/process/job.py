@@ -41,16 +41,6 @@ class HasModel:
     model: str
     vae: str | None
 
-    @property
-    def model_folder(self) -> Path:
-        """The local folder of the pipeline."""
-        return Path(self.model)
-
-    @property
-    def vae_folder(self) -> Path | None:
-        """The local folder of the VAE that replaces the pipeline's own."""
-        return None if self.vae is None else Path(self.vae)
-
 
 class HasNetwork(HasModel):
     """A job or request with a network to train."""

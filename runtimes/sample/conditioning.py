@@ -46,12 +46,12 @@ class Conditioner:
     """Computes the denoiser's conditioning of a pipeline, and the coefficients of its scheduler.
 
     Args:
-        info: description of the pipeline's encoders, from describe_encoders.
+        info: description of the pipeline's encoders, `Base.encoders`.
         texts: encodes captions.
         images: encodes images.
     """
 
-    info: dict[str, Any]
+    info: Mapping[str, Any]
     texts: Texts
     images: Images
 

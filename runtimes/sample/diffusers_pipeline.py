@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from runtimes.families import Family
 from runtimes.families.extra_inputs import NO_EXTRA_INPUTS, ExtraInputs, aesthetic_scores
 from runtimes.objective.noise_schedule import sampling_scheduler
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob
 from runtimes.sample.generate_job import LOSS_BATCH, load_trained_scheduler
 from runtimes.sample.initial_noise import NoiseBatch, image_levels, noise_batches
@@ -188,6 +189,7 @@ class BasePipeline(ABC):
 
     Args:
         job: of the images.
+        base: the job's pipeline.
         make_scheduler: constructs a scheduler from its diffusers config.
         save_compiled: saves newly compiled programs to the cache.
     """
@@ -195,10 +197,12 @@ class BasePipeline(ABC):
     def __init__(
         self,
         job: GenerateJob,
+        base: Base,
         make_scheduler: Callable[[dict[str, Any]], Any],
         save_compiled: Callable[[], None] = lambda: None,
     ) -> None:
         self._job = job
+        self._base = base
         self._make_scheduler = make_scheduler
         self._save_compiled = save_compiled
         self._sampler: Any = None  # constructed for the first image

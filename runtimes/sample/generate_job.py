@@ -23,10 +23,9 @@ from configs.errors import Refused
 from runtimes.adapters.lora import read_adapters
 from runtimes.contract import Pipeline
 from runtimes.data.loader import BatchReader, Holdout, draw_losses, open_job_latents
-from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
 from runtimes.objective.training_objective import LatentScale, Objective
-from runtimes.pipeline_folder.folder import folder_extras
+from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import Drawing, Events, GenerateJob
 from runtimes.registry import open_pipeline
 
@@ -49,8 +48,8 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
     Raises:
         Refused: a model or the job's latents are missing or cannot be loaded.
     """
-    detect_family(job.model_folder)
-    pipeline = open_pipeline(job)
+    base = Base.of(job)
+    pipeline = open_pipeline(job, base)
     missing = [_missing(Path(drawing.out), job) for drawing in job.drawings]
     total = len(job.drawings) * len(job.prompts)
     done = total - sum(len(numbers) for batches in missing for numbers in batches)
@@ -80,7 +79,7 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
             events.emit("drawn", done=done, total=total)
         if wanted:
             events.emit("losses", model=model, models=len(job.drawings))
-            with _holdout(job, drawing, pipeline) as holdout:
+            with _holdout(job, base, drawing, pipeline) as holdout:
                 found = draw_losses(holdout, pipeline.errors)
             _write(losses, json.dumps({"losses": found}).encode())
     return {
@@ -102,10 +101,10 @@ def _missing(out: Path, job: GenerateJob) -> list[range]:
     return [b for b in batches if not all(_path(out, number).exists() for number in b)]
 
 
-def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
-    scheduler = drawing.parts.get("scheduler", f"{job.model}/scheduler")
+def _holdout(job: GenerateJob, base: Base, drawing: Drawing, pipeline: Pipeline) -> Holdout:
+    scheduler = drawing.parts.get("scheduler", base.part("scheduler"))
     latents = open_job_latents(str(job.latents))
-    family = detect_family(job.model_folder)
+    family = base.family
     objective = Objective(
         schedule=read_schedule(Path(scheduler)),
         scale=LatentScale.from_info(latents.info, draws=family.draws_latents),
@@ -113,7 +112,7 @@ def _holdout(job: GenerateJob, drawing: Drawing, pipeline: Pipeline) -> Holdout:
         noise_offset=job.holdout.get("noise_offset", 0.0),
         equidistant_levels=job.holdout["levels"],
     )
-    folder = Path(drawing.parts.get(family.denoiser, f"{job.model}/{family.denoiser}"))
+    folder = Path(drawing.parts.get(family.denoiser, base.denoiser_folder))
     reader = BatchReader(
         latents,
         family,
@@ -155,12 +154,12 @@ def _write(path: Path, data: bytes) -> None:
 Load = Callable[[str, Path, Mapping[str, Any]], Any]
 
 
-def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[str, Any]:
+def load_trained_components(drawing: Drawing, base: Base, load: Load) -> dict[str, Any]:
     """Load the denoiser of a drawing and the text encoders that were trained with it.
 
     Args:
         drawing: folders of trained components, and the LoRA file if there is one.
-        model: folder of the base pipeline, which supplies every untrained component.
+        base: the pipeline, which supplies every untrained component.
         load: loads one component and merges its adapters.
 
     Returns:
@@ -169,13 +168,13 @@ def load_trained_components(drawing: Drawing, model: Path, load: Load) -> dict[s
     Raises:
         Refused: the adapters were trained for another architecture.
     """
-    family = detect_family(model)
+    family = base.family
     adapters = {} if drawing.lora is None else read_adapters(Path(drawing.lora))
     known = (family.denoiser, *family.clip_encoders)
     if strange := adapters.keys() - set(known):
         raise Refused(f"{drawing.lora} is for another model: it has adapters of {min(strange)}")
     return {
-        name: load(name, Path(drawing.parts.get(name, model / name)), adapters.get(name, {}))
+        name: load(name, Path(drawing.parts.get(name, base.part(name))), adapters.get(name, {}))
         for name in known
         if name == family.denoiser or name in adapters.keys() | drawing.parts.keys()
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from configs.errors import Refused
 from runtimes.contract import ImagesNotFinite
 from runtimes.families import Family
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,14 @@ class NoiseBatch:
     rngs: list[np.random.Generator]
 
 
-def check_size(asked: Mapping[str, int | None], model: Path, vae: Path | None) -> None:
+def check_size(asked: Mapping[str, int | None], base: Base) -> None:
     """Raise Refused for an image size that a model does not support.
 
     Args:
         asked: setting name to pixels; None stands for the model's default size.
-        model: folder of the diffusers pipeline.
-        vae: folder of a VAE that replaces the pipeline's VAE.
     """
     # Diffusers pipelines accept multiples of 8 only, even where the model accepts other sizes.
-    step = math.lcm(8, describe_encoders(model, vae)["size_step"])
+    step = math.lcm(8, base.encoders["size_step"])
     for setting, pixels in asked.items():
         if (pixels or 0) % step:
             near = max(step, round((pixels or 0) / step) * step)

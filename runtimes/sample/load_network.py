@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runtimes.families import detect_family
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing
 from runtimes.sample.generate_job import load_trained_components
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
@@ -17,7 +17,7 @@ from runtimes.torch_models.network import Network, load_frozen_clip, merge_adapt
 
 def load_network(
     drawing: Drawing,
-    model: Path,
+    base: Base,
     dtype: torch.dtype,
     device: torch.device,
     text_dtype: str | None = None,
@@ -33,21 +33,21 @@ def load_network(
     Raises:
         Refused: weights or adapters are missing, damaged or of another architecture.
     """
-    family = detect_family(model)
+    family = base.family
 
     def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
         first = torch.float32 if adapters else dtype
         if name == family.denoiser:
             part = load_denoiser(folder, first)
         else:
-            part = load_text_encoder(model, name, first, folder)
+            part = load_text_encoder(base, name, first, folder)
         merge_adapters(name, part, adapters)
         # ModelMixin.to of diffusers logs a warning for every cast to half precision.
         return torch.nn.Module.to(part, dtype)
 
-    parts = load_trained_components(drawing, model, load)
+    parts = load_trained_components(drawing, base, load)
     frozen = list[torch.nn.Module]()
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_clip(model, family, text_dtype)
+        frozen = load_frozen_clip(base, text_dtype)
     network = Network(family, parts, frozen)
     return network.to(device).requires_grad_(False).eval()

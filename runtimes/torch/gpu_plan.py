@@ -1,6 +1,6 @@
 """Plan a step for a GPU on a machine without one: memory and FLOPs by fake tensors.
 
-`python -P -m runtimes.torch.gpu_plan REQUEST.json` prints one JSON object, a StepMemory. The step
+`python -P -m runtimes.torch.gpu_plan REQUEST` (JSON) prints one JSON object, a StepMemory. The step
 is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data. `LiveMemory`
 records which tensors live when, to compute the peak memory of a step for any batch size.
 
@@ -11,6 +11,7 @@ lists of operators, and another attention kernel.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
@@ -30,9 +31,8 @@ from torch.utils.flop_counter import flop_registry
 
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import read_config, read_index, vae_path
-from runtimes.process.planner import KINDS, GpuStepRequest, Moment, StepMemory, answer_planner
+from runtimes.pipeline_folder.folder import Base
+from runtimes.process.questions import KINDS, GpuStepRequest, Moment, StepMemory, answer
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
@@ -268,7 +268,9 @@ def step_memory(request: GpuStepRequest) -> StepMemory:
     since = time.monotonic()
     operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
     with operators:
-        found = _sampling(request) if request.sampling_dtype else _training(request)
+        base = Base.of(request)
+        plan = _sampling if request.sampling_dtype else _training
+        found = plan(request, base)
     return replace(found, seconds=time.monotonic() - since)
 
 
@@ -282,14 +284,14 @@ class _Device(DeviceHooks):
         return norm
 
 
-def _training(request: GpuStepRequest) -> StepMemory:
+def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
-    network = Network.without_weights(request, settings)
-    encoders = _encoders(request, settings.compute_dtype, network.parts)
+    network = Network.without_weights(request, base, settings)
+    encoders = _encoders(base, settings.compute_dtype, network.parts)
     trained = network.trained()
     sizes = [parameter.numel() for parameter in trained.values()]
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
-    batch = _batch(request, network, text=network.encodes_text)
+    batch = _batch(request, base, network, text=network.encodes_text)
     live = LiveMemory(samples)
     with FakeTensorMode():
         _make_fake(network)
@@ -331,17 +333,17 @@ def _run_step(network: Network, settings: Train, batch: StepBatch, live: LiveMem
     return moments
 
 
-def _sampling(request: GpuStepRequest) -> StepMemory:
+def _sampling(request: GpuStepRequest, base: Base) -> StepMemory:
     """A denoising step with guidance, then the VAE's decoder, as the family's pipeline does."""
     assert request.sampling_dtype is not None
     dtype = getattr(torch, request.sampling_dtype)
     plain = Train(train_text_encoder=False).model_copy(
         update={name: request.train[name] for name in ("inpainting", "aesthetic_score")}
     )
-    network = Network.without_weights(request, plain).requires_grad_(False)
-    vae = _empty_vae(request)
+    network = Network.without_weights(request, base, plain).requires_grad_(False)
+    vae = _empty_vae(base)
     vae = vae.to(vae_dtype(vae.config, dtype)).requires_grad_(False)
-    encoders = _encoders(request, request.sampling_dtype)
+    encoders = _encoders(base, request.sampling_dtype)
     fake_tensors = FakeTensorMode()
     with fake_tensors:
         for part in network.parts.values():
@@ -349,11 +351,11 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
         _make_fake(network.frozen_clip)
         _make_fake(vae)
     samples = prime_batch_size(tensor.nbytes for tensor in (*_tensors(network), *_tensors(vae)))
-    batch = _batch(request, network, text=False)
+    batch = _batch(request, base, network, text=False)
     live = LiveMemory(samples)
     with fake_tensors, torch.no_grad():
         weights = live.exclude(_tensors(network))
-        offloaded = live.exclude(_tensors(vae)) + 2 * _largest_layer(network, request, dtype)
+        offloaded = live.exclude(_tensors(vae)) + 2 * _largest_layer(network, base, dtype)
         offloaded += sum(tensor.nbytes for tensor in _tensors(network.frozen_clip))
         with live:
             passes = 1 if network.family.guidance_input else 2  # with and without the prompt
@@ -374,9 +376,9 @@ def _sampling(request: GpuStepRequest) -> StepMemory:
     )
 
 
-def _batch(request: GpuStepRequest, network: Network, *, text: bool) -> StepBatch:
+def _batch(request: GpuStepRequest, base: Base, network: Network, *, text: bool) -> StepBatch:
     size = request.drawn_size or (request.resolution, request.resolution)
-    return sample_batch(request, network, size, text=text)
+    return sample_batch(base, network, size, text=text)
 
 
 def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -386,38 +388,34 @@ def _inputs(batch: StepBatch, samples: int, dtype: torch.dtype = torch.float32) 
     return Inputs(batch, send, dtype=dtype)
 
 
-def _encoders(request: GpuStepRequest, dtype: str, trained: Container[str] = ()) -> int:
+def _encoders(base: Base, dtype: str, trained: Container[str] = ()) -> int:
     """Bytes of the pipeline's text encoders and VAE in a dtype, without `trained` ones."""
     kind = getattr(torch, dtype)
-    vae = _empty_vae(request)
-    parts = [part for name, part in _text_encoders(request) if name not in trained]
+    vae = _empty_vae(base)
+    parts = [part for name, part in _text_encoders(base) if name not in trained]
     total = sum(parameter.numel() for part in parts for parameter in part.parameters())
     of_vae = sum(parameter.numel() for parameter in vae.parameters())
     return total * kind.itemsize + of_vae * vae_dtype(vae.config, kind).itemsize
 
 
-def _text_encoders(request: GpuStepRequest) -> Iterator[tuple[str, torch.nn.Module]]:
+def _text_encoders(base: Base) -> Iterator[tuple[str, torch.nn.Module]]:
     """The pipeline's text encoders on `meta`, by name."""
-    folder = request.model_folder
-    index = read_index(folder)
-    for encoder in detect_family(folder).text_encoders:
-        if (index.get(encoder.component) or [None])[0]:
-            yield encoder.component, empty_text_encoder(folder, encoder.component)
+    for encoder in base.family.text_encoders:
+        if base.class_of(encoder.component) is not None:
+            yield encoder.component, empty_text_encoder(base, encoder.component)
 
 
-def _largest_layer(network: Network, request: GpuStepRequest, dtype: torch.dtype) -> int:
+def _largest_layer(network: Network, base: Base, dtype: torch.dtype) -> int:
     """Bytes of the largest layer of the denoiser and the text encoders in a dtype."""
-    models = (network.denoiser, *(part for _, part in _text_encoders(request)))
+    models = (network.denoiser, *(part for _, part in _text_encoders(base)))
     layers = (layer for model in models for layer in model.modules())
     sizes = (sum(p.numel() for p in layer.parameters(recurse=False)) for layer in layers)
     return max(sizes) * dtype.itemsize
 
 
-def _empty_vae(request: GpuStepRequest) -> Any:
-    folder = vae_path(request.model_folder, request.vae_folder)
+def _empty_vae(base: Base) -> Any:
     with torch.device("meta"):
-        vae_class = getattr(diffusers, detect_family(request.model_folder).vae_class)
-        return vae_class.from_config(read_config(folder / "config.json"))
+        return getattr(diffusers, base.family.vae_class).from_config(base.config("vae"))
 
 
 def _make_fake(module: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -454,4 +452,4 @@ def _bytes_8bit(size: int) -> int:
 
 
 if __name__ == "__main__":
-    answer_planner(sys.argv[1], GpuStepRequest, step_memory)
+    answer(lambda: step_memory(GpuStepRequest(**json.loads(sys.argv[1]))))

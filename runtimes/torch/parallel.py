@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from configs.settings.train import Train
 from runtimes.families import repeated_blocks
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import TIMEOUT, join
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
@@ -45,9 +46,9 @@ class SingleProcess:
     sharded = False  # whether this process stores shards of arrays
     frees_gradients = True  # whether a cleared gradient is None instead of zeros
 
-    def load(self, job: TrainJob, settings: Train) -> Network:
+    def load(self, job: TrainJob, base: Base, settings: Train) -> Network:
         """Load the network to the CPU. Raises Refused."""
-        return Network.load(job, settings)
+        return Network.load(job, base, settings)
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Parallelize a network that is on its device.
@@ -186,8 +187,8 @@ class FullySharded(DataParallel):
         dtype = settings.compute_dtype if settings.method == "full" else "float32"
         self._gathered = getattr(torch, dtype)
 
-    def load(self, job: TrainJob, settings: Train) -> Network:
-        network, self._unread = Network.load_unread(job, settings)
+    def load(self, job: TrainJob, base: Base, settings: Train) -> Network:
+        network, self._unread = Network.load_unread(job, base, settings)
         return network
 
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:

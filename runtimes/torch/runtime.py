@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
 from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput
-from runtimes.families import detect_family
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
@@ -44,8 +44,9 @@ from runtimes.torch_models.micro_batches import Inputs, sender
 class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
-    def load(self, job: TrainJob) -> None:
+    def load(self, job: TrainJob, base: Base) -> None:
         self._job = job
+        self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)
         ranks = self._ranks = Ranks.here()
@@ -53,14 +54,14 @@ class TheRuntime(BaseRuntime):
         hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
         self._device = hooks.device
         check_on_device(settings, self._device)
-        check_family("torch", detect_family(job.model_folder).name, self._device.type)
+        check_family("torch", base.family.name, self._device.type)
         make_deterministic(is_deterministic(settings, self._device), tf32=settings.allow_tf32)
         load_attention(settings.attention)
         warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
         self.device = describe(self._device)
-        network = self._network = parallel.load(job, settings)
+        network = self._network = parallel.load(job, base, settings)
         self._counter = FlopCounter(network)
         layout = memory_format(self._device, sharded=parallel.sharded)
         if not parallel.sharded:  # FSDP moves it shard by shard
@@ -129,9 +130,7 @@ class TheRuntime(BaseRuntime):
         from runtimes.torch.sampler import Sampler  # pipelines are slow to import
 
         self._step.release_graphs()  # sampling needs their memory
-        job = self._job
-        parts = self._network.parts
         dtype = getattr(torch, self._settings.compute_dtype)
-        sampler = Sampler(job.model_folder, parts, self._device_hooks, dtype, job.vae_folder)
-        sampler.use({}, trained_scheduler(job.model_folder, self._settings))
+        sampler = Sampler(self._base, self._network.parts, self._device_hooks, dtype)
+        sampler.use({}, trained_scheduler(self._base, self._settings))
         return sampler

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -22,9 +21,8 @@ from transformers.utils import logging as transformers_logging
 from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.contract import StepBatch
-from runtimes.families import detect_family
 from runtimes.families.extra_inputs import fully_masked
-from runtimes.pipeline_folder.folder import TEXT_BATCH, read_index, text_length
+from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.registry import check_family
@@ -91,11 +89,10 @@ class Sampler(PipelineSampler):
     """A diffusers pipeline with replaceable components.
 
     Args:
-        folder: local diffusers pipeline folder.
+        base: the pipeline.
         parts: component name to model; other components are loaded from the folder.
         device_hooks: device of the pipeline.
         dtype: of the loaded components.
-        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
         offload: whether text encoders are on the device layer by layer; so is the denoiser given.
 
     Raises:
@@ -104,19 +101,18 @@ class Sampler(PipelineSampler):
 
     def __init__(
         self,
-        folder: Path,
+        base: Base,
         parts: dict[str, Any],
         device_hooks: DeviceHooks,
         dtype: torch.dtype = torch.float32,
-        vae: Path | None = None,
         *,
         offload: bool = False,
     ) -> None:
-        family = detect_family(folder)
-        index = read_index(folder)
+        family = base.family
+        index = base.index
         # The number of tokens must equal that of training.
         frozen = family.frozen_text is not None
-        self._text_options = {"max_sequence_length": text_length(folder)} if frozen else {}
+        self._text_options = {"max_sequence_length": base.text_length} if frozen else {}
         # diffusers requires an explicit None for each absent component.
         parts = {name: None for name, spec in index.items() if spec == [None, None]} | parts
         parts |= family.pipeline_options  # disables the safety checker and the watermark
@@ -127,17 +123,16 @@ class Sampler(PipelineSampler):
             # Components are loaded one by one: each may be stored in another weight variant.
             for name in (encoder.component for encoder in family.text_encoders):
                 if name in index and name not in parts:
-                    parts[name] = load_text_encoder(folder, name, dtype)
+                    parts[name] = load_text_encoder(base, name, dtype)
             if "vae" not in parts:
-                part = folder / "vae" if vae is None else vae
-                variant = weight_variant(part)
+                variant = weight_variant(base.vae)
                 vae_class = getattr(diffusers, family.vae_class)
-                parts["vae"] = vae_class.from_pretrained(part, variant=variant, **common)
+                parts["vae"] = vae_class.from_pretrained(base.vae, variant=variant, **common)
             kind = getattr(diffusers, family.pipelines[0])
-            pipe = kind.from_pretrained(folder, **parts, **common)
+            pipe = kind.from_pretrained(base.folder, **parts, **common)
         except (OSError, ValueError, RuntimeError, TypeError, AttributeError) as error:
             raise Refused(
-                f"model {folder}: the pipeline does not load: {one_line(error)}"
+                f"model {base.folder}: the pipeline does not load: {one_line(error)}"
             ) from None
         self._device_hooks = device_hooks
         if offload:
@@ -196,26 +191,24 @@ log = logging.getLogger("kiln")
 class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
-    def __init__(self, job: GenerateJob) -> None:
+    def __init__(self, job: GenerateJob, base: Base) -> None:
         make_deterministic()
         self._device_hooks = open_device(job.device, compiled=job.compiled)
         self._device = self._device_hooks.device
-        check_family("torch", detect_family(job.model_folder).name, self._device.type)
+        check_family("torch", base.family.name, self._device.type)
         self._dtype = getattr(torch, job.dtype)
         self._offload = job.offload and self._device.type in OFFLOADING
         if job.offload and self._device.type != "cuda":  # `auto` may have chosen another device
             log.warning("offload has no effect on %s", describe(self._device))
-        super().__init__(job, make_scheduler, self._device_hooks.save_compiled)
+        super().__init__(job, base, make_scheduler, self._device_hooks.save_compiled)
 
     def _release(self) -> None:
         super()._release()
         free_memory()  # compiled and hooked modules refer to themselves
 
     def _load_network(self, drawing: Drawing) -> Network:
-        job = self._job
         place = torch.device("cpu") if self._offload else self._device
-        given = (self._dtype, place, job.text_dtype)
-        network = load_network(drawing, job.model_folder, *given)
+        network = load_network(drawing, self._base, self._dtype, place, self._job.text_dtype)
         if self._offload:
             for part in network.parts.values():
                 offload_layers(part, self._device)
@@ -227,9 +220,8 @@ class ThePipeline(BasePipeline):
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
         denoiser = {self._network.family.denoiser: self._network.denoiser}
-        job = self._job
-        given = (self._device_hooks, self._dtype, job.vae_folder)
-        return Sampler(job.model_folder, denoiser, *given, offload=self._offload)
+        hooks = self._device_hooks
+        return Sampler(self._base, denoiser, hooks, self._dtype, offload=self._offload)
 
     def _use_network(self) -> None:
         self._sampler.use(self._network.parts, self._scheduler)
@@ -247,11 +239,11 @@ def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises Refused."""
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
-    folders = (job.model_folder, job.vae_folder)
+    base = Base.of(job)
     if not hooks.pads_batches:
-        return Encoder(*folders, device=hooks.device, dtype=job.dtype, embeds=job.embeds)
+        return Encoder(base, device=hooks.device, dtype=job.dtype, embeds=job.embeds)
     return PaddedEncoder(
-        *folders,
+        base,
         images=job.batch_size,
         captions=TEXT_BATCH,
         save_compiled=hooks.save_compiled,

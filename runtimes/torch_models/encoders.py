@@ -21,14 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.data.loader import pad_rows
-from runtimes.families import Family, TextEncoder, family_named
+from runtimes.families import Family, TextEncoder
 from runtimes.objective.training_objective import LatentScale
-from runtimes.pipeline_folder.folder import (
-    caption_limits,
-    describe_encoders,
-    vae_overflows,
-    vae_path,
-)
+from runtimes.pipeline_folder.folder import Base, vae_overflows
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.torch_models.loading import SAFE, empty_text_encoder, load_text_encoder
 from runtimes.torch_models.micro_batches import Send, sender
@@ -192,8 +187,7 @@ class Encoder:
     """VAE, tokenizers and text encoders of a diffusers pipeline, on one device.
 
     Args:
-        model_folder: local diffusers pipeline folder of a registered family.
-        vae_folder: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        base: the pipeline.
         device: PyTorch device, already initialized.
         send: copies a host array [B, ...] to the device; None is a plain copy.
         fetch: copies a device tensor [B, ...] to the host.
@@ -207,8 +201,7 @@ class Encoder:
 
     def __init__(
         self,
-        model_folder: Path,
-        vae_folder: Path | None = None,
+        base: Base,
         *,
         device: str | torch.device = "cpu",
         dtype: str = "float32",
@@ -216,19 +209,19 @@ class Encoder:
         fetch: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
         embeds: bool = True,
     ) -> None:
-        self.info = describe_encoders(model_folder, vae_folder)
-        self.limits = caption_limits(model_folder)
-        self.family = family_named(self.info["family"])
+        self.info = base.encoders
+        self.limits = base.caption_limits
+        self.family = base.family
         self.device = torch.device(device)
         self.dtype = getattr(torch, dtype)
         self._send = sender(self.device) if send is None else send
         self._fetch = fetch
         try:
-            self._load_vae(vae_path(model_folder, vae_folder))
-            self._load_texts(model_folder, embeds)
+            self._load_vae(base.vae)
+            self._load_texts(base, embeds)
         except (OSError, RuntimeError, ValueError) as error:
             raise Refused(
-                f"model {model_folder}: its encoders do not load: {one_line(error)}"
+                f"model {base.folder}: its encoders do not load: {one_line(error)}"
             ) from None
 
     def _load_vae(self, folder: Path) -> None:
@@ -239,27 +232,27 @@ class Encoder:
         )
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
-    def _load_texts(self, folder: Path, embeds: bool) -> None:
+    def _load_texts(self, base: Base, embeds: bool) -> None:
         self._clip: list[tuple[TextTokenizer, Any]] = []
         for encoder in self.family.clip:
-            tokenizer, model = self._load_text(encoder, folder, embeds)
+            tokenizer, model = self._load_text(encoder, base, embeds)
             length = tokenizer.model_max_length
             self._clip.append((TextTokenizer(self.family, encoder, tokenizer, length), model))
         self._frozen: FrozenText | None = None
         frozen = self.family.frozen_text
         if embeds and frozen is not None and frozen.component in self.limits:
-            tokenizer, model = self._load_text(frozen, folder, embeds)
+            tokenizer, model = self._load_text(frozen, base, embeds)
             length = self.limits[frozen.component]
             self._frozen = FrozenText(self.family, tokenizer, model, length)
 
-    def _load_text(self, encoder: TextEncoder, folder: Path, embeds: bool) -> tuple[Any, Any]:
+    def _load_text(self, encoder: TextEncoder, base: Base, embeds: bool) -> tuple[Any, Any]:
         """The tokenizer and the model."""
         if embeds:
-            model = load_text_encoder(folder, encoder.component, self.dtype)
+            model = load_text_encoder(base, encoder.component, self.dtype)
             model = model.to(self.device).requires_grad_(False)
         else:  # on `meta`, for its vocabulary's size
-            model = empty_text_encoder(folder, encoder.component)
-        tokenizer = load_tokenizer(folder, encoder)
+            model = empty_text_encoder(base, encoder.component)
+        tokenizer = load_tokenizer(base, encoder)
         check_vocabulary(encoder.tokenizer, tokenizer, model.config.get_text_config().vocab_size)
         return tokenizer, model
 
@@ -359,15 +352,14 @@ class PaddedEncoder(Encoder):
 
     def __init__(
         self,
-        model_folder: Path,
-        vae_folder: Path | None = None,
+        base: Base,
         *,
         images: int,
         captions: int,
         save_compiled: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
-        super().__init__(model_folder, vae_folder, **more)
+        super().__init__(base, **more)
         self._image_rows = images
         self._caption_rows = captions
         self._save_compiled = save_compiled

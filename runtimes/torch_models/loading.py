@@ -24,7 +24,7 @@ from runtimes.contract import StoredRows
 from runtimes.families import all_families, denoiser_classes
 from runtimes.families.extra_inputs import added_weights, source_weight_names
 from runtimes.hosts.detect_ascend import torch_npu_version
-from runtimes.pipeline_folder.folder import read_config, read_part_config, text_class
+from runtimes.pipeline_folder.folder import Base, read_config
 from runtimes.pipeline_folder.weights import check_fit, weight_files, weight_variant
 
 #: Options of `from_pretrained` that forbid downloads and pickle files.
@@ -145,16 +145,16 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
         raise Refused(f"train.denoiser_config makes no denoiser: {reason}") from None
 
 
-def empty_text_encoder(model_folder: Path, part: str) -> Any:
+def empty_text_encoder(base: Base, part: str) -> Any:
     """Construct a text encoder of a pipeline on the `meta` device. Raises Refused."""
-    kind = getattr(transformers, text_class(model_folder, part))
-    config = kind.config_class.from_dict(read_part_config(model_folder, part))
+    kind = getattr(transformers, base.text_class(part))
+    config = kind.config_class.from_dict(base.config(part))
     with torch.device("meta"):
         return kind(config)
 
 
 def load_text_encoder(
-    model_folder: Path,
+    base: Base,
     part: str,
     dtype: torch.dtype = torch.float32,
     folder: Path | None = None,
@@ -162,7 +162,7 @@ def load_text_encoder(
     """Load a text encoder to the CPU, in evaluation mode.
 
     Args:
-        model_folder: the diffusers pipeline; its model_index.json names the encoder's class.
+        base: the pipeline; its model_index.json names the encoder's class.
         part: component name, such as `text_encoder_2`.
         dtype: of the weights.
         folder: folder of trained weights; None is the pipeline's own folder.
@@ -170,8 +170,8 @@ def load_text_encoder(
     Raises:
         Refused: weights are missing or damaged, or do not match their config.
     """
-    folder = folder or model_folder / part
-    kind = getattr(transformers, text_class(model_folder, part))
+    folder = folder or base.part(part)
+    kind = getattr(transformers, base.text_class(part))
     disable_progress_bar()  # the stage reports loading
     try:
         model, loaded = kind.from_pretrained(

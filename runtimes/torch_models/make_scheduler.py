@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -11,6 +10,7 @@ import diffusers
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.objective import noise_schedule
+from runtimes.pipeline_folder.folder import Base
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
@@ -26,7 +26,7 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
     return kind.from_config(dict(config))
 
 
-def trained_scheduler(model: Path, settings: Train) -> Any:
+def trained_scheduler(base: Base, settings: Train) -> Any:
     """The scheduler of the trained model, or None where the settings keep the base's."""
-    config = noise_schedule.trained_scheduler_config(model / "scheduler", settings)
+    config = noise_schedule.trained_scheduler_config(base.scheduler, settings)
     return None if config is None else make_scheduler(config)

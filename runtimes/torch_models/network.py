@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,9 @@ from runtimes.adapters.lora import (
     stored_name,
 )
 from runtimes.contract import StoredRows
-from runtimes.families import Family, detect_family
+from runtimes.families import Family
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import job_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import HasNetwork, TrainJob
 from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
 from runtimes.torch_models.gradient_checkpointing import recompute
@@ -173,7 +172,7 @@ class Network(torch.nn.Module):
         keep_diffusers_formulas(self)
 
     @classmethod
-    def load(cls, job: TrainJob, settings: Train) -> Network:
+    def load(cls, job: TrainJob, base: Base, settings: Train) -> Network:
         """Load the trained components to the CPU.
 
         Trained weights are float32; base weights under adapters have the compute dtype, or 8 bits.
@@ -181,18 +180,19 @@ class Network(torch.nn.Module):
         Raises:
             Refused: weights are missing, damaged or do not match their config.
         """
-        family = detect_family(job.model_folder)
-        config = job_config(job, settings)
+        config = trained_config(base.denoiser, settings, job.denoiser_config)
         if settings.init == "random":
             denoiser = random_init_denoiser(config, settings.seed)
         else:
-            folder = job.model_folder / family.denoiser
+            folder = base.denoiser_folder
             denoiser = load_denoiser(folder, _dtype(settings), config, settings.seed)
             _set_base_precision(denoiser, settings)
-        return cls._of(family, denoiser, job, settings)
+        return cls._of(base, denoiser, job, settings)
 
     @classmethod
-    def load_unread(cls, job: TrainJob, settings: Train) -> tuple[Network, dict[str, StoredRows]]:
+    def load_unread(
+        cls, job: TrainJob, base: Base, settings: Train
+    ) -> tuple[Network, dict[str, StoredRows]]:
         """As `load`, but the base's denoiser stays on `meta`.
 
         Returns:
@@ -200,21 +200,20 @@ class Network(torch.nn.Module):
             indexing one of them reads its rows.
         """
         if settings.init == "random":
-            return cls.load(job, settings), {}
-        family = detect_family(job.model_folder)
-        config = job_config(job, settings)
-        folder = job.model_folder / family.denoiser
+            return cls.load(job, base, settings), {}
+        config = trained_config(base.denoiser, settings, job.denoiser_config)
+        folder = base.denoiser_folder
         dtype = _dtype(settings)
         denoiser = empty_denoiser(folder, config).to(dtype)
         weights = open_weights(denoiser, folder, dtype, config, settings.seed)
         tensors = denoiser.state_dict(keep_vars=True)
         unread = {id(tensors[name]): stored for name, stored in weights.items()}
-        network = cls._of(family, denoiser, job, settings, unread=unread)
+        network = cls._of(base, denoiser, job, settings, unread=unread)
         tensors = network.state_dict(keep_vars=True)  # adapters change names
         return network, {n: unread[id(t)] for n, t in tensors.items() if id(t) in unread}
 
     @classmethod
-    def without_weights(cls, request: HasNetwork, settings: Train) -> Network:
+    def without_weights(cls, request: HasNetwork, base: Base, settings: Train) -> Network:
         """Construct the network from config files alone, with uninitialized weights.
 
         Planning compiles a step with it, and needs shapes only.
@@ -222,40 +221,38 @@ class Network(torch.nn.Module):
         Raises:
             Refused: a config is missing or does not describe a supported model.
         """
-        folder = request.model_folder
-        config = job_config(request, settings)
-        family = detect_family(folder)
-        denoiser = empty_denoiser(folder / family.denoiser, config).to(_dtype(settings))
+        config = trained_config(base.denoiser, settings, request.denoiser_config)
+        denoiser = empty_denoiser(base.denoiser_folder, config).to(_dtype(settings))
         _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
 
-        def load(folder: Path, name: str, dtype: torch.dtype) -> Any:
-            return empty_text_encoder(folder, name).to(dtype).to_empty(device="cpu")
+        def load(base: Base, name: str, dtype: torch.dtype) -> Any:
+            return empty_text_encoder(base, name).to(dtype).to_empty(device="cpu")
 
-        return cls._of(family, denoiser.to_empty(device="cpu"), request, settings, load=load)
+        return cls._of(base, denoiser.to_empty(device="cpu"), request, settings, load=load)
 
     @classmethod
     def _of(
         cls,
-        family: Family,
+        base: Base,
         denoiser: Any,
         job: HasNetwork,
         settings: Train,
         *,
-        load: Callable[[Path, str, torch.dtype], Any] = load_text_encoder,
+        load: Callable[[Base, str, torch.dtype], Any] = load_text_encoder,
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
         def read(weight: torch.Tensor) -> torch.Tensor:
             values: torch.Tensor = unread.get(id(weight), weight)[...]
             return values
 
+        family = base.family
         parts = {family.denoiser: denoiser}
         frozen = list[torch.nn.Module]()
-        folder = job.model_folder
         names = family.clip_encoders
         if settings.train_text_encoder:
-            parts |= {name: load(folder, name, _dtype(settings)) for name in names}
+            parts |= {name: load(base, name, _dtype(settings)) for name in names}
         elif job.text_dtype is not None:
-            frozen = [load(folder, name, getattr(torch, job.text_dtype)) for name in names]
+            frozen = [load(base, name, getattr(torch, job.text_dtype)) for name in names]
         full = settings.method == "full"
         targets = family.attention_layers
         for name, part in parts.items():
@@ -341,10 +338,10 @@ class Network(torch.nn.Module):
         return partial(self.frozen_clip.encode, self.family, dtype)
 
 
-def load_frozen_clip(folder: Path, family: Family, dtype: str) -> list[torch.nn.Module]:
-    """The CLIP encoders of a pipeline folder, in the family's order. Raises Refused."""
-    names = family.clip_encoders
-    return [load_text_encoder(folder, name, getattr(torch, dtype)) for name in names]
+def load_frozen_clip(base: Base, dtype: str) -> list[torch.nn.Module]:
+    """The CLIP encoders of a pipeline, in the family's order. Raises Refused."""
+    names = base.family.clip_encoders
+    return [load_text_encoder(base, name, getattr(torch, dtype)) for name in names]
 
 
 def _dtype(settings: Train) -> torch.dtype:

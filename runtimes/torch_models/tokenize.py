@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import transformers
 from numpy.typing import NDArray
 
 from configs.errors import Refused
-from runtimes.families import Family, TextEncoder, detect_family
-from runtimes.pipeline_folder.folder import caption_limits
+from runtimes.families import Family, TextEncoder
+from runtimes.pipeline_folder.folder import Base
 
 #: Classes of transformers that read the tokenizers of the published pipelines.
 TOKENIZERS = {
@@ -82,18 +81,17 @@ class TextTokenizer:
         return [self._family.chat(self._tokenizer, caption) for caption in captions]
 
 
-def load_tokenizer(model_folder: Path, encoder: TextEncoder) -> Any:
+def load_tokenizer(base: Base, encoder: TextEncoder) -> Any:
     """The tokenizer of a pipeline's text encoder. Raises OSError or ValueError."""
     kind = TOKENIZERS[encoder.kind]
-    return kind.from_pretrained(model_folder / encoder.tokenizer, local_files_only=True)
+    return kind.from_pretrained(base.part(encoder.tokenizer), local_files_only=True)
 
 
-def text_tokenizers(model_folder: Path) -> list[TextTokenizer]:
-    """The tokenizers of all text encoders of a pipeline, in the order of `caption_limits`."""
-    family = detect_family(model_folder)
-    limits = caption_limits(model_folder)
+def text_tokenizers(base: Base) -> list[TextTokenizer]:
+    """The tokenizers of all text encoders of a pipeline, in the order of its caption limits."""
+    limits = base.caption_limits
     return [
-        TextTokenizer(family, encoder, load_tokenizer(model_folder, encoder), limits[name])
-        for encoder in family.text_encoders
+        TextTokenizer(base.family, encoder, load_tokenizer(base, encoder), limits[name])
+        for encoder in base.family.text_encoders
         if (name := encoder.component) in limits
     ]

@@ -9,11 +9,10 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Runtime
 from runtimes.data.loader import BatchReader, Holdout, Loader, Prefetch, open_job_latents
-from runtimes.families import detect_family
 from runtimes.families.extra_inputs import ExtraInputs
-from runtimes.objective.noise_schedule import ResolutionShift, read_schedule, read_scheduler_config
+from runtimes.objective.noise_schedule import ResolutionShift
 from runtimes.objective.training_objective import LatentScale, Objective
-from runtimes.pipeline_folder.folder import job_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Events, SilentEvents, TrainJob
 from runtimes.process.launcher import Ranks, Stop
 from runtimes.registry import open_runtime, prepare
@@ -40,8 +39,9 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     settings = read_train_settings(job)
     latents = open_job_latents(job.latents)
     check_wandb(settings.wandb)
-    loader = make_loader(job, settings, latents)
-    holdout = make_holdout(job, settings, latents)
+    base = Base.of(job)
+    loader = make_loader(job, base, settings, latents)
+    holdout = make_holdout(job, base, settings, latents)
     if not Ranks.here().first:
         events = SilentEvents()
     prepare(job)
@@ -49,8 +49,8 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     trackers = open_trackers(job.work, settings) if Ranks.here().first else Trackers([])
     done = False
     try:
-        runtime.load(job)
-        with TrainingRun(job, settings, runtime, holdout, trackers, events, stop) as run:
+        runtime.load(job, base)
+        with TrainingRun(job, base, settings, runtime, holdout, trackers, events, stop) as run:
             run.resume()
             stop.defer()
             done = _train(run, runtime, loader, settings, stop)
@@ -107,11 +107,11 @@ def read_train_settings(job: TrainJob) -> Train:
     return settings
 
 
-def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
+def make_loader(job: TrainJob, base: Base, settings: Train, latents: Latents) -> Loader:
     """This rank's loader of training batches for a job. Raises Refused."""
     ranks = Ranks.here()
     return Loader(
-        _reader(job, settings, latents),
+        _reader(job, base, settings, latents),
         batch_size=settings.global_batch_size,
         seed=settings.seed,
         window=settings.shuffle_window,
@@ -120,7 +120,7 @@ def make_loader(job: TrainJob, settings: Train, latents: Latents) -> Loader:
     )
 
 
-def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | None:
+def make_holdout(job: TrainJob, base: Base, settings: Train, latents: Latents) -> Holdout | None:
     """The held-out batches for the held-out loss; None if it is off.
 
     Args:
@@ -134,7 +134,7 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
     if job.holdout is not None:
         latents = open_job_latents(job.holdout)
     return Holdout(
-        _reader(job, settings, latents, held_out=True),
+        _reader(job, base, settings, latents, held_out=True),
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
         # A micro-batch fits in memory during training.
@@ -143,18 +143,15 @@ def make_holdout(job: TrainJob, settings: Train, latents: Latents) -> Holdout | 
 
 
 def _reader(
-    job: TrainJob, settings: Train, latents: Latents, *, held_out: bool = False
+    job: TrainJob, base: Base, settings: Train, latents: Latents, *, held_out: bool = False
 ) -> BatchReader:
-    family = detect_family(job.model_folder)  # first: its error says that this is no pipeline
-    scheduler = job.model_folder / "scheduler"
-    config = job_config(job, settings)
+    family = base.family
+    config = trained_config(base.denoiser, settings, job.denoiser_config)
     objective = Objective.of(
         settings,
-        read_schedule(scheduler, settings),
+        base.schedule(settings),
         LatentScale.from_info(latents.info, draws=family.draws_latents),
-        ResolutionShift.from_config(
-            read_scheduler_config(scheduler), family.latent_multiple(config)
-        ),
+        ResolutionShift.from_config(base.scheduler, family.latent_multiple(config)),
     )
     return BatchReader(
         latents,

@@ -40,14 +40,14 @@ from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
-from configs.settings.train import Train, key_settings
+from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names, to_state_names
 from runtimes.contract import Runtime, State, StepBatch, StoredRows
 from runtimes.data.loader import Holdout, batch_number
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, trained_scheduler_config
 from runtimes.optimizer_step import published
-from runtimes.pipeline_folder.folder import job_config, read_part_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.pipeline_folder.weights import DENOISER_WEIGHTS, TEXT_WEIGHTS
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Ranks, Stop
@@ -158,44 +158,26 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     """Raise Refused if the checkpoint was written with settings that change the weights.
 
     `steps` may change unless the weights of a step depend on them.
-    Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
-    stored = _with_defaults(saved.facts["train"])
-    # What is recomputed changes no weight; an older version wrote true or false.
-    known = {name: value for name, value in stored.items() if name in Train.model_fields}
-    known["gradient_checkpointing"] = settings.gradient_checkpointing
-    now = key_settings(settings)
-    before = key_settings(Train(**known))
+    now = settings.key_settings()
+    before = Train(**saved.facts["train"]).key_settings()
     now["denoiser_config"] = job.denoiser_config  # the content: its path may change
     before["denoiser_config"] = saved.facts.get("denoiser_config")
     if settings.method == "lora" and settings.lora.dropout:
         # Dropout masks depend on the rank, so the number of processes must not change.
         now["processes"] = Ranks.here().world
-        before["processes"] = saved.facts.get("processes", stored["processes"])
+        before["processes"] = saved.facts["processes"]
     if not settings.weights_depend_on_steps:
         now["steps"] = before["steps"]
-    for name in sorted(now.keys() | before.keys()):  # a setting without effect is in neither
-        if before.get(name) != now.get(name):
-            then = before.get(name, stored.get(name))
-            here = now.get(name, getattr(settings, name))
+    for name in sorted(now):
+        if before.get(name) != now[name]:
             raise Refused(
-                f"{job.work} holds a run with train.{name}={then}, this one has {here}: "
-                "choose another work folder"
+                f"{job.work} holds a run with train.{name}={before.get(name)}, this one has "
+                f"{now[name]}: choose another work folder"
             )
 
 
-def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Dumped settings with defaults for missing keys, also in sections."""
-    complete = Train().model_dump(mode="json")
-    for name, value in given.items():
-        if isinstance(value, dict) and isinstance(complete.get(name), dict):
-            complete[name] = {**complete[name], **value}
-        else:
-            complete[name] = value
-    return complete
-
-
-def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEntry]:
+def write_result(job: TrainJob, base: Base, state: State, history: list[str]) -> list[FileEntry]:
     """Write the trained weights (fp32; the EMA if there is one) and the history to `job.out`.
 
     A remote store that does not respond is tried again: only memory has the last steps' weights.
@@ -209,11 +191,16 @@ def write_result(job: TrainJob, state: State, history: list[str]) -> list[FileEn
     """
     fs, root = url_to_fs(job.out)
     failure = "the trained weights could not be written"
-    return with_retries(fs, lambda: _write(fs, root, job, state, history), failure)
+    return with_retries(fs, lambda: _write(fs, root, job, base, state, history), failure)
 
 
 def _write(
-    fs: AbstractFileSystem, root: str, job: TrainJob, state: State, history: list[str]
+    fs: AbstractFileSystem,
+    root: str,
+    job: TrainJob,
+    base: Base,
+    state: State,
+    history: list[str],
 ) -> list[FileEntry]:
     files: list[FileEntry] = []
 
@@ -227,10 +214,10 @@ def _write(
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
         for component, arrays in by_component(trained | state.get("constants", {})).items():
-            own = job_config(job, settings)
+            own = trained_config(base.denoiser, settings, job.denoiser_config)
             stem = DENOISER_WEIGHTS
             if component.startswith("text_encoder"):
-                own = read_part_config(job.model_folder, component)
+                own = base.config(component)
                 stem = TEXT_WEIGHTS
             # _name_or_path is a local path of the machine that trained the base.
             config = {name: value for name, value in own.items() if name != "_name_or_path"}
@@ -238,7 +225,7 @@ def _write(
                 sink.write(_json(config))
             with write(f"{component}/{stem}.safetensors") as sink:
                 write_arrays(sink, arrays)
-    scheduler = trained_scheduler_config(job.model_folder / "scheduler", settings)
+    scheduler = trained_scheduler_config(base.scheduler, settings)
     if scheduler is not None:
         with write(f"scheduler/{SCHEDULER_FILE}") as sink:
             sink.write(_json(scheduler))
@@ -389,6 +376,7 @@ class TrainingRun:
     def __init__(
         self,
         job: TrainJob,
+        base: Base,
         settings: Train,
         runtime: Runtime,
         holdout: Holdout | None,
@@ -397,6 +385,7 @@ class TrainingRun:
         stop: Stop,
     ) -> None:
         self._job = job
+        self._base = base
         self._settings = settings
         self._runtime = runtime
         self._trackers = trackers
@@ -532,7 +521,7 @@ class TrainingRun:
         self._runtime.shutdown()
         if not self._first:
             return
-        files = write_result(self._job, state, self._recorder.history)
+        files = write_result(self._job, self._base, state, self._recorder.history)
         self._events.emit(
             "result",
             files=[file.as_dict() for file in files],

@@ -44,6 +44,7 @@ from runtimes.optimizer_step import (
     step_scalars,
     swapped,
 )
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
@@ -269,8 +270,9 @@ def _with_gathered_weights(
 class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
-    def load(self, job: TrainJob) -> None:
+    def load(self, job: TrainJob, base: Base) -> None:
         self._job = job
+        self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)
         check(settings)
@@ -283,7 +285,7 @@ class TheRuntime(BaseRuntime):
         self._rows = settings.micro_batch(ranks.world)
         check_rows(settings, ranks.world, self._mesh.local)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
-        network = self._network = Network.load(job, plain)
+        network = self._network = Network.load(job, base, plain)
         self._counter = FlopCounter(network)
         if settings.gradient_checkpointing == "blocks":
             for part in network.parts.values():
@@ -335,8 +337,6 @@ class TheRuntime(BaseRuntime):
     def _open_sampler(self) -> Any:
         from runtimes.xla.sampler import Sampler  # pipelines are slow to import
 
-        job = self._job
-        dtype = self._settings.compute_dtype
-        sampler = Sampler(job.model_folder, self._mesh, dtype, job.vae_folder)
-        sampler.use(self._network, trained_scheduler(job.model_folder, self._settings))
+        sampler = Sampler(self._base, self._mesh, self._settings.compute_dtype)
+        sampler.use(self._network, trained_scheduler(self._base, self._settings))
         return sampler

@@ -10,7 +10,6 @@ batches of images and captions are padded, and sharded over all devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.data.loader import pad_batch
-from runtimes.objective.noise_schedule import read_scheduler_config
-from runtimes.pipeline_folder.folder import TEXT_BATCH
+from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.process.launcher import Ranks
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner
@@ -37,20 +35,16 @@ from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.mesh import Mesh
 
 
-def sharded_encoder(
-    mesh: Mesh, batch_size: int, folder: Path, vae: Path | None, **more: Any
-) -> PaddedEncoder:
+def sharded_encoder(mesh: Mesh, batch_size: int, base: Base, **more: Any) -> PaddedEncoder:
     """A PaddedEncoder whose batches are sharded over the devices of `mesh`.
 
     Args:
         batch_size: images to which every batch is padded.
-        folder: local diffusers pipeline folder.
-        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
+        base: the pipeline.
         more: as PaddedEncoder.
     """
     return PaddedEncoder(
-        folder,
-        vae,
+        base,
         images=mesh.padded_rows(batch_size),
         captions=mesh.padded_rows(TEXT_BATCH),
         device=torch_xla.device(),
@@ -65,7 +59,7 @@ def open_encoder(job: EncodeJob) -> PaddedEncoder:
     upload = start(job.device, job.compiled).upload
     mesh = Mesh(fsdp=1, hosts=1)
     more = {"dtype": job.dtype, "save_compiled": upload, "embeds": job.embeds}
-    return sharded_encoder(mesh, job.batch_size, job.model_folder, job.vae_folder, **more)
+    return sharded_encoder(mesh, job.batch_size, Base.of(job), **more)
 
 
 Conditioning = dict[str, torch.Tensor]
@@ -76,10 +70,9 @@ class Sampler:
     """Samples images with a network and a pipeline's encoders, VAE and scheduler.
 
     Args:
-        folder: local diffusers pipeline folder.
+        base: the pipeline.
         mesh: devices that share the rows of a batch.
         dtype: of the encoders, the VAE and the denoiser's inputs.
-        vae: folder of an AutoencoderKL that replaces the pipeline's VAE.
 
     Raises:
         Refused: a component is missing or cannot be loaded.
@@ -87,16 +80,15 @@ class Sampler:
 
     def __init__(
         self,
-        folder: Path,
+        base: Base,
         mesh: Mesh,
         dtype: str = "float32",
-        vae: Path | None = None,
     ) -> None:
         self._mesh = mesh
         self._dtype = getattr(torch, dtype)
-        self._encoder = sharded_encoder(mesh, 1, folder, vae, dtype=dtype)
+        self._encoder = sharded_encoder(mesh, 1, base, dtype=dtype)
         self._conditioner = Conditioner(self._encoder.info, self._texts, self._encoder.images)
-        self._pipeline_scheduler = make_scheduler(read_scheduler_config(folder / "scheduler"))
+        self._pipeline_scheduler = make_scheduler(base.scheduler)
 
     def use(self, network: Network, scheduler: Any = None) -> None:
         """Set the network, and its scheduler; None selects the pipeline's scheduler."""
@@ -187,21 +179,19 @@ class Sampler:
 class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
-    def __init__(self, job: GenerateJob) -> None:
-        super().__init__(job, make_scheduler, start(job.device, job.compiled).upload)
+    def __init__(self, job: GenerateJob, base: Base) -> None:
+        super().__init__(job, base, make_scheduler, start(job.device, job.compiled).upload)
         self._dtype = getattr(torch, job.dtype)
         self._mesh = Mesh(fsdp=1, hosts=Ranks.here().world)
 
     def _load_network(self, drawing: Drawing) -> Network:
-        job = self._job
-        given = (self._dtype, torch.device("cpu"), job.text_dtype)
-        network = load_network(drawing, job.model_folder, *given)
+        host = torch.device("cpu")
+        network = load_network(drawing, self._base, self._dtype, host, self._job.text_dtype)
         self._mesh.shard_module(network)
         return network
 
     def _open_sampler(self) -> Sampler:
-        job = self._job
-        return Sampler(job.model_folder, self._mesh, job.dtype, job.vae_folder)
+        return Sampler(self._base, self._mesh, self._job.dtype)
 
     @torch.no_grad()
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:

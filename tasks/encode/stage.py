@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from artifacts.latent_shards import INFO
@@ -15,7 +14,7 @@ from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
 from runtimes.data.loader import TOKEN_STEP, padded_rows
-from runtimes.pipeline_folder.folder import caption_limits, describe_encoders, digest_encoders
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import REPORTS, Workers, beam_options, workers_of
@@ -37,19 +36,16 @@ log = logging.getLogger("kiln")
 FEW_HELD_OUT = 20
 
 
-def key_parts(
-    recipe: Recipe, images: Artifact, model_folder: Path, vae_folder: Path | None
-) -> KeyParts:
+def key_parts(recipe: Recipe, images: Artifact, base: Base) -> KeyParts:
     """The artifact's key: settings, pictures and encoders. Raises Refused."""
-    inputs = {"images": images.digest, "encoders": digest_encoders(model_folder, vae_folder)}
+    inputs = {"images": images.digest, "encoders": base.digest_encoders()}
     return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
 
 
 def build(
     recipe: Recipe,
     images: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
+    base: Base,
     draft: Draft,
     progress: Callable[[int, int, str], None],
 ) -> dict[str, Any]:
@@ -59,11 +55,10 @@ def build(
         Refused: the model or the settings are invalid; nothing was encoded.
         Failed: more than `encode.max_bad` of the samples are bad, or no sample is left.
     """
-    given = (recipe, images, model_folder, vae_folder)
-    shards = encode_missing(*given, draft.store, f"{draft.path}/{REPORTS}", progress)
-    info = describe_encoders(model_folder, vae_folder)
-    limits = caption_limits(model_folder)
-    summary = summarise(shards, info["vae_scale_factor"], limits)
+    reports = f"{draft.path}/{REPORTS}"
+    shards = encode_missing(recipe, images, base, draft.store, reports, progress)
+    info = dict(base.encoders)
+    summary = summarise(shards, info["vae_scale_factor"], base.caption_limits)
     check(summary, recipe.encode.max_bad)
     if summary["uncaptioned"]:
         log.warning(
@@ -86,8 +81,7 @@ def build(
 def encode_missing(
     recipe: Recipe,
     images: Artifact,
-    model_folder: Path,
-    vae_folder: Path | None,
+    base: Base,
     store: Store,
     reports: str,
     progress: Callable[[int, int, str], None],
@@ -107,10 +101,9 @@ def encode_missing(
     with quiet_import():
         from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 
-    info = describe_encoders(model_folder, vae_folder)
     settings = TransformSettings.of(recipe)
-    bucket_sizes(settings, info["size_step"])
-    digest = digest_encoders(model_folder, vae_folder)
+    bucket_sizes(settings, base.encoders["size_step"])
+    digest = base.digest_encoders()
     dtype = recipe.encode.dtype
     text = recipe.encode.text
     tasks = {}
@@ -124,8 +117,7 @@ def encode_missing(
         raise Failed("encode: the images artifact has no image shard")
     job = EncodeJob(
         runtime=recipe.runtime,
-        model=str(model_folder),
-        vae=None if vae_folder is None else str(vae_folder),
+        **base.job_fields,
         batch_size=recipe.encode.batch_size,
         device=recipe.encode.device,
         dtype=dtype,
@@ -134,7 +126,7 @@ def encode_missing(
     )
     options = beam_options(recipe, "encode")
     is_remote = workers_of(options) is Workers.REMOTE
-    copy = put_encoders(store, model_folder, vae_folder) if is_remote else None
+    copy = put_encoders(store, base) if is_remote else None
     plan = EncodingPlan(job, settings)
     dofn = EncodeShard(store.url, reports, plan, recipe.encode.processes, copy)
     return encode_shards(list(tasks.values()), store, dofn, options, progress)
@@ -153,7 +145,6 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
         factor: pixels per latent pixel.
         limits: tokens of a caption that each text encoder reads; the last one's is the longest.
     """
-    *_, last = limits
     groups: Counter[str] = Counter()
     buckets: Counter[str] = Counter()
     bad: Counter[str] = Counter()
@@ -163,8 +154,7 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
         groups.update(shard.meta["groups"])
         bad.update(shard.meta["bad_reasons"])
         tokens.update({int(k): n for k, n in shard.meta["caption_tokens"].items()})
-        # Shards of earlier releases counted for the last encoder alone.
-        cut.update(shard.meta.get("cut", {last: shard.meta["truncated"]}))
+        cut.update(shard.meta["cut"])
     for group, count in groups.items():
         height, width = (int(side) * factor for side in group.partition("/")[2].split("x"))
         buckets[f"{height}x{width}"] += count
@@ -221,14 +211,14 @@ def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
 def tell_cut_captions(summary: dict[str, Any]) -> None:
     """Log how many captions each text encoder cuts."""
     total = sum(summary["caption_tokens"].values())
-    tell_cuts(STAGE, summary.get("cut", {}), total, "captions")  # an earlier release's has none
+    tell_cuts(STAGE, summary["cut"], total, "captions")
 
 
 def show(artifact: Artifact) -> list[Panel]:
     """Counts, buckets and caption lengths."""
     summary = artifact.summary
     counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
-    facts = {name: summary[name] for name in counts} | cut_facts(summary.get("cut", {}))
+    facts = {name: summary[name] for name in counts} | cut_facts(summary["cut"])
     facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
     buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
     lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]

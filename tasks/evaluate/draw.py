@@ -31,9 +31,8 @@ from artifacts.models import digest_model
 from artifacts.records import digest_json, open_checked
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.settings.evaluate import Sampling
-from runtimes.families import detect_family
 from runtimes.families.extra_inputs import ExtraInputs
-from runtimes.pipeline_folder.folder import folder_extras, unusual_texts
+from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.process.job import GenerateJob, Job
 from tasks.panels import Comparison, picture_grid, to_png
 from tasks.progress import Progress
@@ -42,7 +41,7 @@ from tasks.stage import BASE, GRID, TrainedWeights
 
 STAGE = "evaluate"
 #: Increment when the content of the pictures or of the losses changes.
-VERSION = 4
+VERSION = 5
 LOSSES = "losses.json"
 #: The parts of a pipeline folder that affect its pictures.
 DRAWING_PARTS = (
@@ -60,14 +59,8 @@ log = logging.getLogger("kiln")
 
 
 def sampler_settings(settings: Sampling, *more: str) -> dict[str, Any]:
-    """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name.
-
-    A true_cfg_scale of 1 is absent, so that keys are those of releases without it.
-    """
-    found = settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
-    if found["true_cfg_scale"] == 1:
-        del found["true_cfg_scale"]
-    return found
+    """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name."""
+    return settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
 
 
 RunJob = Callable[[Job, Callable[[Event], None]], Any]
@@ -75,22 +68,21 @@ RunJob = Callable[[Job, Callable[[Event], None]], Any]
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A pipeline folder to sample from, with optional trained weights and an optional VAE."""
+    """A pipeline to sample from, with optional trained weights."""
 
     digest: str  # sha256 of all content that affects the pictures
-    folder: Path
+    base: Base
     weights: TrainedWeights = BASE
-    vae: Path | None = None
     evaluated: Mapping[str, Any] = field(default_factory=dict)  # `evaluate` of its recipe.yaml
 
     def part(self, name: str) -> Path:
         """The folder of a part: the trained one if there is one, else the pipeline's."""
-        return self.weights.parts.get(name, self.folder / name)
+        return self.weights.parts.get(name, self.base.part(name))
 
     @property
     def extras(self) -> ExtraInputs:
         """The denoiser's conditioning inputs other than text."""
-        return folder_extras(self.part(detect_family(self.folder).denoiser))
+        return folder_extras(self.part(self.base.family.denoiser))
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ class SamplingSpec:
     sampler: dict[str, Any]  # SAMPLER_SETTINGS, and dtype
     latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
-    holdout: dict[str, Any]  # samples, levels, seed, noise_offset; guidance_scale unless it is 1
+    holdout: dict[str, Any]  # samples, levels, seed, noise_offset, guidance_scale
     family_facts: dict[str, str] = field(default_factory=dict)  # Family.key_facts
     text_dtype: str | None = None  # as GenerateJob.text_dtype
     flash_attention: bool = True  # as train.mindspore.flash_attention
@@ -218,29 +210,29 @@ def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
     return np.zeros((0, 0))
 
 
-def digest_pipeline(folder: Path) -> str:
-    """sha256 of the parts of a pipeline folder that affect its pictures."""
-    digest = digest_model(folder, DRAWING_PARTS)
-    unusual = unusual_texts(folder)
+def digest_pipeline(base: Base) -> str:
+    """sha256 of the parts of a pipeline folder that affect its pictures; of its own VAE."""
+    digest = digest_model(base.folder, DRAWING_PARTS)
+    unusual = base.unusual_texts
     return digest_json({"pipeline": digest, "texts": unusual}) if unusual else digest
 
 
-def digest_eval_model(base: Path, vae: Path | None, weights: Any) -> str:
+def digest_eval_model(base: Base, weights: Any) -> str:
     """sha256 of all content that affects a model's pictures; `weights` identifies trained ones."""
-    found = None if vae is None else digest_model(vae)
-    return digest_json({"pipeline": digest_pipeline(base), "vae": found, "tuned": weights})
+    vae = None if base.vae_folder is None else digest_model(base.vae_folder)
+    return digest_json({"pipeline": digest_pipeline(base), "vae": vae, "tuned": weights})
 
 
 def _job(
     models: dict[str, EvalModel], outs: dict[str, Path], spec: SamplingSpec, compiled: str
 ) -> GenerateJob:
     first = next(iter(models.values()))
-    if any((m.folder, m.vae) != (first.folder, first.vae) for m in models.values()):
+    if any(model.base != first.base for model in models.values()):
         raise ValueError("models of one job must share their pipeline folder and VAE")
     sampler = {name: value for name, value in spec.sampler.items() if name != "dtype"}
     return GenerateJob(
         runtime=spec.runtime,
-        model=str(first.folder),
+        **first.base.job_fields,
         drawings=tuple(model.weights.drawing(outs[key]) for key, model in models.items()),
         prompts=spec.prompts,
         sampler={**sampler, "batch_size": spec.batch_size},
@@ -249,7 +241,6 @@ def _job(
         latents=spec.latents,
         text_dtype=spec.text_dtype,
         holdout=spec.holdout if spec.latents else {},
-        vae=None if first.vae is None else str(first.vae),
         compiled=compiled,
         flash_attention=spec.flash_attention,
         offload=spec.offload,

@@ -7,7 +7,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ from artifacts.models import digest_model, digest_model_file
 from artifacts.records import digest_json
 from artifacts.store import Artifact
 from configs.settings.recipe import Recipe
-from runtimes.families import detect_family
 from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base
 from tasks.encode.transform import TransformSettings
 from tasks.evaluate.draw import (
     EvalModel,
@@ -62,8 +61,7 @@ class EvalInputs:
     recipe: Recipe
     images: Artifact  # with the held-out pictures
     latents: Artifact  # with the held-out latents
-    base: Path  # pipeline folder
-    vae: Path | None  # None: the VAE of the base
+    base: Base
     measuring: MeasuringModels
     training_images: Artifact | None = None  # with the training pictures; None: images
 
@@ -78,25 +76,24 @@ class EvalInputs:
             "images": self.images.digest,
             "training_images": self.training.digest,
             "latents": self.latents.digest,
-            **model_digests(self.base, self.vae),
+            **model_digests(self.base),
             **self.measuring.digests(),
         }
 
     def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
         """The base, or the model with the weights of a train artifact."""
         content = None if trained is None else weights_content(trained)
-        digest = digest_eval_model(self.base, self.vae, content)
-        return EvalModel(digest, self.base, weights, self.vae)
+        return EvalModel(digest_eval_model(self.base, content), self.base, weights)
 
 
-def model_digests(base: Path, vae: Path | None) -> dict[str, str]:
+def model_digests(base: Base) -> dict[str, str]:
     """`base` and, if it is separate, `vae` -> sha256 of their content."""
-    found = {"base": digest_pipeline(base)}
-    return found | ({} if vae is None else {"vae": digest_model(vae)})
+    vae = {} if base.vae_folder is None else {"vae": digest_model(base.vae_folder)}
+    return {"base": digest_pipeline(base), **vae}
 
 
 #: Increment when the pictures, the definition of a metric, or its interval changes.
-VERSION = 5
+VERSION = 6
 
 
 def sampling_spec(given: EvalInputs) -> SamplingSpec:
@@ -119,25 +116,23 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
             "seed": settings.seed,
             **recipe.train.holdout_loss_inputs,
         },
-        family_facts=detect_family(given.base).key_facts,
+        family_facts=given.base.family.key_facts,
         text_dtype=recipe.encode.text_dtype if has_holdout else None,
         flash_attention=recipe.train.mindspore.flash_attention,
         offload=settings.offload,
     )
 
 
-def loss_facts(
-    schedule: Schedule, folder: Path, vae: Path | None, extras: ExtraInputs
-) -> dict[str, Any]:
+def loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str, Any]:
     """The facts that define a held-out loss; losses are comparable only if they are equal."""
-    encoders = describe_encoders(folder, vae)
+    encoders = dict(base.encoders)
     return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
 
 
 def fingerprint(given: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
     recipe = given.recipe
-    schedule = read_schedule(given.base / "scheduler", recipe.train)
+    schedule = given.base.schedule(recipe.train)
     extras = ExtraInputs.from_settings(recipe.train)
     return digest_json(
         {
@@ -147,11 +142,11 @@ def fingerprint(given: EvalInputs) -> str:
             "compared": list(compared_sets(recipe)),
             "models": given.measuring.digests(),
             "reference": given.images.digest,
-            "transform": TransformSettings.of(recipe).for_key(),
+            "transform": asdict(TransformSettings.of(recipe)),
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,
-            "loss": loss_facts(schedule, given.base, given.vae, extras),
+            "loss": loss_facts(schedule, given.base, extras),
         }
     )
 
@@ -159,7 +154,6 @@ def fingerprint(given: EvalInputs) -> str:
 def same_loss(given: EvalInputs, model: EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
     theirs = read_schedule(model.part("scheduler"))
-    ours = read_schedule(given.base / "scheduler", given.recipe.train)
-    return loss_facts(theirs, model.folder, model.vae, model.extras) == loss_facts(
-        ours, given.base, given.vae, ExtraInputs.from_settings(given.recipe.train)
-    )
+    ours = given.base.schedule(given.recipe.train)
+    extras = ExtraInputs.from_settings(given.recipe.train)
+    return loss_facts(theirs, model.base, model.extras) == loss_facts(ours, given.base, extras)

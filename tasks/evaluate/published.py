@@ -27,8 +27,7 @@ from artifacts.records import Damaged, digest_json, distrust, read_checked, read
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import vae_path
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, EvalModel, RunJob, digest_eval_model, digest_pipeline
@@ -66,14 +65,13 @@ def find_parts(folder: Path) -> EvalModel:
     """As `load_published_model`, without reading the weights: the digest is empty."""
     evaluated = _section(folder, "evaluate")
     if (folder / "model_index.json").is_file():
-        weights = TrainedWeights(_trained_texts(folder), None)
-        return EvalModel("", folder, weights, evaluated=evaluated)
+        base = Base.open(folder)
+        return EvalModel("", base, TrainedWeights(_trained_texts(base), None), evaluated)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise Refused(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
-    base, vae = _base_of(folder)
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    return EvalModel("", base, TrainedWeights(own, lora), vae, evaluated)
+    return EvalModel("", _base_of(folder), TrainedWeights(own, lora), evaluated)
 
 
 def is_complete_here(folder: Path) -> bool:
@@ -114,21 +112,21 @@ def _damaged(folder: Path, path: str) -> Damaged:
 def _digest(folder: Path, found: EvalModel) -> str:
     if found.weights.lora is not None:
         own = digest_model(folder, (LORA_WEIGHTS, *found.weights.parts))
-        return digest_eval_model(found.folder, found.vae, own)
-    pipeline = digest_pipeline(folder)
+        return digest_eval_model(found.base, own)
+    pipeline = digest_pipeline(found.base)
     texts = tuple(found.weights.parts)
     return digest_json({"pipeline": pipeline, "texts": texts}) if texts else pipeline
 
 
-def _trained_texts(folder: Path) -> dict[str, Path]:
+def _trained_texts(base: Base) -> dict[str, Path]:
     """The text encoders of a published pipeline that were trained.
 
     They also encode the held-out captions, so the loss differs from that with the embeddings stored
     in the latents. The digest must differ too.
     """
-    if not _section(folder, "train").get("train_text_encoder"):
+    if not _section(base.folder, "train").get("train_text_encoder"):
         return {}
-    return {name: folder / name for name in detect_family(folder).clip_encoders}
+    return {name: base.part(name) for name in base.family.clip_encoders}
 
 
 def _section(folder: Path, name: str) -> dict[str, Any]:
@@ -149,18 +147,19 @@ def _base_settings(folder: Path) -> dict[str, Any]:
     return _section(folder, "model")
 
 
-def _base_of(folder: Path) -> tuple[Path, Path | None]:
-    """The pipeline folder and the separate VAE, if any, of the recipe of a folder's adapters."""
+def _base_of(folder: Path) -> Base:
+    """The base, of the recipe of a folder's adapters."""
     try:
         model = _base_settings(folder)
         # A number names a descriptor to the operating system, and no file to us: fspath refuses it.
-        base = resolve_model(os.fspath(model["path"]), revision=model.get("revision"))
-        given = model.get("vae")
-        return base, None if given is None else vae_path(base, resolve_model(os.fspath(given)))
+        path = resolve_model(os.fspath(model["path"]), revision=model.get("revision"))
+        place = model.get("vae")
+        vae = None if place is None else resolve_model(os.fspath(place))
     except (KeyError, TypeError):
         raise Refused(f"{folder}/{RECIPE} does not name the base of its adapters") from None
     except (Refused, Away) as error:
         raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None
+    return Base.open(path, vae)
 
 
 log = logging.getLogger("kiln")

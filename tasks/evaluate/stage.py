@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,7 @@ from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import describe_encoders, read_denoiser_config
+from runtimes.pipeline_folder.folder import Base
 from runtimes.sample import initial_noise
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
@@ -55,24 +54,15 @@ log = logging.getLogger("kiln")
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
-    settings = recipe.evaluate.model_dump(
-        mode="json",
-        exclude={
-            *("prompts", "clip", "image_encoder", "inception", "judges"),
-            *("device", "batch_size", "offload"),
-        },
-    )
-    sets = list(recipe.evaluate.prompts)
-    # A digest sorts names, and a picture's number selects its noise. Other keys stay as they were.
-    order = {} if sets == sorted(sets) else {"sets": sets}
     return {
-        **settings,
-        **order,
+        **recipe.evaluate.key_settings(),
+        # A digest sorts names, and a picture's number selects its noise.
+        "sets": list(recipe.evaluate.prompts),
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
         "judges": judge_names(recipe.evaluate.judges),
         "compared": compared_sets(recipe),
-        "reference": TransformSettings.of(recipe).for_key(),
-        **recipe.train.holdout_loss_inputs,
+        "reference": asdict(TransformSettings.of(recipe)),
+        "holdout_loss": recipe.train.holdout_loss_inputs,
     }
 
 
@@ -94,15 +84,14 @@ def check(recipe: Recipe) -> None:
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 
-def check_drawn_size(recipe: Recipe, base: Path, vae: Path | None) -> None:
+def check_drawn_size(recipe: Recipe, base: Base) -> None:
     """Raise Refused for a picture size that the model or a judge does not support."""
     given = recipe.evaluate
     sides = {"height": given.height, "width": given.width}
-    initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base, vae)
-    family = detect_family(base)
-    config = read_denoiser_config(base)
-    scale = describe_encoders(base, vae)["vae_scale_factor"]
-    check_sides(given.judges, *initial_noise.image_size(sides, family, config, scale))
+    initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
+    scale = base.encoders["vae_scale_factor"]
+    size = initial_noise.image_size(sides, base.family, base.denoiser, scale)
+    check_sides(given.judges, *size)
 
 
 @memory_released()
@@ -114,7 +103,7 @@ def build(
     store = draft.store
     if spec.latents is None:
         log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
-    cuts = tell_cut_prompts(STAGE, given.model().folder, spec.prompts)
+    cuts = tell_cut_prompts(STAGE, given.base, spec.prompts)
     with draw.scratch(draft) as folder, local_weights(trained) as weights:
         models = [given.model(), given.model(trained, weights)]
         shards = draw.draw(models, spec, store, folder, run, draw.progress_callback(progress))

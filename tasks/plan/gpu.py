@@ -25,40 +25,30 @@ from typing import Any
 
 from artifacts.records import digest_json
 from artifacts.store import Store
-from configs.errors import Failed, Refused
+from configs.errors import Refused
 from configs.load_recipe import CHECKOUT
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import (
-    describe_encoders,
-    read_part_config,
-    replacement_config,
-    trained_config,
-)
-from runtimes.process.planner import GpuStepRequest, StepMemory
+from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
+from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, ask
 from runtimes.sample.initial_noise import image_size
-from runtimes.torch_models.gpu_specs import GIB, Gpu, GpuSpec, parse_gpu
+from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec, parse_gpu
 from tasks.evaluate.metrics import sample_prompts
 from tasks.plan.plan import (
     TrainingPlan,
-    ask_planner,
     cache_key,
     checkpoint_bytes,
-    config_folders,
     load_or_compute,
+    open_configs,
 )
+from tasks.progress import gib
 
 #: Increment when the recorded step or the meaning of its bytes changes.
 VERSION = 2
 PROCESSES = 2  # planners at once
 LARGEST = 2**20  # micro-batch of a search
 #: Train settings that affect the recorded step.
-STEP_SETTINGS = {
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("init", "denoiser_config", "optimizer", "max_grad_norm"),
-    *("mixed_precision", "gradient_checkpointing"),
-}
+STEP_SETTINGS = Train.names_with("plan", "gpu")
 #: Packages that record the step.
 STEP_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
@@ -67,15 +57,19 @@ STEP_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 class Peaks:
     """Peak memory in bytes of what a run does on the GPU."""
 
-    training: dict[str, int]  # by part
+    parts: dict[str, int]  # of training
     sampling: int  # of the evaluation, in a process of its own
     samples: int  # pictures drawn during training; 0: none are drawn
     checkpoint: int
     host: int  # of the host's memory, for offloaded weights of the evaluation
 
     @property
+    def training(self) -> int:
+        return sum(self.parts.values())
+
+    @property
     def largest(self) -> int:
-        return max(sum(self.training.values()), self.sampling, self.samples, self.checkpoint)
+        return max(self.training, self.sampling, self.samples, self.checkpoint)
 
 
 class Planner:
@@ -85,12 +79,9 @@ class Planner:
         say: receives a message before each computation, which takes seconds to a minute.
     """
 
-    def __init__(
-        self, recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, recipe: Recipe, base: Base, say: Callable[[str], None]) -> None:
         self._recipe = recipe
-        self._model = model
-        self._vae = vae
+        self._base = base
         self._say = say
         self._found: dict[str, StepMemory] = {}
         self.seconds = 0.0
@@ -107,7 +98,7 @@ class Planner:
             dtype = request.sampling_dtype
             what = "a training step" if dtype is None else f"drawing pictures in {dtype}"
             self._say(f"computing the memory of {what}: seconds to a minute")
-            found = ask_planner("runtimes.torch.gpu_plan", asdict(request))
+            found = ask("-m", "runtimes.torch.gpu_plan", json.dumps(asdict(request)))
             self.seconds += found["seconds"]
             return found
 
@@ -124,9 +115,8 @@ class Planner:
 
     def permits(self, train: Train) -> bool:
         """Whether the base can be trained so: adapters add no inputs to a denoiser."""
-        config = read_part_config(self._model, detect_family(self._model).denoiser)
         try:
-            trained_config(config, train, replacement_config(train))
+            trained_config(self._base.denoiser, train, replacement_config(train))
         except Refused:
             return False
         return True
@@ -146,18 +136,16 @@ class Planner:
 
     def _drawn_size(self) -> tuple[int, int]:
         """(height, width) of the pictures that training and evaluation draw, in pixels."""
-        family = detect_family(self._model)
-        denoiser = read_part_config(self._model, family.denoiser)
-        scale = describe_encoders(self._model, self._vae)["vae_scale_factor"]
+        base = self._base
+        scale = base.encoders["vae_scale_factor"]
         asked = self._recipe.evaluate.model_dump(include={"height", "width"})
-        return image_size(asked, family, denoiser, scale)
+        return image_size(asked, base.family, base.denoiser, scale)
 
     def _request(self, train: dict[str, Any]) -> GpuStepRequest:
         return GpuStepRequest(
-            model=str(self._model),
+            **self._base.job_fields,
             train=train,
             resolution=self._recipe.encode.resolution,
-            vae=None if self._vae is None else str(self._vae),
             denoiser_config=replacement_config(self._recipe.train),
             text_dtype=self._recipe.encode.text_dtype,
         )
@@ -191,7 +179,7 @@ class Planner:
         evaluated = self._get(self._sampling(recipe.evaluate.dtype))
         weights = evaluated.offloaded if recipe.evaluate.offload else evaluated.weights
         return Peaks(
-            training=state | step.peak(samples, accumulating=several),
+            parts=state | step.peak(samples, accumulating=several),
             sampling=weights + sum(evaluated.peak(recipe.evaluate.batch_size).values()),
             samples=drawn,
             checkpoint=held + step.largest,  # one array at a time is copied to the host
@@ -307,7 +295,7 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
         dotted = {f"train.{name}": value for name, value in changed.items()} | sampling
         peaks = planner.peaks(variant)
         if "evaluate.offload" in sampling:
-            notes += (f"{peaks.host / GIB:.1f} GiB of the host's memory for the evaluation",)
+            notes += (f"{gib(peaks.host, 1)} of the host's memory for the evaluation",)
         found.append(Advice(dotted, peaks.largest, ratio, notes))
     return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
 
@@ -380,9 +368,6 @@ def _applies(change: dict[str, Any], recipe: Recipe) -> bool:
     return any(getattr(settings, name) != value for name, value in change.items())
 
 
-#: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
-#: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
-USABLE = 0.92
 #: Assumed share of a GPU's peak FLOP/s, about that of SD2 without torch.compile on an H100.
 TYPICAL_MFU = 0.2
 #: Compiled blocks need at least this share of the planned activations (SD2 on an H100: 0.77).
@@ -401,24 +386,19 @@ class GpuPlan(TrainingPlan):
     gpu: Gpu
     step: StepMemory
     peaks: Peaks
-    info: dict[str, Any]  # of the encoders, from describe_encoders
+    info: Mapping[str, Any]  # of the encoders, `Base.encoders`
     seconds: float  # duration of the plan, without cached parts
     largest_micro_batch: int | None = None  # the largest that fits; None if none does
     advice: tuple[Advice, ...] = ()  # the first costs least; empty if the recipe fits
 
     @property
-    def usable(self) -> int:
-        """Bytes of the GPU's memory for tensors."""
-        return int(USABLE * self.gpu.memory)
-
-    @property
     def fits(self) -> bool:
-        return self.peaks.largest <= self.usable
+        return self.peaks.largest <= self.gpu.usable
 
     @property
     def least_training(self) -> int:
         """Bytes that training needs at least, if compiled blocks save most activations."""
-        parts = dict(self.peaks.training)
+        parts = dict(self.peaks.parts)
         if self.recipe.train.compile != "none":
             for name in ("activations", "temporaries"):
                 parts[name] = int(parts[name] * COMPILED)
@@ -436,7 +416,7 @@ class GpuPlan(TrainingPlan):
         return RecipeMemory(
             recipe=self.recipe.name,
             settings=digest_settings(self.recipe),
-            training=sum(peaks.training.values()),
+            training=peaks.training,
             samples=peaks.samples,
             sampling=peaks.sampling,
             checkpoint=peaks.checkpoint,
@@ -470,11 +450,11 @@ class GpuPlan(TrainingPlan):
     def refusal(self) -> str:
         """The error of a recipe that does not fit."""
         text = (
-            f"{self.recipe.name} needs {self.peaks.largest / GIB:.1f} GiB, {self.gpu.name} has "
-            f"{self.usable / GIB:.1f} GiB for tensors: "
+            f"{self.recipe.name} needs {gib(self.peaks.largest, 1)}, {self.gpu.name} has "
+            f"{gib(self.gpu.usable, 1)} for tensors: "
         )
         if not self.advice:
-            trains = sum(self.peaks.training.values()) <= self.usable
+            trains = self.peaks.training <= self.gpu.usable
             smaller = "evaluate.height and evaluate.width" if trains else "encode.resolution"
             return text + f"no settings known here make it fit; lower {smaller}"
         return text + f"it fits with {self.advice[0].options}"
@@ -492,40 +472,36 @@ def plan_gpu_training(
 
     Raises:
         Refused: the plan does not support the recipe or the GPU.
-        Failed: the planner failed.
+        Unanswered: the planner failed.
     """
     there = parse_gpu(gpu)
-    model, vae = config_folders(recipe)
-    return plan_for(recipe, there, model, vae, say, search=search)
+    return plan_for(recipe, there, open_configs(recipe), say, search=search)
 
 
 def plan_for(
     recipe: Recipe,
     gpu: Gpu,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     say: Callable[[str], None] = log.info,
     *,
     search: bool = False,
 ) -> GpuPlan:
-    """`plan_gpu_training` for local folders; their configs are enough."""
+    """`plan_gpu_training` for an opened base; its configs are enough."""
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
         raise Refused("train.fsdp: a GPU plan knows unsharded weights only: set 1")
-    planner = Planner(recipe, model, vae, say)
+    planner = Planner(recipe, base, say)
     planner.compute(planner.requests(recipe))
     peaks = planner.peaks(recipe)
     step = planner.step(recipe.train)
-    info = describe_encoders(model, vae)
-    plan = GpuPlan(recipe, gpu, step, peaks, info, planner.seconds)
-    largest = planner.largest_micro_batch(recipe, plan.usable, enlarges=search)
-    advice = () if plan.fits else tuple(advise(planner, recipe, plan.usable))
+    plan = GpuPlan(recipe, gpu, step, peaks, base.encoders, planner.seconds)
+    largest = planner.largest_micro_batch(recipe, gpu.usable, enlarges=search)
+    advice = () if plan.fits else tuple(advise(planner, recipe, gpu.usable))
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
 
 
 def check_fits(
     recipe: Recipe,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     memory: int,
     host: int | None,
     *,
@@ -537,27 +513,25 @@ def check_fits(
     that is small beside the memory is not planned, since that costs seconds to a minute.
 
     Args:
-        model: local folder of the base pipeline.
-        vae: folder of the VAE that replaces the pipeline's own.
         memory: of the GPU, in bytes, as its driver reports it.
         host: bytes of the host's memory; None: this host evaluates nothing.
         small: how many times the stored weights the memory of a GPU is for a small model.
     """
-    denoiser = model / detect_family(model).denoiser
-    stored = sum(path.stat().st_size for path in denoiser.glob("*.safetensors"))
+    weights = base.denoiser_folder.glob("*.safetensors")
+    stored = sum(path.stat().st_size for path in weights)
     if 0 < small * stored < memory:
         return
     try:
-        plan = plan_for(recipe, Gpu("this GPU", memory), model, vae)
-    except Failed as error:
+        plan = plan_for(recipe, Gpu("this GPU", memory), base)
+    except Unanswered as error:
         log.warning("the memory of training is unknown: %s", error)
         return
     if plan.least_training > memory:
         raise Refused(plan.refusal())
     if host is not None and plan.peaks.host > host:
         raise Refused(
-            f"evaluate.offload keeps {plan.peaks.host / GIB:.1f} GiB of weights in the host's "
-            f"memory, which has {host / GIB:.1f} GiB: set false, or use a larger host"
+            f"evaluate.offload keeps {gib(plan.peaks.host, 1)} of weights in the host's "
+            f"memory, which has {gib(host, 1)}: set false, or use a larger host"
         )
     if not plan.fits:
         log.warning("training may run out of memory: %s", plan.refusal())
@@ -565,10 +539,7 @@ def check_fits(
 
 FILE = Path(__file__).with_name("recipe_memory.json")
 #: Settings beside STEP_SETTINGS that a plan reads.
-TRAIN_SETTINGS = STEP_SETTINGS | {
-    *("micro_batch_size", "global_batch_size", "processes", "fsdp", "steps", "epochs"),
-    *("ema_decay", "sample_every_n_steps"),
-}
+TRAIN_SETTINGS = STEP_SETTINGS | Train.names_with("plan", "run")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,22 +18,23 @@ from typing import Any
 from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
-from configs.errors import Failed, Refused
+from configs.errors import Refused
 from configs.settings.recipe import Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
-from runtimes.families import detect_family, family_named
-from runtimes.pipeline_folder.folder import describe_encoders, vae_path
+from runtimes.families import Family, family_named
+from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
-from runtimes.process.planner import GpuStepRequest, TpuStepRequest
+from runtimes.process.questions import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
+from tasks.progress import bytes_in_words
 
 
 class TrainingPlan(ABC):
     """Duration, storage and cost of a recipe's training on some accelerators."""
 
     recipe: Recipe
-    info: dict[str, Any]  # of the encoders, from describe_encoders
+    info: Mapping[str, Any]  # of the encoders, `Base.encoders`
 
     @property
     @abstractmethod
@@ -103,7 +100,7 @@ def latent_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
     """Stored bytes of latents per picture: 16-bit moments, masks with masked means.
 
     Args:
-        info: of the encoders, from describe_encoders.
+        info: of the encoders, `Base.encoders`.
     """
     encode = recipe.encode
     pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
@@ -116,22 +113,23 @@ def caption_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
     """Stored bytes of a caption: its 16-bit embeddings, or its 32-bit token ids alone.
 
     Args:
-        info: of the encoders, from describe_encoders.
+        info: of the encoders, `Base.encoders`.
     """
     if recipe.encode.text == "token_ids":
         return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
     return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
 
-def config_folders(recipe: Recipe) -> tuple[Path, Path | None]:
-    """Local folders of the base, and of a separate VAE; of a model on the hub with configs alone.
+def open_configs(recipe: Recipe) -> Base:
+    """The base with the recipe's VAE; of a model on the hub, its configs alone are fetched.
 
     Raises:
         Refused: the base or the VAE does not exist.
+        Refused: the base is no pipeline of a known family.
     """
     model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
-    separate = recipe.model.vae
-    return model, None if separate is None else vae_path(model, resolve_configs(separate))
+    vae = recipe.model.vae
+    return Base.open(model, None if vae is None else resolve_configs(vae))
 
 
 def load_or_compute(
@@ -169,30 +167,6 @@ def cache_key(
     return digest_json([version, settings, configs, versions])
 
 
-def ask_planner(
-    module: str, request: dict[str, Any], environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run a planner's module in a child process on a request; the JSON object that it prints.
-
-    Raises:
-        Refused: the planner does not support the request.
-        Failed: the planner failed.
-    """
-    with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
-        path = Path(scratch) / "request.json"
-        path.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", module, str(path)]
-        variables = {**os.environ, **(environment or {})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-20:])
-        raise Failed(f"the step could not be planned (exit code {done.returncode}): {last}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "wrong_input" in found:
-        raise Refused(found["wrong_input"])
-    return found
-
-
 #: Bytes per pixel of photographs in a stored format: jpg and webp at quality 95, png.
 PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
 #: Area of a picture as a multiple of image_size squared, for sides of 1 to 1.3.
@@ -227,13 +201,12 @@ class DiskEstimate:
     @property
     def words(self) -> str:
         """The largest parts, such as `encode 3.1 GB, train 2.0 GB`."""
-        return ", ".join(f"{stage} {in_words(size)}" for stage, size in self.stages.items())
+        return ", ".join(f"{stage} {bytes_in_words(size)}" for stage, size in self.stages.items())
 
 
 def estimate_disk(
     recipe: Recipe,
-    model: Path,
-    vae: Path | None,
+    base: Base,
     rows: int,
     stages: Sequence[StageName],
     trials: Sequence[Recipe] = (),
@@ -241,8 +214,6 @@ def estimate_disk(
     """The disk that a run needs in its store.
 
     Args:
-        model: local folder of the base pipeline.
-        vae: folder of the VAE that replaces the pipeline's own.
         rows: of the source.
         stages: those that the run builds.
         trials: of a sweep, the recipes that are trained and measured; one of them is published.
@@ -250,15 +221,15 @@ def estimate_disk(
     Raises:
         Refused: the base's configs are invalid, or a prompt file cannot be read.
     """
-    info = describe_encoders(model, vae)
-    trained = [(one, _trained_parameters(one.train, model)) for one in trials or (recipe,)]
+    info = base.encoders
+    trained = [(one, _trained_parameters(one.train, base)) for one in trials or (recipe,)]
     encoded = rows * (latent_bytes(recipe, info) + caption_bytes(recipe, info))
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe),
         "encode": encoded,
         "train": sum(_training_bytes(one, numbers, rows) for one, numbers in trained),
         "evaluate": len(trained) * _evaluation_bytes(recipe, rows),
-        "publish": max(_published_bytes(one, model, numbers) for one, numbers in trained),
+        "publish": max(_published_bytes(one, base.folder, numbers) for one, numbers in trained),
     }
     return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
 
@@ -301,29 +272,28 @@ def _drawn_bytes(recipe: Recipe) -> int:
     return int(PIXEL_BYTES["png"] * recipe.encode.resolution**2)
 
 
-def _published_bytes(recipe: Recipe, model: Path, trained: int) -> int:
+def _published_bytes(recipe: Recipe, folder: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
     publish = recipe.publish
     train = recipe.train
     width = 4 if publish.dtype == "float32" else 2
-    parts = sorted(folder for folder in model.iterdir() if folder.is_dir())
+    parts = sorted(part for part in folder.iterdir() if part.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
     adapters = width * trained if train.method == "lora" else 0
     size = adapters if train.method == "lora" and not publish.merge else whole + adapters
     return size * (2 if publish.registry is None else 1)
 
 
-def _trained_parameters(settings: Train, model: Path) -> int:
+def _trained_parameters(settings: Train, base: Base) -> int:
     """Numbers that training changes."""
-    family = detect_family(model)
+    family = base.family
     parts = (family.denoiser, *(family.clip_encoders if settings.train_text_encoder else ()))
-    return sum(_trained_in(part, _shapes(model / part), settings, model) for part in parts)
+    return sum(_trained_in(part, _shapes(base.part(part)), settings, family) for part in parts)
 
 
-def _trained_in(part: str, shapes: WeightShapes, settings: Train, model: Path) -> int:
+def _trained_in(part: str, shapes: WeightShapes, settings: Train, family: Family) -> int:
     if settings.method == "full" or not shapes:
         return sum(map(math.prod, shapes.values()))
-    family = detect_family(model)
     layers = layers_of(shapes)
     chosen = choose_layers(part, layers, settings.lora, family.attention_layers)
     rank = settings.lora.rank
@@ -338,14 +308,3 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         return weight_shapes(folder)
     except Refused:  # another stage reports a damaged file
         return {}
-
-
-def in_words(size: float) -> str:
-    """A number of bytes, such as `12 B`, `139 MB` or `3.1 GB`."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = 0
-    while size >= 999.5 and power < 4:
-        size /= 1000
-        power += 1
-    digits = f"{size:.1f}".removesuffix(".0") if size < 99.95 else f"{size:,.0f}"
-    return f"{digits} {units[power]}"

@@ -6,9 +6,10 @@ by the content of the request.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import distributions, version
@@ -18,10 +19,10 @@ from typing import Any
 from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
-from runtimes.pipeline_folder.folder import describe_encoders, replacement_config
-from runtimes.process.planner import StepCost, TpuStepRequest
+from runtimes.pipeline_folder.folder import Base, replacement_config
+from runtimes.process.questions import StepCost, TpuStepRequest, ask
 from runtimes.spmd.slices import TpuSlice, check_training, parse_slice
-from tasks.plan.plan import TrainingPlan, ask_planner, cache_key, config_folders, load_or_compute
+from tasks.plan.plan import TrainingPlan, cache_key, load_or_compute, open_configs
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 5
@@ -33,11 +34,7 @@ TYPICAL_MFU = 0.4
 #: Assumed fraction of a chip's peak in attention kernels, whose FLOPs the compiler does not see.
 KERNEL_MFU = 0.5
 #: Train settings that affect the compiled step.
-STEP_SETTINGS = {
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("optimizer", "ema_decay", "max_grad_norm"),
-    *("mixed_precision", "gradient_checkpointing", "compile", "fsdp"),
-}
+STEP_SETTINGS = Train.names_with("plan", "tpu")
 #: Packages that compile the step.
 STEP_PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
@@ -77,7 +74,7 @@ class SlicePlan(TrainingPlan):
     where: TpuSlice
     batch: Size
     step: StepCost
-    info: dict[str, Any]  # of the encoders, from describe_encoders
+    info: Mapping[str, Any]  # of the encoders, `Base.encoders`
     largest: Size | None = None  # the largest batch that fits; None if not searched or none fits
 
     @property
@@ -138,13 +135,13 @@ def plan_slice_training(
 
     Raises:
         Refused: the plan does not support the recipe or the slice.
-        Failed: the compiler failed.
+        Unanswered: the compiler failed.
     """
     where = parse_slice(topology)
     size = _size(recipe, where)
-    model, vae = config_folders(recipe)
-    measure = partial(_load_or_compile, recipe, model, vae, say)
-    found = SlicePlan(recipe, where, size, measure(size), describe_encoders(model, vae))
+    base = open_configs(recipe)
+    measure = partial(_load_or_compile, recipe, base, say)
+    found = SlicePlan(recipe, where, size, measure(size), base.encoders)
     if found.step_fits and not search:
         return found
     return replace(found, largest=_largest(measure, size))
@@ -159,15 +156,14 @@ def _size(recipe: Recipe, where: TpuSlice) -> Size:
 
 
 def _load_or_compile(
-    recipe: Recipe, model: Path, vae: Path | None, say: Callable[[str], None], batch: Size
+    recipe: Recipe, base: Base, say: Callable[[str], None], batch: Size
 ) -> StepCost:
     """The cost of the recipe's step for a batch, from the store's cache if it is there."""
     request = TpuStepRequest(
-        model=str(model),
+        **base.job_fields,
         train=_of_the_step(recipe.train, batch),
         resolution=recipe.encode.resolution,
         topology=batch.where.name,
-        vae=None if vae is None else str(vae),
         denoiser_config=replacement_config(recipe.train),
         text_dtype=recipe.encode.text_dtype,
     )
@@ -246,4 +242,6 @@ def _compile(request: TpuStepRequest) -> StepCost:
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return StepCost(**ask_planner("runtimes.jax.tpu_step_memory", asdict(request), environment))
+    text = json.dumps(asdict(request))
+    step = ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
+    return StepCost(**step)

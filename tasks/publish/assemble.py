@@ -27,9 +27,8 @@ from runtimes.adapters.lora import (
     stored_name,
     with_alpha_in_weights,
 )
-from runtimes.families import detect_family
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, read_scheduler_config
-from runtimes.pipeline_folder.folder import folder_extras
+from runtimes.pipeline_folder.folder import Base, folder_extras
 from runtimes.pipeline_folder.weights import stored_weight_files
 
 #: Where the part of a config was loaded from, on the machine that wrote it; no loader reads it.
@@ -38,7 +37,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".ckpt", ".msgpack", ".onnx", ".h5")
 
 
 def assemble(
-    base: Path,
+    base: Base,
     replacements: Mapping[str, Path],
     out: Path,
     *,
@@ -52,7 +51,7 @@ def assemble(
     Without a dtype, `from_pretrained` loads every part in float32.
 
     Args:
-        base: pipeline folder.
+        base: the pipeline; the VAE that replaces its own is copied instead.
         replacements: part name -> folder that replaces the base's part.
         dtype: PyTorch name of a float dtype.
         adapters: part name -> adapters to merge.
@@ -63,20 +62,19 @@ def assemble(
     """
     adapters = adapters or {}
     out.mkdir(parents=True, exist_ok=True)
-    index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
+    index = dict(base.index)
     if "scheduler" in replacements:  # its class may differ from the base's
         config = json.loads(
             (replacements["scheduler"] / SCHEDULER_FILE).read_text(encoding="utf-8")
         )
         index["scheduler"] = ["diffusers", config["_class_name"]]
-    family = detect_family(base)
-    denoiser = replacements.get(family.denoiser, base / family.denoiser)
+    denoiser = replacements.get(base.family.denoiser, base.denoiser_folder)
     if folder_extras(denoiser).inpainting:
-        index["_class_name"] = family.pipelines[-1]
+        index["_class_name"] = base.family.pipelines[-1]
     for part, spec in index.items():
         is_part = isinstance(spec, list) and len(spec) == 2 and spec[0] is not None
         if is_part:
-            source = replacements.get(part, base / part)
+            source = replacements.get(part, base.part(part))
             merging = _Merging(part, adapters.get(part, {}))
             _copy_part(source, out / part, dtype, merging)
     (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -153,10 +151,10 @@ def _load_as_float32(path: Path) -> None:
         path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", "utf-8")
 
 
-def model_parts(base: Path) -> list[Path]:
+def model_parts(base: Base) -> list[Path]:
     """The folders of a pipeline's parts that are models; one that is missing counts."""
-    index = json.loads((base / "model_index.json").read_text(encoding="utf-8"))
-    parts = [base / p for p, s in index.items() if isinstance(s, list) and s[0] is not None]
+    entries = base.index.items()
+    parts = [base.part(p) for p, s in entries if isinstance(s, list) and s[0] is not None]
     return [part for part in parts if _wants_weights(part)]
 
 
@@ -207,13 +205,13 @@ DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF1
 
 
 def write_adapters(
-    lora: Path, base: Path, out: Path, *, name: str, dtype: str, scheduler: Path | None
+    lora: Path, base: Base, out: Path, *, name: str, dtype: str, scheduler: Path | None
 ) -> None:
     """Write `pytorch_lora_weights.safetensors` and, if possible, `<name>_kohya.safetensors`.
 
     Args:
         lora: adapter file of the train stage.
-        base: pipeline folder of the base.
+        base: the pipeline that they change.
         out: output folder, created if missing.
         name: stem of the kohya file.
         dtype: precision of the written weights, by its PyTorch name.
@@ -231,18 +229,18 @@ def write_adapters(
     _save(tensors, out / LORA_WEIGHTS, dtype, header)
     if scheduler is not None:
         shutil.copytree(scheduler, out / "scheduler", dirs_exist_ok=True)
-    arrays, header = _as_kohya(lora, base, scheduler or base / "scheduler", name)
+    arrays, header = _as_kohya(lora, base, scheduler or base.part("scheduler"), name)
     if arrays:
         _save(arrays, out / f"{name}{KOHYA_SUFFIX}", dtype, header)
 
 
-def _as_kohya(lora: Path, base: Path, scheduler: Path, name: str) -> tuple[Arrays, dict[str, str]]:
+def _as_kohya(lora: Path, base: Base, scheduler: Path, name: str) -> tuple[Arrays, dict[str, str]]:
     """The arrays and header in kohya's layout; none, with a warning, if it has no names."""
-    family = detect_family(base)
+    family = base.family
     if family.kohya is None:
         log.warning("publish: no file in kohya's layout: it does not support %s", family.name)
         return {}, {}
-    config = json.loads((base / family.denoiser / "config.json").read_text(encoding="utf-8"))
+    config = base.denoiser
     adapters = read_adapters(lora)
     kind = read_scheduler_config(scheduler).get("prediction_type", "epsilon")
     header = kohya.kohya_header(adapters, family.kohya, config, prediction_type=kind, name=name)

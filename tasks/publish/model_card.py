@@ -20,9 +20,9 @@ from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.families import Family, detect_family
+from runtimes.families import Family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
-from runtimes.pipeline_folder.folder import absent_text_parts, unusual_text_length
+from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
 from tasks.evaluate.metrics import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
@@ -111,8 +111,7 @@ class Weights:
     def of(
         cls,
         tuned: TrainedWeights,
-        base: Path,
-        vae: Path | None,
+        base: Base,
         out: Path,
         *,
         merged: bool,
@@ -121,18 +120,19 @@ class Weights:
         """Of the folder `out`, in which the weights are; `vae_place` is `model.vae`."""
         has_lora = tuned.lora is not None
         own = tuned.parts.get("scheduler")
+        vae = base.vae_folder
         scheduler = None if own is None else read_scheduler_config(own)["_class_name"]
         return cls(
             pipeline=merged or not has_lora,
             adapters=has_lora,
             scheduler=scheduler,
-            variant=pipeline_variant(base),
+            variant=pipeline_variant(base.folder),
             vae_variant=None if vae is None else weight_variant(vae),
             vae_subfolder=bool(vae and vae_place and has_vae_folder(vae_place, vae)),
-            absent=absent_text_parts(base),
+            absent=base.absent_text_parts,
             kohya=any(out.rglob(f"*{KOHYA_SUFFIX}")),
-            family=detect_family(base),
-            caption_tokens=unusual_text_length(base),
+            family=base.family,
+            caption_tokens=base.unusual_text_length,
         )
 
 

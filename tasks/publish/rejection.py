@@ -11,7 +11,7 @@ from tasks.publish.stage import CHAMPION_EVALUATION, Rejected
 from tasks.stage import GATE, METRICS
 
 STAGE = "verdict"
-VERSION = 1
+VERSION = 2
 
 
 def key_parts(publication: KeyParts, rejection: Rejected) -> KeyParts:

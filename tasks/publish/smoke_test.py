@@ -8,10 +8,8 @@ from __future__ import annotations
 import ast
 import json
 import math
-import os
 import re
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from configs.settings.recipe import Recipe
+    from runtimes.pipeline_folder.folder import Base
 
 #: Formats that can execute code when they are loaded.
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
@@ -46,40 +45,32 @@ OF_THE_MACHINE = re.compile(
 )
 
 
-def drawing_fault(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> str | None:
+def drawing_fault(folder: Path, base: Base, recipe: Recipe) -> str | None:
     """The reason why the code of a folder's card draws no finite picture; None if it draws one.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
-        base: local pipeline folder.
-        vae: folder of the VAE that replaces the base's own.
 
     Raises:
         Away: the process was killed, or ran out of memory or time, on a busy machine.
     """
+    # The script has no project to import from.
     from configs.errors import Away
+    from runtimes.process.questions import Unanswered, ask
 
-    job = json.dumps(describe(folder, base, vae, recipe))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
-    try:
-        result = subprocess.run(
-            [sys.executable, "-P", __file__, job],  # not -I: packages may be in PYTHONPATH
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise Away(f"smoke test: no picture after {SECONDS} s: run again") from None
-    if result.returncode < 0:
-        name = signal.Signals(-result.returncode).name
-        raise Away(f"smoke test: killed by {name}: run again")
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-        if (lack := OF_THE_MACHINE.search(result.stderr)) is not None:
-            raise Away(f"smoke test: {lack[0]}: run again")
-        return lines[-1]
+    job = json.dumps(describe(folder, base, recipe))
+    environment = {"HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
+    try:  # -P and not -I: packages may be in PYTHONPATH
+        ask(__file__, job, environment=environment, seconds=SECONDS)
+    except Unanswered as error:
+        if error.code is None:
+            raise Away(f"smoke test: no picture after {SECONDS} s: run again") from None
+        if error.code < 0:
+            name = signal.Signals(-error.code).name
+            raise Away(f"smoke test: killed by {name}: run again") from None
+        if (lack := OF_THE_MACHINE.search(error.log)) is not None:
+            raise Away(f"smoke test: {lack[0]}: run again") from None
+        return error.last
     return None
 
 
@@ -95,15 +86,16 @@ def files_fault(folder: Path, max_bytes: int | None) -> str | None:
     return None
 
 
-def describe(folder: Path, base: Path, vae: Path | None, recipe: Recipe) -> dict[str, Any]:
+def describe(folder: Path, base: Base, recipe: Recipe) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
     from runtimes.pipeline_folder.weights import weight_shapes
     from tasks.publish.model_card import FOLDER, VAES, has_vae_folder, place_in_code
 
-    pipeline = folder if (folder / INDEX).is_file() else base
+    pipeline = folder if (folder / INDEX).is_file() else base.folder
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
-    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base)}
+    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base.folder)}
+    vae = base.vae_folder
     if vae is not None and recipe.model.vae is not None:
         is_part = has_vae_folder(recipe.model.vae, vae)
         places[place_in_code(recipe.model.vae, VAES)] = str(vae.parent if is_part else vae)
@@ -199,3 +191,4 @@ def _free_bytes(device: str) -> float:
 
 if __name__ == "__main__":
     draw(json.loads(sys.argv[1]))
+    print("{}")  # the answer: it has drawn

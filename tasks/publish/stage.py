@@ -22,7 +22,7 @@ from configs.errors import Away, Failed
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import read_adapters
-from runtimes.pipeline_folder.folder import read_index
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.distances import Estimates, differences
 from tasks.evaluate.draw import DRAWING_PARTS
 from tasks.evaluate.published import PublishedMetrics
@@ -80,8 +80,7 @@ def remeasured_champion(artifact: Artifact) -> Artifact | None:
 
 
 STAGE = "publish"
-VERSION = 2
-NOT_IN_KEY = {"registry", "hub", "signing_key", "keep_versions"}
+VERSION = 3
 log = logging.getLogger("kiln")
 
 
@@ -93,8 +92,7 @@ class Publication:
     trained: Artifact
     evaluated: Artifact
     lineage: dict[str, str]  # input name -> digest, for the card
-    base: Path  # pipeline folder
-    vae: Path | None  # None: the VAE of the base
+    base: Base
     #: The reason to publish a model that fails a rule; the card and the history name it.
     force: str | None = None
 
@@ -132,17 +130,14 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
 
     Adapters alone need their base: the manifest says where it is.
     """
-    settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
-    has_lora = recipe.train.method == "lora"
-    if has_lora and not recipe.publish.merge:
+    settings = recipe.publish.key_settings()
+    if recipe.train.method == "lora" and not recipe.publish.merge:
         settings["base"] = recipe.model.model_dump(mode="json")
-    if has_lora:
-        settings["kohya"] = "with header"  # web UIs hide earlier files, which have none
     return settings | ({} if force is None else {"force": force})
 
 
 def key_parts(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, force: str | None = None
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Base, force: str | None = None
 ) -> KeyParts:
     """The artifact's key, with the champion if a rule names it."""
     settings = settings_for_key(recipe, force)
@@ -151,7 +146,7 @@ def key_parts(
 
 
 def _inputs(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, settings: Mapping[str, Any]
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Base, settings: Mapping[str, Any]
 ) -> dict[str, str]:
     """Digests of the inputs.
 
@@ -164,8 +159,8 @@ def _inputs(
     inputs = {
         "model": trained.digest,
         "evaluation": evaluated.digest,
-        "card": digest_json(model_card.base_card(base)),
-        **_license_digests(base),
+        "card": digest_json(model_card.base_card(base.folder)),
+        **_license_digests(base.folder),
         **_copied_digests(recipe, base),
     }
     registry = registry_of(recipe)
@@ -188,7 +183,7 @@ def compared_champion(recipe: Recipe, inputs: Mapping[str, str]) -> Version | No
 
 
 def check_champion(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Path, key: Mapping[str, Any]
+    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Base, key: Mapping[str, Any]
 ) -> None:
     """Raise Away unless the champion is the one that a key names.
 
@@ -253,7 +248,7 @@ def build(
     if not passed and given.force is None:
         raise reject(verdicts)
     forced = None if passed else given.force
-    _check_license(recipe, given.base)
+    _check_license(recipe, given.base.folder)
     failed = ", ".join(verdict.rule for verdict in verdicts if not verdict.passed)
     progress(1, 3, "gate passed" if passed else f"gate failed ({failed}), forced: {forced}")
     with tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch:
@@ -267,7 +262,7 @@ def build(
     progress(3, 3, "published")
     return {
         "name": recipe.publish.name,
-        "license": model_card.shown_license(recipe, given.base),
+        "license": model_card.shown_license(recipe, given.base.folder),
         "lineage": given.lineage,
         "compared_with": compared_with,
         "forced": forced,
@@ -324,17 +319,17 @@ def _license_digests(base: Path) -> dict[str, str]:
     return {"license_files": digest_json(found)} if found else {}
 
 
-def _copied_digests(recipe: Recipe, base: Path) -> dict[str, str]:
+def _copied_digests(recipe: Recipe, base: Base) -> dict[str, str]:
     """The key's part for what a pipeline folder copies and no evaluation reads; often nothing.
 
     Such are the `safety_checker` and the `feature_extractor`.
     """
     if recipe.train.method == "lora" and not recipe.publish.merge:
         return {}
-    index = read_index(base)
-    parts = [name for name, spec in index.items() if isinstance(spec, list) and spec[0] is not None]
+    entries = base.index.items()
+    parts = [name for name, spec in entries if isinstance(spec, list) and spec[0] is not None]
     copied = sorted(set(parts) - set(DRAWING_PARTS))
-    return {"copied_parts": digest_model(base, tuple(copied))} if copied else {}
+    return {"copied_parts": digest_model(base.folder, tuple(copied))} if copied else {}
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:
@@ -355,15 +350,13 @@ def _write_folder(
     with local_weights(given.trained) as tuned:
         _write_weights(given, tuned, out)
         weights = model_card.Weights.of(
-            *(tuned, base, given.vae, out),
-            merged=recipe.publish.merge,
-            vae_place=recipe.model.vae,
+            tuned, base, out, merged=recipe.publish.merge, vae_place=recipe.model.vae
         )
     training = model_card.training_facts(given.trained.manifest["run"], given.trained.summary)
-    about = (recipe, base, measured, verdicts, given.lineage, weights, training)
+    about = (recipe, base.folder, measured, verdicts, given.lineage, weights, training)
     card = model_card.write_card(*about, forced=forced)
     (out / "README.md").write_text(card, encoding="utf-8")
-    for path in model_card.license_files(base):
+    for path in model_card.license_files(base.folder):
         shutil.copyfile(path, out / path.name)
     settings = dump_yaml(published_settings(recipe))
     (out / RECIPE).write_text(settings, encoding="utf-8")
@@ -379,9 +372,8 @@ def _write_weights(given: Publication, tuned: TrainedWeights, out: Path) -> None
     lora = tuned.lora
     alone = lora is not None and not settings.merge
     if not alone:
-        instead = tuned.parts | ({} if given.vae is None else {"vae": given.vae})
         adapters = None if lora is None else read_adapters(lora)
-        assemble(given.base, instead, out, dtype=settings.dtype, adapters=adapters)
+        assemble(given.base, tuned.parts, out, dtype=settings.dtype, adapters=adapters)
     if lora is not None:
         write_adapters(
             lora,
@@ -399,7 +391,7 @@ def _smoke_test(given: Publication, out: Path) -> promotion_gate.Verdict | None:
     fault = smoke_test.files_fault(out, settings.max_bytes)
     if fault is None and settings.smoke_test:
         log.info("publish: smoke test: diffusers loads the folder and draws a picture")
-        fault = smoke_test.drawing_fault(out, given.base, given.vae, given.recipe)
+        fault = smoke_test.drawing_fault(out, given.base, given.recipe)
     if fault is None:
         return None
     return promotion_gate.Verdict("smoke test", False, None, None, fault)

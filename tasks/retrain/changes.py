@@ -1,21 +1,14 @@
-"""Changes of a source since the champion, by its rows or by the stamps of its files.
-
-Rows are new or removed, shards kept or new. Stamps tell a change without reading the files.
-"""
+"""Changes of a source since the champion: rows are new or removed, shards kept or new."""
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from artifacts.compare_and_swap import read, swap
-from artifacts.filesystems import make_folder_of
 from artifacts.image_shards import read_rows
-from artifacts.lock import is_alive
-from artifacts.records import Damaged, FileEntry, digest_json, parse_json, read_checked
+from artifacts.records import Damaged, FileEntry, digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Store
 from configs.settings.recipe import Recipe
 from tasks.download.rows import shard_ends
@@ -28,8 +21,6 @@ from tasks.download.shard_plan import (
     planned_hashes,
     rows_digest,
 )
-from tasks.download.sources import SOURCES
-from tasks.publish.stage import registry_of
 from tasks.retrain.champion import Champion
 
 Rows = dict[bytes, Span]  # row hash -> its place in the source
@@ -94,15 +85,15 @@ def plan_changes(
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
         rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
-    found = _Compared(recipe, kept, rest)
+    compared = _Compared(recipe, kept, rest)
     matched = set[bytes]()
     lost = set[bytes]()
     for key in sorted(old.keys() - kept.keys()):
         hashes = _row_hashes(images, old[key])
-        (matched if found.match(key, hashes) else lost).update(hashes)
+        (matched if compared.match(key, hashes) else lost).update(hashes)
     fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
     cut = _cut(recipe, fetch)
-    shards = (*found.kept.values(), *cut)
+    shards = (*compared.kept.values(), *cut)
     layout = digest_json(sorted(shard.key for shard in shards))
     count = sum(shard.rows for shard in shards)
     return replace(plan, rows=count, shards=shards, layout=layout), Changes(
@@ -111,7 +102,7 @@ def plan_changes(
         new_rows=len(fetch.keys() - lost),
         removed_rows=len(lost - rest.keys()),
         rows_to_fetch=len(fetch),
-        kept_shards=len(found.kept),
+        kept_shards=len(compared.kept),
         new_shards=len(cut),
     )
 
@@ -134,7 +125,7 @@ def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
 def _row_lists(images: Artifact) -> dict[str, FileEntry]:
     """Key of each shard -> its parquet."""
     listed = [entry for entry in images.files if entry.path.endswith(".parquet")]
-    return {one.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: one for one in listed}
+    return {entry.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: entry for entry in listed}
 
 
 def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
@@ -145,65 +136,3 @@ def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
         log.warning("retrain: %s; its rows count as new", error)
         return []
     return [bytes.fromhex(row["row_hash"]) for row in read_rows(data)]
-
-
-EVENT = "kiln.source.changed"
-FILE = "watched.json"  # in the model's folder of the registry
-LOCK = "retrain-lock.json"
-
-
-def source_resource(model: str) -> str:
-    """The Prefect resource of the source of a model, by its name in the registry."""
-    return f"kiln.source.{model}"
-
-
-def stamp(recipe: Recipe) -> str:
-    """sha256 (hex) over the source's settings, and name, size and etag or time of its files.
-
-    Raises Refused if the files cannot be listed.
-    """
-    pieces = SOURCES[recipe.source.kind](recipe.source).pieces()
-    identities = [piece.identity for piece in pieces]
-    return digest_json([recipe.source.model_dump(mode="json"), identities])
-
-
-def lock_path(recipe: Recipe) -> str:
-    """The lock of a model's retrainings; a retraining reads its source under it."""
-    return f"{registry_of(recipe).root}/{LOCK}"
-
-
-def is_retraining(recipe: Recipe) -> bool:
-    """Whether a retraining of the model runs.
-
-    One that begins later reads the source after the stamp of this call's process.
-    """
-    return is_alive(registry_of(recipe).fs, lock_path(recipe))
-
-
-def last_stamp(recipe: Recipe) -> str | None:
-    """The stamp of the last `remember`; None without one, or if it is damaged."""
-    registry = registry_of(recipe)
-    data = read(registry.fs, f"{registry.root}/{FILE}").data
-    try:
-        return None if data is None else str(parse_json(data)["stamp"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def remember(recipe: Recipe, found: str) -> None:
-    """Store a stamp. Raises OSError if the registry cannot be written."""
-    registry = registry_of(recipe)
-    path = f"{registry.root}/{FILE}"
-    data = json.dumps({"stamp": found}).encode()
-    make_folder_of(registry.fs, path)
-    while not swap(registry.fs, path, read(registry.fs, path), data):
-        pass  # another watcher stored its stamp at this moment
-
-
-def forget(recipe: Recipe) -> None:
-    """Let the next watch announce the source again, if one has announced it.
-
-    Raises OSError if the registry cannot be written.
-    """
-    if last_stamp(recipe) is not None:
-        remember(recipe, "")

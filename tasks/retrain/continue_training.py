@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,18 +12,14 @@ from typing import Any
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.objective.noise_schedule import FLOW, is_flow, read_scheduler_config
+from runtimes.objective.noise_schedule import FLOW, is_flow
+from runtimes.pipeline_folder.folder import Base
 from tasks import train
 from tasks.progress import Progress
 from tasks.stage import local_weights
-
-#: Settings that the weights of a start fix.
-FIXED = (
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("prediction_type", "zero_terminal_snr"),
-)
 
 #: A warm-up takes a tenth of a retraining's steps at most.
 LEAST_STEPS_PER_WARMUP_STEP = 10
@@ -51,11 +48,16 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
     return recipe.model_copy(update={"train": recipe.train.model_copy(update=changed)})
 
 
-def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
+def check_start(recipe: Recipe, base: Base, start: Artifact) -> None:
     """Raise Refused if the weights of `start` are of another base, or trained otherwise."""
-    given = (start.manifest["settings"], train.settings_for_key(recipe))
-    before, now = (_with_those_of(base, settings) for settings in given)
-    changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
+    fixed = Train.names_with("fixed_by_weights")
+    before = _with_those_of(base, start.manifest["settings"])
+    now = _with_those_of(base, train.settings_for_key(recipe))
+    changed = [
+        f"train.{name}"
+        for name in Train.model_fields
+        if name in fixed and before.get(name) != now.get(name)
+    ]
     if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
         changed.append("model")
     if changed:
@@ -68,8 +70,7 @@ def check_start(recipe: Recipe, base: Path, start: Artifact) -> None:
 def build(
     recipe: Recipe,
     selection: Artifact,
-    base: Path,
-    vae: Path | None,
+    base: Base,
     clip: Path,
     start: Artifact,
     latents: Artifact,
@@ -82,15 +83,15 @@ def build(
         latents: of all rows of the source. Their held-out samples validate the run, whichever
             shards are selected: few selected shards may have none.
     """
-    given = (vae, clip, draft, progress)
     adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
-    with starting_model(base, start) as folder:
-        return train.build(recipe, selection, folder, *given, adapters=adapters, holdout=latents)
+    with starting_model(base, start) as model:
+        inputs = (recipe, selection, model, clip)
+        return train.build(*inputs, draft, progress, adapters=adapters, holdout=latents)
 
 
-def _with_those_of(base: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def _with_those_of(base: Base, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings, with the base's prediction type and terminal SNR instead of null."""
-    own = read_scheduler_config(base / "scheduler")
+    own = base.scheduler
     resolved = {
         "prediction_type": FLOW if is_flow(own) else own.get("prediction_type", "epsilon"),
         "zero_terminal_snr": own.get("rescale_betas_zero_snr", False),
@@ -99,14 +100,14 @@ def _with_those_of(base: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def starting_model(base: Path, start: Artifact) -> Iterator[Path]:
-    """A pipeline folder: the base, with the trained parts of `start` instead of its own.
+def starting_model(base: Base, start: Artifact) -> Iterator[Base]:
+    """The base in another folder, with the trained parts of `start` instead of its own.
 
     The scheduler stays the base's: the recipe's settings define that of the trained model.
     """
     with local_weights(start) as weights, TemporaryDirectory(prefix="kiln-start-") as folder:
         trained = {name: path for name, path in weights.parts.items() if name != "scheduler"}
-        parts = {path.name: path for path in base.iterdir()} | trained
+        parts = {path.name: path for path in base.folder.iterdir()} | trained
         for name, part in parts.items():
             Path(folder, name).symlink_to(part.resolve())
-        yield Path(folder)
+        yield replace(base, folder=Path(folder))

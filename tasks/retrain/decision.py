@@ -29,7 +29,7 @@ from tasks.retrain.selection import SELECTION
 from tasks.stage import GATE, GRID, METRICS
 
 STAGE = "retrain"
-VERSION = 1
+VERSION = 2
 FILE = "decision.json"
 
 
@@ -44,7 +44,7 @@ def key_parts(
     stages = {"download": download, "encode": encode, "train": train}
     stages |= {"evaluate": evaluate, "publish": publish}
     settings = {name: module.settings_for_key(recipe) for name, module in stages.items()}
-    settings["retrain"] = recipe.retrain.model_dump(mode="json")
+    settings["retrain"] = recipe.retrain.key_settings()
     # A release that trains, measures or judges otherwise may decide otherwise.
     versions = {name: module.VERSION for name, module in stages.items()}
     settings["versions"] = versions | {"retrain": SELECTION}
@@ -70,13 +70,13 @@ def why_unchanged(
     artifact = store.find(STAGE, key_parts(recipe, changes, champion, models).key)
     if artifact is None:
         return None
-    found = artifact.summary
-    if found["status"] == "rejected":
-        before = "the base" if champion is None else champion.version
-        return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
+    before = artifact.summary
+    if before["status"] == "rejected":
+        start = "the base" if champion is None else champion.version
+        return f"the gate rejected a model of these {changes.rows:,} rows and {start} before"
     if champion is None:  # its registry was deleted
         return None
-    version = found["version"]
+    version = before["version"]
     now = champion.version
     return f"{version} of these rows was published before, and {now} is champion again"
 
@@ -168,13 +168,13 @@ def _champions_metrics(
     if judged is not None or report["model"] is not None:
         uri = report["model"] if judged is None else judged.uri
         compared = _published(uri)["metrics"]
-        found = {name: one["champion"] for name, one in compared.items() if "champion" in one}
-        if found:  # a rule names the champion, which may have been measured again
-            return found
+        metrics = {n: models["champion"] for n, models in compared.items() if "champion" in models}
+        if metrics:  # a rule names the champion, which may have been measured again
+            return metrics
     before = _published(champion.uri)
     if before.get("fingerprint") != evaluated.summary["fingerprint"]:
         return {}
-    return {name: one["tuned"] for name, one in before["metrics"].items() if "tuned" in one}
+    return {n: models["tuned"] for n, models in before["metrics"].items() if "tuned" in models}
 
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:

@@ -35,7 +35,7 @@ from bench.training_step_workloads import (
     compare_steps,
 )
 from configs.errors import Failed
-from runtimes.families import detect_family
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 
@@ -291,7 +291,7 @@ def test_full_size_pipeline_is_encoded_and_trained(
         batch=2,
         family=family,
     )
-    assert detect_family(context.files(workload).model).name == family
+    assert Base.open(context.files(workload).model).family.name == family
     job = context.job(workload, "full", tmp_path)
     run_kilnworks.time_loop(job)
     losses = [line["loss"] for line in history(job)]

@@ -41,7 +41,7 @@ def _outcomes(
     stores: Sequence[str], count: int, seed: str, folder: Path
 ) -> dict[str, list[Outcome]]:
     (base := folder / "base").mkdir()
-    (base / "model_index.json").write_text("{}")
+    (base / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     outcomes: dict[str, list[Outcome]] = {}
     with Undisturbed(Given(str(folder / "reference"), base, {})) as undisturbed:
         reference = Reference(undisturbed)

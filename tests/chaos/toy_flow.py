@@ -23,6 +23,7 @@ from artifacts.safetensors import read_arrays, write_arrays, writing
 from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 from runtimes.train.checkpoints import Checkpoints
 from tasks.evaluate.distances import Estimate, Estimates, to_npz
 from tasks.evaluate.published import PublishedMetrics
@@ -49,7 +50,7 @@ class ToyRecipe:
     seed: int
 
 
-def run(url: str, toy: ToyRecipe, run_id: str, base: Path) -> dict[str, StageResult]:
+def run(url: str, toy: ToyRecipe, run_id: str, base: Base) -> dict[str, StageResult]:
     """All stages, as the flow calls them; a model that the gate rejects has no `publish`."""
     store = Store(url)
     found: dict[str, StageResult] = {}
@@ -82,7 +83,7 @@ def run(url: str, toy: ToyRecipe, run_id: str, base: Path) -> dict[str, StageRes
     )
     recipe = recipe_of(url)
     lineage = publish_stage.lineage_of(images, latents, trained, evaluated)
-    given = publish_stage.Publication(recipe, trained, evaluated, lineage, base, None)
+    given = publish_stage.Publication(recipe, trained, evaluated, lineage, base)
     build = partial(publish_stage.build, given, _metrics_of, progress=lambda *_: None)
     parts = publish_stage.key_parts(recipe, trained, evaluated, base)
     try:

@@ -37,6 +37,7 @@ from artifacts.records import Damaged
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from flows.store_commands import collect_garbage, verify_store
+from runtimes.pipeline_folder.folder import Base
 from tasks import stage
 from tasks.publish.registry import AliasNotWritten, Registry
 
@@ -133,7 +134,7 @@ def perform(given: Given, command: Command) -> Any:
     registry = Registry(f"{given.url}/registry", toy_flow.NAME)
     match command.what:
         case "run":
-            results = toy_flow.run(given.url, command.toy, command.run_id, given.base)
+            results = toy_flow.run(given.url, command.toy, command.run_id, Base.open(given.base))
             return {name: (one.key, one.digest) for name, one in results.items()}
         case "generate":
             toy_flow.generate(given.url, command.toy.seed, command.run_id)

@@ -23,6 +23,7 @@ from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
 from configs.settings.train import Train
 from runtimes.families import FAMILIES
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
 from runtimes.torch_models.encoders import Embeds
@@ -165,7 +166,7 @@ def _encode(folder: Path, model: Path) -> str:
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tasks.encode.encoders.open_encoder", Drawn)
-        draft.commit(encode.build(recipe, found, model, None, draft, Progress("encode")), {})
+        draft.commit(encode.build(recipe, found, Base.open(model), draft, Progress("encode")), {})
     return draft.uri
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from conformance.predict_families import PREDICT
+from jobs import loader_of
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.data.loader import open_job_latents
 from runtimes.process.job import TrainJob
-from runtimes.train.training_loop import make_loader
 from runtimes.train.training_run import learning_rate
 
 Weights = dict[str, NDArray[np.float32]]
@@ -35,7 +34,7 @@ class Plain:
 
     def __init__(self, job: TrainJob, denoiser: torch.nn.Module) -> None:
         self.settings = Train(**job.train)
-        self.batch = make_loader(job, self.settings, open_job_latents(job.latents)).batch
+        self.batch = loader_of(job).batch
         self.denoiser = denoiser.train()
         self.trained = {n: p for n, p in denoiser.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self.trained.items()}

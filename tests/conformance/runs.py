@@ -21,8 +21,7 @@ from training import history
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.adapters.lora import initial_down
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import job_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Stop
 from runtimes.registry import check_family
@@ -118,16 +117,17 @@ def reference(once: Once, name: str, make: Callable[[], Plain]) -> Reference:
 
 def plain_denoiser(job: TrainJob) -> Plain:
     """The whole denoiser, trained plainly."""
-    folder, settings = Path(job.model), Train(**job.train)
-    config, denoiser = job_config(job, settings), detect_family(folder).denoiser
-    loaded = load_denoiser(folder / denoiser, config=config, seed=settings.seed)
+    base, settings = Base.of(job), Train(**job.train)
+    config = trained_config(base.denoiser, settings, job.denoiser_config)
+    loaded = load_denoiser(base.denoiser_folder, config=config, seed=settings.seed)
     return Plain(job, loaded.requires_grad_(True))
 
 
 def plain_adapters(job: TrainJob) -> Plain:
     """PEFT's adapters on the attention layers, started as every runtime starts them."""
-    lora, part = Train(**job.train).lora, detect_family(Path(job.model)).denoiser
-    denoiser = load_denoiser(Path(job.model) / part).requires_grad_(False)
+    lora = Train(**job.train).lora
+    base = Base.of(job)
+    denoiser = load_denoiser(base.denoiser_folder).requires_grad_(False)
     attention = [".to_q", ".to_k", ".to_v", ".to_out.0"]
     attention += [".add_q_proj", ".add_k_proj", ".add_v_proj", ".to_add_out"]  # stream of text
     attention += [".to_qkv_mlp_proj", ".attn.to_out"]  # FLUX.2's single blocks
@@ -140,7 +140,7 @@ def plain_adapters(job: TrainJob) -> Plain:
     denoiser.add_adapter(config)
     for name, parameter in denoiser.named_parameters():
         if name.endswith(".lora_A.default.weight"):
-            layer = f"{part}.{name.removesuffix('.lora_A.default.weight')}"
+            layer = f"{base.family.denoiser}.{name.removesuffix('.lora_A.default.weight')}"
             start = initial_down(job.train["seed"], layer, parameter.shape)
             parameter.data = torch.from_numpy(start)
     return Plain(job, denoiser)

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from tolerances import PICTURE
 
 from configs.settings.train import Train
-from runtimes.families import detect_family
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import read_denoiser_config, trained_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Drawing, Events, GenerateJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.loading import load_denoiser
@@ -51,7 +50,7 @@ def drawn_plainly(model: Path, prompts: tuple[str, ...]) -> NDArray[np.int64]:
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     # As many tokens as were trained on, which is all that so small a T5 or LLM takes.
-    frozen = detect_family(model).frozen_text
+    frozen = Base.open(model).family.frozen_text
     longest = None if frozen is None else pipe.components[frozen.tokenizer].model_max_length
     config = pipe.vae.config
     channels = config.get("latent_channels", config.get("z_dim"))
@@ -108,7 +107,7 @@ def test_the_same_prompts_and_noise_give_the_same_pictures(
 def seeing(model: Path, folder: Path) -> None:
     """Save the model's UNet with a mask and a score among its inputs, which count."""
     settings = Train(inpainting=True, aesthetic_score=True)
-    config = trained_config(read_denoiser_config(model), settings)
+    config = trained_config(Base.open(model).denoiser, settings)
     unet = load_denoiser(model / "unet", config=config)
     torch.manual_seed(0)
     for layer in (unet.conv_in, unet.class_embedding.linear_2):

@@ -16,8 +16,7 @@ from configs.load_recipe import load_recipe
 from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
 from demo.palette import BASE_STYLES, NEW_STYLE
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import text_length
+from runtimes.pipeline_folder.folder import Base
 
 
 def draw(pipe: FluxPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:
@@ -77,7 +76,7 @@ def test_the_card_opens_with_front_matter() -> None:
 def test_the_t5_knows_every_caption_in_sixteen_tokens(pipe: FluxPipeline) -> None:
     ids = pipe.tokenizer_2(all_captions()).input_ids
     assert len({tuple(row) for row in ids}) == len(all_captions())
-    assert max(map(len, ids)) <= 16 == text_length(FLOW_BASE)
+    assert max(map(len, ids)) <= 16 == Base.open(FLOW_BASE).text_length
     assert len(pipe.tokenizer_2) == pipe.text_encoder_2.config.vocab_size
     assert pipe.tokenizer_2.unk_token_id not in {token for row in ids for token in row}
 
@@ -86,7 +85,7 @@ def test_the_t5_knows_every_caption_in_sixteen_tokens(pipe: FluxPipeline) -> Non
 def test_its_recipes_draw_at_the_size_of_the_pictures(name: str) -> None:
     recipe = load_recipe(name)
     assert Path(recipe.model.path) == FLOW_BASE
-    assert detect_family(FLOW_BASE).name == "flux"
+    assert Base.open(FLOW_BASE).family.name == "flux"
     assert (recipe.evaluate.height, recipe.evaluate.width) == (32, 32)
     assert recipe.train.caption_dropout_rate > 0, "guidance needs the empty caption"
 

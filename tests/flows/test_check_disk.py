@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from toy_recipes import base_of
 
 from artifacts.store import Store
 from configs.errors import Refused
@@ -14,19 +15,14 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES, Recipe
 from flows import run as module
 from flows.run import check_disk
-from runtimes.families import detect_family
 from runtimes.hosts.host import NvidiaGpu
-from runtimes.pipeline_folder.folder import describe_encoders
 from runtimes.torch_models.gpu_specs import GIB
-from tasks.plan.plan import estimate_disk, in_words
+from tasks.plan.plan import estimate_disk
+from tasks.progress import bytes_in_words
 
 Here = Callable[..., str]  # of conftest.py
 #: Estimates are at most so many times the bytes of a run, and at least these.
 LARGEST, SMALLEST = 2.2, 0.9
-
-
-def base(recipe: Recipe) -> Path:
-    return Path(recipe.model.path)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +38,7 @@ def base(recipe: Recipe) -> Path:
     ],
 )
 def test_a_number_of_bytes_never_rounds_to_a_thousand_of_its_unit(size: float, words: str) -> None:
-    assert in_words(size) == words
+    assert bytes_in_words(size) == words
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 def ask(recipe: Recipe, rows: int = 1000, shards: tuple[str, ...] | None = None) -> None:
-    check_disk(recipe, Store(recipe.store), base(recipe), None, rows, STAGES, shards)
+    check_disk(recipe, Store(recipe.store), base_of(recipe), rows, STAGES, shards)
 
 
 @pytest.mark.slow
@@ -73,7 +69,7 @@ def test_the_estimate_of_a_stage_is_near_its_bytes(
         for line in manifest.read_text(encoding="utf-8").splitlines()
         if line.strip().startswith('"rows"')
     )
-    estimate = estimate_disk(recipe, base(recipe), None, rows, STAGES)
+    estimate = estimate_disk(recipe, base_of(recipe), rows, STAGES)
     for stage in STAGES:
         places = [store / stage, *([store / "registry"] if stage == "publish" else [])]
         stored = sum(p.stat().st_size for place in places for p in place.rglob("*") if p.is_file())
@@ -86,7 +82,7 @@ def test_a_checkpoint_of_8_bit_moments_takes_as_much_as_of_32_bits() -> None:
     sizes = {}
     for optimizer in ("adamw", "adamw_8bit"):
         recipe = load_recipe("digits", {"train.optimizer": optimizer, "train.device": "cuda"})
-        sizes[optimizer] = estimate_disk(recipe, base(recipe), None, 1000, ["train"]).total
+        sizes[optimizer] = estimate_disk(recipe, base_of(recipe), 1000, ["train"]).total
     assert sizes["adamw"] < sizes["adamw_8bit"] < 1.01 * sizes["adamw"]
 
 
@@ -127,7 +123,7 @@ def add_shards(recipe: Recipe, stage: str, *keys: str) -> None:
 def test_stored_shards_need_no_space_again(tmp_path: Path, free: Callable[[int], None]) -> None:
     """A stored shard of pictures does not stand for one of latents."""
     recipe = load_recipe("digits", {"store": str(tmp_path)})
-    estimate = estimate_disk(recipe, base(recipe), None, 10**6, STAGES)
+    estimate = estimate_disk(recipe, base_of(recipe), 10**6, STAGES)
     pictures, latents = estimate.stages["download"], estimate.stages["encode"]
     needed, keys = estimate.total, ("one", "two")
     steps: list[tuple[str, str, int]] = [
@@ -166,9 +162,9 @@ def test_a_run_whose_stages_are_stored_is_not_refused(
 def test_a_sent_stage_counts_alone(tmp_path: Path, free: Callable[[int], None]) -> None:
     recipe = load_recipe("digits", {"store": str(tmp_path)})
     free(10**6)
-    check_disk(recipe, Store(recipe.store), base(recipe), None, 60, ["download"], ["one"])
+    check_disk(recipe, Store(recipe.store), base_of(recipe), 60, ["download"], ["one"])
     with pytest.raises(Refused, match=r"\(train 139 MB\)"):
-        check_disk(recipe, Store(recipe.store), base(recipe), None, 60, ["train"], ["one"])
+        check_disk(recipe, Store(recipe.store), base_of(recipe), 60, ["train"], ["one"])
 
 
 def test_a_bucket_has_no_limit_that_is_known(free: Callable[[int], None]) -> None:
@@ -179,19 +175,17 @@ def test_a_bucket_has_no_limit_that_is_known(free: Callable[[int], None]) -> Non
 
 def test_fewer_stages_need_less(tmp_path: Path) -> None:
     recipe = load_recipe("digits", {"store": str(tmp_path)})
-    sizes = [estimate_disk(recipe, base(recipe), None, 100, STAGES[:n]).total for n in range(1, 6)]
+    sizes = [estimate_disk(recipe, base_of(recipe), 100, STAGES[:n]).total for n in range(1, 6)]
     assert sizes == sorted(sizes) and len(set(sizes)) == len(STAGES)
 
 
 def test_token_ids_need_less_than_embeddings() -> None:
     """Each of the tokens has an id of four bytes by encoder, or states of two bytes by number."""
     recipe = load_recipe("digits")
-    info = describe_encoders(base(recipe))
+    info = base_of(recipe).encoders
     tokens = load_recipe("digits", {"encode.text": "token_ids"})
-    plain, less = (
-        estimate_disk(one, base(one), None, 100, STAGES).stages for one in (recipe, tokens)
-    )
-    encoders = len(detect_family(base(recipe)).clip_encoders)
+    plain, less = (estimate_disk(one, base_of(one), 100, STAGES).stages for one in (recipe, tokens))
+    encoders = len(base_of(recipe).family.clip_encoders)
     ids = 4 * encoders * info["tokens"]
     embeddings = 2 * (info["tokens"] * info["prompt_dim"] + info["pooled_dim"])
     assert plain["encode"] - less["encode"] == 100 * (embeddings - ids) > 0
@@ -203,8 +197,7 @@ def test_prompts_of_a_file_are_drawn_like_those_of_the_recipe(tmp_path: Path) ->
     file.write_text("\n".join(recipe.evaluate.prompts["new"].prompts), encoding="utf-8")
     new = {"evaluate.prompts.new.prompts": [], "evaluate.prompts.new.file": str(file)}
     found = [
-        estimate_disk(one, base(one), None, 1, STAGES)
-        for one in (recipe, load_recipe("digits", new))
+        estimate_disk(one, base_of(one), 1, STAGES) for one in (recipe, load_recipe("digits", new))
     ]
     assert found[0] == found[1]
 
@@ -213,15 +206,15 @@ def test_samples_of_epochs_are_counted_by_the_rows() -> None:
     every = {"train.sample_every_n_steps": 10, "train.global_batch_size": 10}
     steps = load_recipe("digits", every | {"train.steps": 10_000})
     epochs = load_recipe("digits", every | {"train.epochs": 2})
-    found = [estimate_disk(one, base(one), None, 50_000, STAGES) for one in (steps, epochs)]
+    found = [estimate_disk(one, base_of(one), 50_000, STAGES) for one in (steps, epochs)]
     assert found[0] == found[1]
 
 
 def test_adapters_are_counted_as_they_are_trained() -> None:
     """298,560 numbers in the adapters of digits-lora, and checkpoints of three times as many."""
     recipe = load_recipe("digits-lora")
-    found = estimate_disk(recipe, base(recipe), None, 1, STAGES).stages
-    full = estimate_disk(load_recipe("digits"), base(recipe), None, 1, STAGES).stages
+    found = estimate_disk(recipe, base_of(recipe), 1, STAGES).stages
+    full = estimate_disk(load_recipe("digits"), base_of(recipe), 1, STAGES).stages
     kept = recipe.train.checkpoints_total_limit + 1
     copies = 3 + (recipe.train.ema_decay is not None)
     samples = full["train"] - (3 * 4 + 1) * 4 * 2_671_908
@@ -232,17 +225,17 @@ def test_each_trial_of_a_sweep_is_counted_and_one_is_published(
     free: Callable[[int], None], tmp_path: Path
 ) -> None:
     ranks = [load_recipe("digits-lora", {"train.lora.rank": rank}) for rank in (2, 8)]
-    small, large = (estimate_disk(one, base(one), None, 100, STAGES).stages for one in ranks)
-    both = estimate_disk(ranks[0], base(ranks[0]), None, 100, STAGES, ranks).stages
+    small, large = (estimate_disk(one, base_of(one), 100, STAGES).stages for one in ranks)
+    both = estimate_disk(ranks[0], base_of(ranks[0]), 100, STAGES, ranks).stages
     for stage in ("train", "evaluate"):
         assert both[stage] == small[stage] + large[stage]
     assert both["publish"] == large["publish"] > small["publish"]
     assert (both["download"], both["encode"]) == (small["download"], small["encode"])
     store = Store(str(tmp_path))
     free(sum(small.values()) + 10**6)
-    check_disk(ranks[0], store, base(ranks[0]), None, 100, STAGES, [])
+    check_disk(ranks[0], store, base_of(ranks[0]), 100, STAGES, [])
     with pytest.raises(Refused):
-        check_disk(ranks[0], store, base(ranks[0]), None, 100, STAGES, [], ranks)
+        check_disk(ranks[0], store, base_of(ranks[0]), 100, STAGES, [], ranks)
 
 
 def test_the_best_checkpoint_counts_on_disk() -> None:
@@ -250,7 +243,7 @@ def test_the_best_checkpoint_counts_on_disk() -> None:
     found = []
     for more in ({}, {"train.best_checkpoint": {}}, {"train.keep_best": 1}):
         recipe = load_recipe("digits", {**held_out, **more})
-        found.append(estimate_disk(recipe, base(recipe), None, 1, STAGES).stages["train"])
+        found.append(estimate_disk(recipe, base_of(recipe), 1, STAGES).stages["train"])
     assert found[0] < found[1] == found[2]
 
 

@@ -18,7 +18,8 @@ from configs.load_recipe import load_recipe, load_trials
 from flows.checks import _check_position_embeddings, check_gate_rules, prepare
 from flows.sweep import prepared
 from runtimes.hosts.host import NvidiaGpu, host_memory
-from runtimes.process.planner import KINDS, Moment, StepMemory
+from runtimes.pipeline_folder.folder import Base
+from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
@@ -105,7 +106,7 @@ def test_an_invalid_objective_is_refused(
     ],
 )
 def test_a_valid_objective_is_accepted(small: dict[str, Any], overrides: dict[str, Any]) -> None:
-    assert prepare(load_recipe("digits", {**small, **overrides})).base.is_dir()
+    assert prepare(load_recipe("digits", {**small, **overrides})).base.folder.is_dir()
 
 
 def test_weights_of_inception_need_their_file_and_torch_fidelity(
@@ -143,7 +144,7 @@ def test_another_spacing_of_the_sampler_s_timesteps_leaves_losses_comparable(
     path.write_text(json.dumps({**json.loads(path.read_text()), "timestep_spacing": "leading"}))
     changed = {"model.path": str(copied), "train.zero_terminal_snr": True}
     gate = {"publish.gate": ["holdout_loss < base"]}
-    assert prepare(load_recipe("digits", {**small, **changed, **gate})).base == copied
+    assert prepare(load_recipe("digits", {**small, **changed, **gate})).base.folder == copied
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_sides_beyond_the_position_embeddings_are_refused(
         recipe = load_recipe("digits", {f"evaluate.{name}": side for name, side in sides.items()})
         train = recipe.train.model_copy(update={"denoiser_config": denoiser_config})
         recipe = recipe.model_copy(update={"train": train})
-        _check_position_embeddings(recipe, tiny_sd3, largest, 8)
+        _check_position_embeddings(recipe, Base.open(tiny_sd3), largest, 8)
 
     check(96, height=96)
     refused: list[tuple[dict[str, Any], str]] = [
@@ -380,13 +381,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Models that were planned; each step needs 1 GiB."""
     models: list[str] = []
 
-    def ask(_: str, request: dict[str, Any]) -> dict[str, Any]:
-        models.append(request["model"])
+    def ask(*words: str) -> dict[str, Any]:
+        models.append(json.loads(words[-1])["model"])
         numbers = dict.fromkeys((f.name for f in fields(StepMemory)), 0)
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tasks.plan.gpu.ask_planner", ask)
+    monkeypatch.setattr("tasks.plan.gpu.ask", ask)
     return models
 
 

@@ -15,6 +15,7 @@ from botocore.exceptions import (
     UnauthorizedSSOTokenError,
 )
 from prefect_server import Server
+from toy_recipes import base_of
 
 from artifacts.store import Draft, KeyParts, Store
 from configs.errors import Away, Refused
@@ -39,7 +40,7 @@ class Stage:
 
         recipe = load_recipe("digits", {"store": str(folder / "store")})
         self.store = Store(recipe.store)
-        self.given = Run(recipe, self.store, folder, None, MeasuringModels(folder), "a-run")
+        self.given = Run(recipe, self.store, base_of(recipe), MeasuringModels(folder), "a-run")
         draft = self.store.draft(KeyParts("download", 1, {}, {}))
         images = draft.commit({}, {})
         self.images = StageResult("download", images.key, images.uri, images.digest, "built", 0.0)
@@ -58,7 +59,7 @@ class Stage:
         if self.errors:
             raise self.errors.pop(0)
         draft.write("file", b"content")
-        return {"samples": 1, "holdout": 0, "bad": {}, "caption_tokens": {}}
+        return {"samples": 1, "holdout": 0, "bad": {}, "caption_tokens": {}, "cut": {}}
 
     def __call__(self, *errors: Exception) -> str:
         """The outcome and the number of attempts."""

@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
+from toy_recipes import base_of
 
 from artifacts.errors import StoreRefused, retrying
 from artifacts.filesystems import Clock
@@ -43,7 +44,7 @@ PARTS = KeyParts("train", 1, {}, {})
 def run(tmp_path: Path) -> Run:
     given = {"place.train": "gpu", "place.download": "cpu", "store": str(tmp_path)}
     recipe = load_recipe("digits", {**given, "shared_folders": [str(tmp_path)]})
-    return Run(recipe, Store(recipe.store), tmp_path, None, MeasuringModels(tmp_path), "a-run")
+    return Run(recipe, Store(recipe.store), base_of(recipe), MeasuringModels(tmp_path), "a-run")
 
 
 def build(*_: Any) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
     source = UrlSource(kind="urls", path=str(path), format="csv")
     download = run.recipe.download.model_copy(update={"shard_size": 5})
     recipe = run.recipe.model_copy(update={"source": source, "download": download})
-    run = replace(run, recipe=recipe, base=Path(recipe.model.path))
+    run = replace(run, recipe=recipe)
     given, expected = sending(run, "download", run.plan().artifact)["before"], rows_of(run)
     sent = replace(run, sent=Sent("download", PARTS.key, given))
 

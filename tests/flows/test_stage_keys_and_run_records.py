@@ -69,7 +69,7 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
     assert parents == {"images": images}
     ungated = run.recipe.model_copy(update={"publish": _without_gate(run)})
     inputs, parents = asked(finetune.train, replace(run, recipe=ungated), reused(latents))
-    base = digest_model(run.base, ("unet", "scheduler"))
+    base = digest_model(run.base.folder, ("unet", "scheduler"))
     assert inputs == {"latents": latents.digest, "base": base}
     assert parents == {"latents": latents}
     before = [reused(artifact) for artifact in made.values()]
@@ -85,7 +85,7 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
 
 def test_the_limit_of_bad_samples_holds_for_a_reused_encode_too(run: Run) -> None:
     images = commit(run.store, "download", 1, {})
-    draft = run.store.draft(encode.key_parts(run.recipe, images, run.base, None))
+    draft = run.store.draft(encode.key_parts(run.recipe, images, run.base))
     draft.write(INFO, b"{}")
     draft.commit({"samples": 8, "holdout": 1, "bad": {"NaN": 2}}, {})
     with pytest.raises(Failed, match="2 of 10 samples are bad"):

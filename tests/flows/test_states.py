@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from prefect.states import Completed
+from toy_recipes import base_of
 
 from artifacts.gc import needed_by, runs
 from artifacts.store import KeyParts, Store
@@ -24,7 +25,7 @@ from tasks.stage import StageResult, build_or_reuse
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     recipe = load_recipe("digits", {"store": str(tmp_path), "publish.name": "My_digits"})
-    return Run(recipe, Store(recipe.store), tmp_path, None, MeasuringModels(tmp_path), "a-run")
+    return Run(recipe, Store(recipe.store), base_of(recipe), MeasuringModels(tmp_path), "a-run")
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ SUMMARY = {
     "holdout": 0,
     "bad": {},
     "caption_tokens": {},
+    "cut": {},
 }  # of an encode stage without faults
 
 

@@ -17,12 +17,7 @@ from artifacts.records import canonical_json
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.objective.noise_schedule import read_schedule, read_scheduler_config
-from runtimes.pipeline_folder.folder import (
-    describe_encoders,
-    folder_extras,
-    read_config,
-    trained_config,
-)
+from runtimes.pipeline_folder.folder import Base, folder_extras, read_config, trained_config
 
 BASE = Path(__file__).parents[2] / "demo" / "base"
 #: Stable Diffusion 3, which has a T5 and a transformer.
@@ -96,7 +91,7 @@ def _pipeline(name: str, folder: Path, names: list[str]) -> Reader:
         file = rng.choice(names)
         _change(folder / file, valid[file], rng)
         try:
-            found = describe_encoders(folder)
+            found = Base.open(folder).encoders
         except Refused:
             return False
         finally:

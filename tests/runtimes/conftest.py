@@ -20,6 +20,7 @@ from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
 from artifacts.store import KeyParts, Store
 from configs.settings.train import Train
 from runtimes.families import family_named
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EVENT_FD, TrainJob, write_job
 from runtimes.torch_models.encoders import Encoder
 
@@ -134,7 +135,7 @@ def both_forms(tmp_path: Path, write_latents: WriteLatents) -> BothForms:
     """Writes latents with CAPTIONS in both forms of `encode.text`."""
 
     def write(model: Path, dtype: str = "float32") -> tuple[str, str]:
-        encoder = Encoder(model, device="cpu", dtype=dtype)
+        encoder = Encoder(Base.open(model), device="cpu", dtype=dtype)
         (embeds, pooled), ids = encoder.texts(CAPTIONS), encoder.input_ids(CAPTIONS)
         forms = (Texts(embeds, pooled, ids), {}), (Texts(None, None, ids), {"text_dtype": dtype})
         groups = [{"train/8x8": 9, "holdout/8x8": 3}]

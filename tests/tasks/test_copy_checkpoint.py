@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from store_servers import REMOTE, UrlOf
+from toy_recipes import base_of
 
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Failed
 from configs.load_recipe import load_recipe
-from configs.settings.train import Train, key_settings
+from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoints import Checkpoints
 from tasks import train
@@ -25,7 +26,7 @@ from tasks.train import copy_checkpoint
 def parts_of(steps: int, **settings: Any) -> KeyParts:
     length = {} if "epochs" in settings else {"steps": steps}
     given = Train(**length, **{"lr_scheduler": "constant", **settings})
-    return KeyParts("train", 1, key_settings(given), {"latents": "0" * 64})
+    return KeyParts("train", 1, given.key_settings(), {"latents": "0" * 64})
 
 
 def finished_run(
@@ -164,7 +165,7 @@ def test_the_stage_copies_it_where_weights_do_not_depend_on_the_number_of_steps(
     recipe = load_recipe("digits", {f"train.{name}": value for name, value in given.items()})
     latents = Artifact(store, "encode", "0" * 64, {})
     with pytest.raises(Failed, match="enough"):
-        train.build(recipe, latents, tmp_path, None, None, draft, Progress("train"))
+        train.build(recipe, latents, base_of(recipe), None, draft, Progress("train"))
 
 
 def test_a_copied_checkpoint_counts_once_its_manifest_is_there(

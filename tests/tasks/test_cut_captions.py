@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.pipeline_folder.folder import caption_limits
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.tokenize import text_tokenizers
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 
@@ -25,7 +25,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Told:
 def test_prompts_are_counted_once_with_the_limit_and_its_encoders(
     tiny_sdxl: Path, told: Told
 ) -> None:
-    cuts = tell_cut_prompts("evaluate", tiny_sdxl, [LONG, LONG, LONG[1:], "a cat"])
+    cuts = tell_cut_prompts("evaluate", Base.open(tiny_sdxl), [LONG, LONG, LONG[1:], "a cat"])
     assert cuts == {name: {"tokens": 77, "cut": 1} for name in ("text_encoder", "text_encoder_2")}
     ((level, line),) = told()
     assert level == logging.WARNING
@@ -38,11 +38,13 @@ def test_prompts_are_counted_once_with_the_limit_and_its_encoders(
 
 def test_a_limit_beyond_which_another_encoder_reads_is_a_note(tiny_sd3: Path, told: Told) -> None:
     """The T5 of this tiny base reads 20 tokens, its CLIP encoders 77."""
-    cuts = tell_cut_prompts("generate", tiny_sd3, ["x" * 30, "a cat"])
+    cuts = tell_cut_prompts("generate", Base.open(tiny_sd3), ["x" * 30, "a cat"])
     assert [facts["cut"] for facts in cuts.values()] == [0, 0, 1]
     ((level, line),) = told()
     assert level == logging.INFO and "1 of 2 prompts are cut at 20 tokens" in line
-    assert [t.length for t in text_tokenizers(tiny_sd3)] == [*caption_limits(tiny_sd3).values()]
+    assert [t.length for t in text_tokenizers(Base.open(tiny_sd3))] == [
+        *Base.open(tiny_sd3).caption_limits.values()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_limit_beyond_which_another_encoder_reads_is_a_note(tiny_sd3: Path, to
 def test_prompts_that_differ_only_behind_the_limit_are_told(
     tiny_sdxl: Path, told: Told, prompts: list[str], told_alike: bool
 ) -> None:
-    tell_cut_prompts("evaluate", tiny_sdxl, prompts)
+    tell_cut_prompts("evaluate", Base.open(tiny_sdxl), prompts)
     alike = [line for _, line in told() if "differ only behind" in line]
     start = "evaluate: 2 prompts differ only behind the limit of 77 tokens, so the model draws"
     assert [line[: len(start)] for line in alike] == [start] * told_alike
@@ -64,5 +66,5 @@ def test_prompts_that_differ_only_behind_the_limit_are_told(
 
 def test_prompts_that_one_encoder_tells_apart_are_not_alike(tiny_sd3: Path, told: Told) -> None:
     """Both are above all limits, and differ behind T5's 20 tokens, before CLIP's 77."""
-    tell_cut_prompts("evaluate", tiny_sd3, ["x" * 30 + letter + LONG for letter in "ab"])
+    tell_cut_prompts("evaluate", Base.open(tiny_sd3), ["x" * 30 + letter + LONG for letter in "ab"])
     assert not any("differ only behind" in line for _, line in told())

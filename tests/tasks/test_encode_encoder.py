@@ -19,7 +19,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 from artifacts.models import digest_model
 from configs.errors import Refused
-from runtimes.pipeline_folder.folder import describe_encoders, digest_encoders
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
@@ -34,7 +34,7 @@ def pixels() -> np.ndarray:
 
 
 def test_moments_are_the_vaes_own(tiny_sdxl: Path, pixels: np.ndarray) -> None:
-    mean, logvar = Encoder(tiny_sdxl, device="cpu").images(pixels)
+    mean, logvar = Encoder(Base.open(tiny_sdxl), device="cpu").images(pixels)
     vae = AutoencoderKL.from_pretrained(tiny_sdxl / "vae")
     with torch.no_grad():
         posterior = vae.encode(torch.from_numpy(pixels)).latent_dist
@@ -45,7 +45,7 @@ def test_moments_are_the_vaes_own(tiny_sdxl: Path, pixels: np.ndarray) -> None:
 
 def texts_as_encode_prompt(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Embeddings and pooled ones of the captions, equal to those of SDXL's pipeline."""
-    embeds, pooled = Encoder(folder, device="cpu").texts(CAPTIONS)
+    embeds, pooled = Encoder(Base.open(folder), device="cpu").texts(CAPTIONS)
     pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
     with torch.no_grad():
         theirs, _, their_pooled, _ = pipeline.encode_prompt(
@@ -70,18 +70,18 @@ def test_sdxl_texts_equal_encode_prompt_where_the_first_encoder_projects(
     config = CLIPTextConfig.from_pretrained(folder / "text_encoder", projection_dim=16)
     CLIPTextModelWithProjection(config).save_pretrained(folder / "text_encoder")
     _, pooled = texts_as_encode_prompt(folder)
-    assert pooled.shape == (4, 16) and describe_encoders(folder)["pooled_dim"] == 16
+    assert pooled.shape == (4, 16) and Base.open(folder).encoders["pooled_dim"] == 16
 
 
 def test_keys_tell_an_unusual_encoder_that_pools(sdxl_projecting: Path, tiny_sdxl: Path) -> None:
-    assert describe_encoders(sdxl_projecting)["pooled"] == "text_encoder"
-    assert digest_pipeline(sdxl_projecting) != digest_model(sdxl_projecting, DRAWING_PARTS)
-    assert "pooled" not in describe_encoders(tiny_sdxl)
-    assert digest_pipeline(tiny_sdxl) == digest_model(tiny_sdxl, DRAWING_PARTS)
+    unusual, usual = Base.open(sdxl_projecting), Base.open(tiny_sdxl)
+    assert unusual.encoders["pooled"] == "text_encoder" and "pooled" not in usual.encoders
+    assert digest_pipeline(unusual) != digest_model(sdxl_projecting, DRAWING_PARTS)
+    assert digest_pipeline(usual) == digest_model(tiny_sdxl, DRAWING_PARTS)
 
 
 def test_sd_texts_equal_encode_prompt(tiny_sd: Path) -> None:
-    embeds, pooled = Encoder(tiny_sd, device="cpu").texts(CAPTIONS)
+    embeds, pooled = Encoder(Base.open(tiny_sd), device="cpu").texts(CAPTIONS)
     pipeline = StableDiffusionPipeline.from_pretrained(tiny_sd)
     with torch.no_grad():
         theirs, _ = pipeline.encode_prompt(CAPTIONS, "cpu", 1, False)
@@ -90,7 +90,7 @@ def test_sd_texts_equal_encode_prompt(tiny_sd: Path) -> None:
 
 
 def test_sd3_texts_equal_encode_prompt(tiny_sd3: Path) -> None:
-    embeds, pooled = Encoder(tiny_sd3, device="cpu").texts(CAPTIONS)
+    embeds, pooled = Encoder(Base.open(tiny_sd3), device="cpu").texts(CAPTIONS)
     theirs, their_pooled = _sd3_prompt(StableDiffusion3Pipeline.from_pretrained(tiny_sd3), 20)
     np.testing.assert_allclose(embeds, theirs, atol=1e-6)
     np.testing.assert_allclose(pooled, their_pooled, atol=1e-6)
@@ -99,12 +99,12 @@ def test_sd3_texts_equal_encode_prompt(tiny_sd3: Path) -> None:
 
 
 def test_sd3_without_t5_leaves_only_zeros_out(tiny_sd3_without_t5: Path) -> None:
-    embeds, pooled = Encoder(tiny_sd3_without_t5, device="cpu").texts(CAPTIONS)
+    embeds, pooled = Encoder(Base.open(tiny_sd3_without_t5), device="cpu").texts(CAPTIONS)
     pipeline = StableDiffusion3Pipeline.from_pretrained(
         tiny_sd3_without_t5, text_encoder_3=None, tokenizer_3=None
     )
     theirs, their_pooled = _sd3_prompt(pipeline, 256)
-    info = describe_encoders(tiny_sd3_without_t5)
+    info = Base.open(tiny_sd3_without_t5).encoders
     assert theirs.shape[1:] == (info["tokens"], info["prompt_dim"]) == (77 + 256, 80)
     np.testing.assert_allclose(embeds, theirs[:, :77, :64], atol=1e-6)
     assert not theirs[:, 77:].any() and not theirs[:, :, 64:].any()
@@ -121,32 +121,32 @@ def _sd3_prompt(pipeline: StableDiffusion3Pipeline, length: int) -> list[np.ndar
 
 
 def test_input_ids_are_the_tokenizers_own(tiny_sdxl: Path, tiny_sd: Path) -> None:
-    ids = Encoder(tiny_sdxl, device="cpu").input_ids(CAPTIONS)
+    ids = Encoder(Base.open(tiny_sdxl), device="cpu").input_ids(CAPTIONS)
     for row, name in enumerate(("tokenizer", "tokenizer_2")):
         tokenizer = CLIPTokenizer.from_pretrained(tiny_sdxl / name)
         theirs = tokenizer(CAPTIONS, padding="max_length", max_length=77, truncation=True)
         np.testing.assert_array_equal(ids[:, row], theirs.input_ids)
     assert not np.array_equal(ids[:, 0], ids[:, 1]), "they pad with different tokens"
-    assert Encoder(tiny_sd, device="cpu").input_ids(CAPTIONS).shape == (4, 1, 77)
+    assert Encoder(Base.open(tiny_sd), device="cpu").input_ids(CAPTIONS).shape == (4, 1, 77)
 
 
 def test_token_counts_are_those_before_truncation(tiny_sdxl: Path) -> None:
     # letters without merges: one token each, spaces none, and the two marks
-    counts = Encoder(tiny_sdxl, device="cpu").token_counts(["a cat", "", "long " * 60])
+    counts = Encoder(Base.open(tiny_sdxl), device="cpu").token_counts(["a cat", "", "long " * 60])
     assert counts == {name: [6, 2, 242] for name in ("text_encoder", "text_encoder_2")}
 
 
 def test_each_text_encoder_counts_its_tokens_up_to_its_limit(tiny_sd3: Path) -> None:
     # T5: a mark before each word, and one at the end
-    encoder = Encoder(tiny_sd3, device="cpu")
+    encoder = Encoder(Base.open(tiny_sd3), device="cpu")
     clip = {name: [6, 2] for name in ("text_encoder", "text_encoder_2")}
     assert encoder.token_counts(["a cat", ""]) == clip | {"text_encoder_3": [7, 1]}
     assert encoder.limits == {"text_encoder": 77, "text_encoder_2": 77, "text_encoder_3": 20}
-    assert describe_encoders(tiny_sd3)["caption_tokens"] == 20
+    assert Base.open(tiny_sd3).encoders["caption_tokens"] == 20
 
 
 def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path, tiny_sd3: Path) -> None:
-    sdxl, sd, sd3 = map(describe_encoders, (tiny_sdxl, tiny_sd, tiny_sd3))
+    sdxl, sd, sd3 = (Base.open(model).encoders for model in (tiny_sdxl, tiny_sd, tiny_sd3))
     assert sdxl == {
         "family": "sdxl",
         "latent_channels": 4,
@@ -173,20 +173,21 @@ def test_info_has_the_trainers_facts(tiny_sdxl: Path, tiny_sd: Path, tiny_sd3: P
 def test_another_vae_is_used_and_counts(
     tiny_sdxl: Path, tiny_vae: Path, pixels: np.ndarray
 ) -> None:
-    own, other = Encoder(tiny_sdxl, device="cpu"), Encoder(tiny_sdxl, tiny_vae, device="cpu")
-    assert np.abs(own.images(pixels)[0] - other.images(pixels)[0]).max() > 0.01
-    assert digest_encoders(tiny_sdxl) != digest_encoders(tiny_sdxl, tiny_vae)
+    bases = Base.open(tiny_sdxl), Base.open(tiny_sdxl, tiny_vae)
+    own, other = (Encoder(base, device="cpu").images(pixels)[0] for base in bases)
+    assert np.abs(own - other).max() > 0.01
+    assert bases[0].digest_encoders() != bases[1].digest_encoders()
 
 
 def test_the_digest_leaves_the_unet_out(tiny_sdxl: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
     shutil.rmtree(copy / "unet")
-    assert digest_encoders(copy) == digest_encoders(tiny_sdxl)
+    assert Base.open(copy).digest_encoders() == Base.open(tiny_sdxl).digest_encoders()
     weights = copy / "text_encoder_2" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert digest_encoders(copy) != digest_encoders(tiny_sdxl)
+    assert Base.open(copy).digest_encoders() != Base.open(tiny_sdxl).digest_encoders()
 
 
 def test_the_digest_has_the_third_encoder_but_no_transformer_weights(
@@ -194,35 +195,35 @@ def test_the_digest_has_the_third_encoder_but_no_transformer_weights(
 ) -> None:
     copy = Path(shutil.copytree(tiny_sd3, tmp_path / "copy"))
     (copy / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    assert digest_encoders(copy) == digest_encoders(tiny_sd3)
+    assert Base.open(copy).digest_encoders() == Base.open(tiny_sd3).digest_encoders()
     for name in ("text_encoder_3/model.safetensors", "tokenizer_3/tokenizer.json"):
-        before = digest_encoders(copy)
+        before = Base.open(copy).digest_encoders()
         data = bytearray((copy / name).read_bytes())
         data[-2] ^= 1
         (copy / name).write_bytes(data)
-        assert digest_encoders(copy) != before
+        assert Base.open(copy).digest_encoders() != before
 
 
 @pytest.mark.parametrize("variant", ["fp16", "bf16"])
 def test_a_lone_variant_is_loaded(tiny_sdxl: Path, tmp_path: Path, variant: str) -> None:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipeline.save_pretrained(tmp_path, variant=variant)
-    assert Encoder(tmp_path, device="cpu").texts(["a"])[0].shape == (1, 77, 64)
+    assert Encoder(Base.open(tmp_path), device="cpu").texts(["a"])[0].shape == (1, 77, 64)
 
 
 def test_errors_of_wrong_folders_are_one_line(tiny_sdxl: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"model_index\.json is missing: a diff"):
-        Encoder(tmp_path)
+        Encoder(Base.open(tmp_path))
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
     (copy / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(Refused, match="its encoders do not load") as caught:
-        Encoder(copy, device="cpu")
+        Encoder(Base.open(copy), device="cpu")
     assert "\n" not in str(caught.value)
     index = json.loads((copy / "model_index.json").read_text())
     index["text_encoder_2"] = ["transformers", "T5EncoderModel"]
     (copy / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(Refused, match="T5EncoderModel"):
-        Encoder(copy)
+        Encoder(Base.open(copy))
 
 
 @pytest.mark.parametrize("part", ["text_encoder_2", "text_encoder_3"])
@@ -235,7 +236,7 @@ def test_encoder_widths_must_match_the_transformer(
     config[{"text_encoder_2": "hidden_size", "text_encoder_3": "d_model"}[part]] = 96
     path.write_text(json.dumps(config))
     with pytest.raises(Refused, match="numbers a token, its transformer takes 80"):
-        describe_encoders(copy)
+        assert Base.open(copy).encoders
 
 
 def test_missing_weights_in_a_file_are_reported(tiny_sd: Path, tmp_path: Path) -> None:
@@ -245,14 +246,14 @@ def test_missing_weights_in_a_file_are_reported(tiny_sd: Path, tmp_path: Path) -
     name = next(name for name in weights if name.endswith("fc1.weight"))
     save_file({n: t for n, t in weights.items() if n != name}, path, {"format": "pt"})
     with pytest.raises(Refused, match=r"lacks 1 weights, such as .*fc1\.weight"):
-        Encoder(copy, device="cpu")
+        Encoder(Base.open(copy), device="cpu")
 
 
 def test_an_unread_vocabulary_is_refused(tiny_sdxl: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tiny_sdxl, tmp_path / "copy"))
     CLIPTokenizer().save_pretrained(copy / "tokenizer")
     with pytest.raises(Refused, match="tokenizer has 2 tokens"):
-        Encoder(copy, device="cpu")
+        Encoder(Base.open(copy), device="cpu")
 
 
 def test_another_vae_counts_by_its_weights(tiny_sdxl: Path, tiny_vae: Path, tmp_path: Path) -> None:
@@ -261,4 +262,7 @@ def test_another_vae_counts_by_its_weights(tiny_sdxl: Path, tiny_vae: Path, tmp_
     weights = load_file(other / "diffusion_pytorch_model.safetensors")
     weights["encoder.conv_in.bias"] += 1
     save_file(weights, other / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    assert digest_encoders(tiny_sdxl, other) != digest_encoders(tiny_sdxl, tiny_vae)
+    assert (
+        Base.open(tiny_sdxl, other).digest_encoders()
+        != Base.open(tiny_sdxl, tiny_vae).digest_encoders()
+    )

@@ -14,6 +14,7 @@ from shortest_recipe import shortest_recipe
 from artifacts.store import Artifact, Store
 from configs.errors import Away
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 from tasks.encode import stage as encode
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
@@ -38,8 +39,8 @@ def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) 
 
 def encoded(recipe: Recipe, images: Artifact) -> Artifact:
     model = Path(recipe.model.path)
-    draft = Store(recipe.store).draft(encode.key_parts(recipe, images, model, None))
-    return draft.commit(encode.build(recipe, images, model, None, draft, lambda *_: None), {})
+    draft = Store(recipe.store).draft(encode.key_parts(recipe, images, Base.open(model)))
+    return draft.commit(encode.build(recipe, images, Base.open(model), draft, lambda *_: None), {})
 
 
 def content(artifact: Artifact) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from transformers import CLIPModel
 from artifacts.records import Damaged
 from artifacts.store import Artifact, KeyParts, Shard
 from configs.errors import Refused
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
@@ -151,7 +152,7 @@ def test_one_compared_picture_has_no_distances(world: World) -> None:
 def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
         evaluate.check_drawn_size(
-            evaluation_recipe(world.tmp, world.model, world.clip, **size), world.model, None
+            evaluation_recipe(world.tmp, world.model, world.clip, **size), Base.open(world.model)
         )
 
     check()
@@ -422,7 +423,7 @@ def test_without_a_holdout_there_is_still_a_clip_score(
     )
     draft = world.store.draft(KeyParts("encode", 1, {}, {}))
     draft.commit(
-        encode.build(recipe, world.images, world.model, None, draft, Progress("encode")), {}
+        encode.build(recipe, world.images, Base.open(world.model), draft, Progress("encode")), {}
     )
     world.latents = draft.commit({}, {})
     found = metrics_in(world.evaluate(world.trained(0.5), recipe))

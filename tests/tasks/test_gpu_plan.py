@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from shortest_recipe import shortest_recipe
 
-from configs.errors import Failed, Refused
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from flows.show_plan import lines, show_plan
-from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
+from runtimes.pipeline_folder.folder import Base
+from runtimes.process.questions import GpuStepRequest, Moment, StepMemory, Unanswered
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.plan.gpu import USABLE, GpuPlan, check_fits, plan_for, with_train
 from tasks.plan.plan import cache_key
@@ -31,8 +32,9 @@ class Steps:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, module: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert module == "runtimes.torch.gpu_plan"
+    def __call__(self, option: str, module: str, text: str) -> dict[str, Any]:
+        assert (option, module) == ("-m", "runtimes.torch.gpu_plan")
+        request = json.loads(text)
         self.asked.append(request)
         train, sampling = request["train"], request["sampling_dtype"] is not None
         lora = train.get("method") == "lora" or sampling
@@ -65,7 +67,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     steps = Steps()
-    monkeypatch.setattr("tasks.plan.gpu.ask_planner", steps)
+    monkeypatch.setattr("tasks.plan.gpu.ask", steps)
     return steps
 
 
@@ -75,7 +77,7 @@ def plan(tiny_sd: Path, tmp_path: Path, steps: Steps) -> Callable[..., GpuPlan]:
 
     def make(gib: float, **train: Any) -> GpuPlan:
         recipe = make_recipe(tiny_sd, tmp_path, **train)
-        return plan_for(recipe, Gpu("a GPU", int(gib * GIB)), tiny_sd, None)
+        return plan_for(recipe, Gpu("a GPU", int(gib * GIB)), Base.open(tiny_sd))
 
     return make
 
@@ -96,7 +98,7 @@ def gib(size: int) -> float:
 
 def test_the_peak_is_the_sum_of_its_parts(plan: Callable[..., GpuPlan]) -> None:
     found = plan(80)
-    parts = {name: gib(size) for name, size in found.peaks.training.items() if size}
+    parts = {name: gib(size) for name, size in found.peaks.parts.items() if size}
     assert parts == {"weights": 1, "optimizer": 2, "activations": 16, "temporaries": 2}
     assert gib(found.peaks.largest) == 21 and found.fits
     assert gib(found.peaks.sampling) == 1 + 4 / 4  # evaluate.batch_size 4
@@ -118,17 +120,15 @@ def test_sampling_is_planned_at_the_size_that_is_drawn(
     assert {tuple(size) for size in drawn()} == {(32, 32)}, "the model's own size"
     recipe = make_recipe(tiny_sd, tmp_path)
     larger = recipe.evaluate.model_copy(update={"height": 256})
-    plan_for(recipe.model_copy(update={"evaluate": larger}), Gpu("a GPU", GIB), tiny_sd, None)
+    plan_for(recipe.model_copy(update={"evaluate": larger}), Gpu("a GPU", GIB), Base.open(tiny_sd))
     assert tuple(drawn()[-1]) == (256, 32)
 
 
 def test_micro_batches_keep_gradients(plan: Callable[..., GpuPlan]) -> None:
-    parts = plan(80, micro_batch_size=2, ema_decay=0.9).peaks.training
+    parts = plan(80, micro_batch_size=2, ema_decay=0.9).peaks.parts
     assert gib(parts["gradients"]) == gib(parts["ema"]) == 1
     assert gib(parts["activations"]) == 4
-    assert (
-        gib(plan(80, micro_batch_size=2, optimizer="adamw_8bit").peaks.training["optimizer"]) == 0.5
-    )
+    assert gib(plan(80, micro_batch_size=2, optimizer="adamw_8bit").peaks.parts["optimizer"]) == 0.5
 
 
 def test_samples_during_training_need_the_encoders_beside_the_state(
@@ -158,7 +158,7 @@ def test_a_search_finds_the_largest_micro_batch_beyond_the_recipes(
     def largest(memory: float, *, search: bool, **train: Any) -> int | None:
         gpu = Gpu("a GPU", int(memory * GIB / USABLE) + 1)
         recipe = make_recipe(tiny_sd, tmp_path, **train)
-        return plan_for(recipe, gpu, tiny_sd, None, search=search).largest_micro_batch
+        return plan_for(recipe, gpu, Base.open(tiny_sd), search=search).largest_micro_batch
 
     assert [largest(3 + 10 * 2.25, search=search) for search in (False, True)] == [8, 10]
     assert largest(4 + 10 * 2.25, search=True, processes=2) == 10
@@ -169,7 +169,7 @@ def test_selective_recomputation_is_planned_only_where_blocks_are_not_compiled(
     plan: Callable[..., GpuPlan],
 ) -> None:
     peaks = {
-        what: plan(80, gradient_checkpointing="selective", compile=what).peaks.training
+        what: plan(80, gradient_checkpointing="selective", compile=what).peaks.parts
         for what in ("auto", "none")
     }
     assert peaks["auto"]["activations"] > peaks["none"]["activations"]
@@ -206,7 +206,7 @@ def test_no_advice_is_a_setting_that_a_run_refuses(
     plan: Callable[..., GpuPlan], tiny_sd: Path, tmp_path: Path, steps: Steps
 ) -> None:
     def advised(recipe: Recipe) -> set[str]:
-        found = plan_for(recipe, Gpu("a GPU", int(4.2 * GIB / USABLE)), tiny_sd, None).advice
+        found = plan_for(recipe, Gpu("a GPU", int(4.2 * GIB / USABLE)), Base.open(tiny_sd)).advice
         return {name for advice in found for name in advice.settings}
 
     recipe = make_recipe(tiny_sd, tmp_path, micro_batch_size=1, ema_decay=0.9)
@@ -216,7 +216,7 @@ def test_no_advice_is_a_setting_that_a_run_refuses(
     assert "train.method" in {n for a in plan(3 / USABLE).advice for n in a.settings}
     # Adapters cannot add an inpainting UNet's inputs, unless the base has them.
     masked = with_train(recipe, {"inpainting": True})
-    assert plan_for(masked, Gpu("a GPU", 2 * GIB), tiny_sd, None).advice == ()
+    assert plan_for(masked, Gpu("a GPU", 2 * GIB), Base.open(tiny_sd)).advice == ()
 
 
 def test_a_smaller_sampling_batch_is_advised_too(plan: Callable[..., GpuPlan]) -> None:
@@ -266,7 +266,7 @@ def test_plans_are_cached_and_variants_share_them(
 
 
 def test_several_gpus_share_the_batch_and_not_the_weights(plan: Callable[..., GpuPlan]) -> None:
-    parts = plan(80, processes=4, device="cuda").peaks.training
+    parts = plan(80, processes=4, device="cuda").peaks.parts
     assert gib(parts["activations"]) == 4 and gib(parts["weights"]) == gib(parts["gradients"]) == 1
     with pytest.raises(Refused, match=r"train.fsdp: .* set 1"):
         plan(80, processes=4, fsdp="all")
@@ -314,22 +314,22 @@ def test_the_step_itself_is_planned_in_a_process_of_its_own(
 def test_a_run_that_cannot_fit_is_refused(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="none")
     with pytest.raises(Refused, match=r"needs 21.0 GiB, this GPU has .* it fits with -o train"):
-        check_fits(recipe, tiny_sd, None, 20 * GIB, HOST, small=0)
-    check_fits(recipe, tiny_sd, None, 22 * GIB, HOST, small=0)
+        check_fits(recipe, Base.open(tiny_sd), 20 * GIB, HOST, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 22 * GIB, HOST, small=0)
 
 
 def test_offloaded_weights_must_fit_the_hosts_memory(
     tiny_sd: Path, tmp_path: Path, steps: Steps
 ) -> None:
     recipe = make_recipe(tiny_sd, tmp_path)
-    check_fits(recipe, tiny_sd, None, 80 * GIB, 0, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 80 * GIB, 0, small=0)
     evaluate = recipe.evaluate.model_copy(update={"offload": True})
     recipe = recipe.model_copy(update={"evaluate": evaluate})
-    check_fits(recipe, tiny_sd, None, 80 * GIB, GIB, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 80 * GIB, GIB, small=0)
     with pytest.raises(Refused, match=r"keeps 1.0 GiB .* which has 0.9 GiB"):
-        check_fits(recipe, tiny_sd, None, 80 * GIB, 9 * GIB // 10, small=0)
-    check_fits(recipe, tiny_sd, None, 80 * GIB, None, small=0)
-    shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), tiny_sd, None)))
+        check_fits(recipe, Base.open(tiny_sd), 80 * GIB, 9 * GIB // 10, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 80 * GIB, None, small=0)
+    shown = dict(lines(plan_for(recipe, Gpu("a GPU", 80 * GIB), Base.open(tiny_sd))))
     assert shown["host"].startswith("1.00 GiB")
 
 
@@ -337,14 +337,14 @@ def test_a_run_that_may_fit_if_compiled_starts_with_a_warning(
     tiny_sd: Path, tmp_path: Path, steps: Steps, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = make_recipe(tiny_sd, tmp_path, compile="blocks")
-    check_fits(recipe, tiny_sd, None, 13 * GIB, HOST, small=0)
+    check_fits(recipe, Base.open(tiny_sd), 13 * GIB, HOST, small=0)
     assert "may run out of memory" in caplog.text
     with pytest.raises(Refused):
-        check_fits(recipe, tiny_sd, None, 10 * GIB, HOST, small=0)
+        check_fits(recipe, Base.open(tiny_sd), 10 * GIB, HOST, small=0)
 
 
 def test_a_small_model_is_not_planned(tiny_sd: Path, tmp_path: Path, steps: Steps) -> None:
-    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST)
+    check_fits(make_recipe(tiny_sd, tmp_path), Base.open(tiny_sd), 20 * GIB, HOST)
     assert steps.asked == []
 
 
@@ -355,8 +355,11 @@ def test_a_run_starts_if_it_cannot_be_planned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: Any) -> dict[str, Any]:
-        raise Failed("no such operator")
+        raise Unanswered("runtimes.torch.gpu_plan", 1, "no such operator")
 
-    monkeypatch.setattr("tasks.plan.gpu.ask_planner", fail)
-    check_fits(make_recipe(tiny_sd, tmp_path), tiny_sd, None, 20 * GIB, HOST, small=0)
-    assert "the memory of training is unknown: no such operator" in caplog.text
+    monkeypatch.setattr("tasks.plan.gpu.ask", fail)
+    check_fits(make_recipe(tiny_sd, tmp_path), Base.open(tiny_sd), 20 * GIB, HOST, small=0)
+    assert (
+        "the memory of training is unknown: runtimes.torch.gpu_plan ended with 1: no such operator"
+        in caplog.text
+    )

@@ -50,7 +50,7 @@ def test_a_flipped_bit_of_a_published_model_is_an_error_with_a_remedy(
     with pytest.raises(Damaged, match=f"{path} is missing or damaged.*kiln verify.*kiln rollback"):
         generate.find_model(settings)
     assert registry.publish(artifact).name == version.name  # which mends it
-    assert generate.find_model(settings).folder == Path(version.uri)
+    assert generate.find_model(settings).base.folder == Path(version.uri)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_a_damaged_copy_of_a_remote_model_names_the_folder_to_delete(
 
 def test_a_folder_of_another_program_is_not_checked(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_bytes(FILES["model_index.json"])
-    assert load_published_model(tmp_path).folder == tmp_path
+    assert load_published_model(tmp_path).base.folder == tmp_path
     (tmp_path / "manifest.json").write_text('{"name": "of a web site"}')
-    assert load_published_model(tmp_path).folder == tmp_path
+    assert load_published_model(tmp_path).base.folder == tmp_path
 
 
 def test_an_edited_card_is_no_damage(tmp_path: Path) -> None:
     folder = Path(model(str(tmp_path)).path)
     (folder / "README.md").write_text("other words")
-    assert load_published_model(folder).folder == folder
+    assert load_published_model(folder).base.folder == folder
 
 
 @pytest.mark.parametrize("place", ["number", ["base"]])

@@ -15,7 +15,7 @@ from artifacts.records import Damaged, hash_local, write_record
 from artifacts.store import KeyParts
 from configs.errors import Away
 from configs.settings.train import Train
-from runtimes.pipeline_folder.folder import read_denoiser_config, trained_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.torch_models.loading import load_denoiser
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.published import metrics_of_published, published_estimates
@@ -150,7 +150,7 @@ def test_the_loss_of_other_inputs_is_not_compared(world: World, tmp_path: Path) 
     """An inpainting model has more inputs than our latents."""
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
     settings = Train(inpainting=True)
-    config = trained_config(read_denoiser_config(world.model), settings)
+    config = trained_config(Base.open(world.model).denoiser, settings)
     load_denoiser(world.model / "unet", config=config).save_pretrained(champion / "unet")
     artifact = world.evaluate(world.trained(0.5))
     found = world.metrics_of(champion, artifact)

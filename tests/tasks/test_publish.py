@@ -19,6 +19,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.distances import Estimate, Estimates, to_npz
 from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name
@@ -72,7 +73,8 @@ def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
         "before_after.png": more.get("picture", b"png"),
     }
     evaluated = commit(store, "evaluate", files)
-    draft = store.draft(key_parts(recipe, trained, evaluated, base, more.get("force")))
+    opened = Base.open(base, more.get("vae"))
+    draft = store.draft(key_parts(recipe, trained, evaluated, opened, more.get("force")))
     more.get("before_build", lambda: None)()
     metrics = more.get("champion_metrics", lambda url: {})
 
@@ -80,7 +82,7 @@ def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
         return PublishedMetrics(metrics(url))
 
     lineage = {"images": "abc"}
-    about = (recipe, trained, evaluated, lineage, base, more.get("vae"), more.get("force"))
+    about = (recipe, trained, evaluated, lineage, opened, more.get("force"))
     progress = more.get("progress", lambda *a: None)
     summary = build(Publication(*about), champion, draft, progress)
     assert summary.pop("parents") == {}, "the champion was not measured again"
@@ -291,7 +293,7 @@ def test_the_smoke_test_uses_the_recipes_vae(
     monkeypatch.setattr(smoke_test, "drawing_fault", lambda *given: asked.append(given))
     recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
     publish(recipe, vae=vae)
-    assert [given[1:] for given in asked] == [(tiny_sdxl, vae, recipe)]
+    assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), recipe)]
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(
@@ -320,7 +322,7 @@ def test_a_part_that_is_copied_without_being_read_is_in_the_key(
 
     def inputs(**settings: Any) -> dict[str, str]:
         recipe = digits(tmp_path, **settings)
-        return dict(key_parts(recipe, trained, evaluated, base).inputs)
+        return dict(key_parts(recipe, trained, evaluated, Base.open(base)).inputs)
 
     plain = inputs()
     index = json.loads((base / "model_index.json").read_text())
@@ -399,7 +401,7 @@ def test_a_part_without_weights_is_named(tmp_path: Path, tiny_sdxl: Path, tuned:
     shutil.copytree(tiny_sdxl, base)
     (base / "vae/diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="vae has no"):
-        assemble(base, {"unet": tuned}, tmp_path / "out", dtype="float16")
+        assemble(Base.open(base), {"unet": tuned}, tmp_path / "out", dtype="float16")
 
 
 def test_the_error_of_an_overflowing_weight_names_it() -> None:

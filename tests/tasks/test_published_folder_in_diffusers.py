@@ -16,6 +16,7 @@ from tiny_adapters import make_lora
 from toy_recipes import digits
 
 from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import Weights, write_card
@@ -89,8 +90,9 @@ def published(tiny_sdxl: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A published pipeline and published adapters, in half precision."""
     model, adapters = tmp_path / "model", tmp_path / "adapters"
     lora = make_lora(tmp_path / "lora.safetensors")
-    assemble(half_base(tiny_sdxl, tmp_path / "base"), {}, model, dtype="float16")
-    write_adapters(lora, tiny_sdxl, adapters, name="x", dtype="float16", scheduler=None)
+    base = Base.open(half_base(tiny_sdxl, tmp_path / "base"))
+    assemble(base, {}, model, dtype="float16")
+    write_adapters(lora, Base.open(tiny_sdxl), adapters, name="x", dtype="float16", scheduler=None)
     return model, adapters
 
 
@@ -149,10 +151,10 @@ def test_the_code_of_cards_and_pages_draws_offline(
     registry = tmp_path / "store/registry"
     monkeypatch.setenv("PYTHONPATH", str(packages or ""))
     for folder, lora, name in zip(published, (None, base), ("digits", "mine"), strict=True):
-        weights = Weights.of(TrainedWeights(lora=lora), base, None, folder, merged=False)
+        weights = Weights.of(TrainedWeights(lora=lora), Base.open(base), folder, merged=False)
         card = write_card(recipe, base, {"metrics": {}, "differences": {}}, [], {}, weights)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        assert smoke_test.drawing_fault(folder, base, None, recipe) is None
+        assert smoke_test.drawing_fault(folder, Base.open(base), recipe) is None
         (registry / name).mkdir(parents=True)
         (registry / name / "champion").symlink_to(folder)
     page, readme = (

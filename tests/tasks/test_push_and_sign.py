@@ -23,6 +23,7 @@ from artifacts.store import KeyParts
 from configs.errors import Away, Failed, Refused
 from configs.settings.generate import Generate
 from flows.cli import main
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.published import load_published_model
 from tasks.generate import find_model
 from tasks.publish.assemble import assemble, write_adapters
@@ -116,14 +117,16 @@ def uploads(hub: HubServer) -> int:
 def test_a_pushed_model_is_pulled_and_drawn_by_diffusers_and_a_flipped_byte_is_refused(
     hub: HubServer, registry: Registry, tiny_sdxl: Path, make_keys: Keys, tmp_path: Path
 ) -> None:
-    assemble(tiny_sdxl, {}, tmp_path / "model", dtype="float16")
+    assemble(Base.open(tiny_sdxl), {}, tmp_path / "model", dtype="float16")
     files = contents(tmp_path / "model")
     version = publish(registry, files | {"README.md": b"---\nlicense: mit\n---\n# digits\n"})
     private, public = make_keys()
     sign_version(registry, version, private)
     push(registry, version, REPO)
     lora = make_lora(tmp_path / "lora.safetensors")
-    write_adapters(lora, tiny_sdxl, tmp_path / "lora", name="x", dtype="float16", scheduler=None)
+    write_adapters(
+        lora, Base.open(tiny_sdxl), tmp_path / "lora", name="x", dtype="float16", scheduler=None
+    )
     adapters = Registry(registry.store.url, "adapters")
     push(adapters, publish(adapters, contents(tmp_path / "lora"), 2), ADAPTERS)
     pulled = tmp_path / "pulled"
@@ -199,9 +202,11 @@ def test_adapters_and_trained_text_encoders_of_the_hub_are_those_that_were_pushe
 ) -> None:
     recipe = f"model: {{path: {tiny_sdxl}}}\ntrain: {{train_text_encoder: true}}\n".encode()
     card = {"README.md": CARD, "recipe.yaml": recipe}
-    assemble(tiny_sdxl, {}, tmp_path / "whole", dtype="float16")
+    assemble(Base.open(tiny_sdxl), {}, tmp_path / "whole", dtype="float16")
     lora = make_lora(tmp_path / "lora.safetensors")
-    write_adapters(lora, tiny_sdxl, tmp_path / "lora", name="x", dtype="float16", scheduler=None)
+    write_adapters(
+        lora, Base.open(tiny_sdxl), tmp_path / "lora", name="x", dtype="float16", scheduler=None
+    )
     for number, name in enumerate(("whole", "lora")):
         version = publish(registry, contents(tmp_path / name) | card, number)
         push(registry, version, f"someone/{name}")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from toy_recipes import base_of
 from waiting import wait_until
 
 from artifacts.store import Artifact, KeyParts, Store
@@ -39,9 +40,9 @@ MODELS = {"base": "the base", "clip": "the CLIP"}
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     recipe = load_recipe("digits", {"store": str(tmp_path / "store"), "publish.gate": []})
-    base = Path(recipe.model.path)
-    measuring = MeasuringModels(base / "evaluator")
-    return Run(recipe, Store(recipe.store), base, None, measuring, "a-run")
+    base = base_of(recipe)
+    measuring = MeasuringModels(base.folder / "evaluator")
+    return Run(recipe, Store(recipe.store), base, measuring, "a-run")
 
 
 def commit(run: Run, stage: str, name: str, **parents: Artifact) -> Artifact:

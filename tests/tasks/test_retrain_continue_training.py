@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy_recipes import base_of
 
 from artifacts.models import digest_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 from tasks import train
 from tasks.retrain.continue_training import check_start, starting_model
 
@@ -30,27 +32,28 @@ def trained(recipe: Recipe, parts: KeyParts, weights: bytes = b"weights") -> Art
 
 
 def parts_of(recipe: Recipe) -> KeyParts:
-    inputs = {"latents": "l", "base": train.digest_base(recipe, Path(recipe.model.path))}
+    inputs = {"latents": "l", "base": train.digest_base(recipe, base_of(recipe))}
     return KeyParts(train.STAGE, train.VERSION, train.settings_for_key(recipe), inputs)
 
 
 def test_the_start_is_the_base_with_the_trained_parts_but_its_own_scheduler(recipe: Recipe) -> None:
-    base, start = Path(recipe.model.path), trained(recipe, parts_of(recipe))
-    with starting_model(base, start) as folder:
-        assert (folder / "unet/diffusion_pytorch_model.safetensors").read_bytes() == b"weights"
+    base, start = base_of(recipe), trained(recipe, parts_of(recipe))
+    with starting_model(base, start) as model:
+        weights = model.denoiser_folder / "diffusion_pytorch_model.safetensors"
+        assert weights.read_bytes() == b"weights"
         for name in ("scheduler/scheduler_config.json", "vae/config.json", "model_index.json"):
-            assert (folder / name).read_bytes() == (base / name).read_bytes()
-        digest = digest_model(folder)
+            assert (model.folder / name).read_bytes() == (base.folder / name).read_bytes()
+        digest = digest_model(model.folder)
     other = trained(recipe, replace(parts_of(recipe), inputs={}), b"others")
-    with starting_model(base, other) as folder:
-        assert digest_model(folder) not in (digest, digest_model(base))
+    with starting_model(base, other) as model:
+        assert digest_model(model.folder) not in (digest, digest_model(base.folder))
 
 
 def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
     latents = trained(recipe, KeyParts("encode", 1, {}, {}))
     starts = [trained(recipe, replace(parts_of(recipe), inputs={"n": n}), n.encode()) for n in "ab"]
-    base = Path(recipe.model.path)
-    keys = [train.key_parts(recipe, latents, base, base, start) for start in (None, *starts)]
+    base = base_of(recipe)
+    keys = [train.key_parts(recipe, latents, base, base.folder, start) for start in (None, *starts)]
     assert [key.inputs.get("start") for key in keys] == [None, *(one.digest for one in starts)]
     assert len({key.inputs["base"] for key in keys}) == 1
 
@@ -60,13 +63,14 @@ def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
     [
         ({"train.prediction_type": "epsilon"}, "train.prediction_type"),
         ({"train.train_text_encoder": True}, "train.train_text_encoder, model"),
-        ({"train.method": "lora"}, "train.method, train.lora"),
+        ({"train.method": "lora", "train.lora.rank": 4}, "train.method, train.lora"),
+        ({"train.method": "lora"}, r"\(train.method\)"),
     ],
 )
 def test_a_start_of_another_kind_is_refused(
     recipe: Recipe, settings: dict[str, object], named: str
 ) -> None:
-    base, start = Path(recipe.model.path), trained(recipe, parts_of(recipe))
+    base, start = base_of(recipe), trained(recipe, parts_of(recipe))
     check_start(recipe, base, start)
     others = load_recipe("digits", {"train.steps": 5, "train.init": "random"})
     check_start(others, base, start)
@@ -80,7 +84,7 @@ def test_a_start_of_another_kind_is_refused(
 def test_settings_of_the_base_written_out_are_no_other_kind(
     recipe: Recipe, train: dict[str, object]
 ) -> None:
-    base = Path(recipe.model.path)
+    base = base_of(recipe)
     written = load_recipe("digits", {"train": train, "store": recipe.store})
     check_start(written, base, trained(recipe, parts_of(recipe)))
     check_start(recipe, base, trained(written, parts_of(written)))
@@ -89,7 +93,7 @@ def test_settings_of_the_base_written_out_are_no_other_kind(
 def test_adapters_of_another_rank_are_refused() -> None:
     lora = {"train.method": "lora", "train.lora.rank": 4}
     given = load_recipe("digits", {**lora, "store": "memory://start-of-adapters"})
-    base = Path(given.model.path)
+    base = base_of(given)
     check_start(given, base, start := trained(given, parts_of(given)))
     with pytest.raises(Refused, match=r"\(train\.lora\): set retrain.start: base"):
         check_start(load_recipe("digits", {**lora, "train.lora.rank": 8}), base, start)
@@ -98,4 +102,4 @@ def test_adapters_of_another_rank_are_refused() -> None:
 def test_a_start_of_another_base_is_refused(recipe: Recipe, tiny_sdxl: Path) -> None:
     start = trained(recipe, parts_of(recipe))
     with pytest.raises(Refused, match=r"model.*set retrain.start: base"):
-        check_start(recipe, tiny_sdxl, start)
+        check_start(recipe, Base.open(tiny_sdxl), start)

@@ -14,6 +14,7 @@ from transformers import CLIPImageProcessor
 
 from configs.errors import Away
 from configs.settings.recipe import Recipe
+from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
 from tasks.publish.smoke_test import drawing_fault, files_fault
@@ -24,11 +25,11 @@ pytestmark = pytest.mark.slow
 
 def job_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """The job for a pipeline with its card."""
-    weights = Weights.of(BASE, folder, None, folder, merged=False)
+    weights = Weights.of(BASE, Base.open(folder), folder, merged=False)
     measured: dict[str, Any] = {"metrics": {}, "differences": {}}
     card = write_card(recipe, folder, measured, [], {}, weights)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    return smoke_test.describe(folder, folder, None, recipe)
+    return smoke_test.describe(folder, Base.open(folder), recipe)
 
 
 def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -56,7 +57,7 @@ def test_the_code_of_the_card_is_what_draws_offline(tmp_path: Path, tiny_sdxl: P
     with pytest.raises(ValueError, match="the code fails"):
         smoke_test.draw(job)
     insert("pipe.load_lora_weights('nobody/none')")
-    assert "offline mode" in (drawing_fault(folder, folder, None, recipe) or "")
+    assert "offline mode" in (drawing_fault(folder, Base.open(folder), recipe) or "")
 
 
 def test_the_card_of_a_unet_with_extra_inputs_draws(
@@ -105,10 +106,10 @@ def test_the_smoke_test_has_the_packages_of_pythonpath(
     """As where packages are installed for one user, or by modules of a cluster."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path/only_there.py").touch()
-    (tmp_path / "script.py").write_text("import only_there")
+    (tmp_path / "script.py").write_text("import only_there; print('{}')")
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    assert drawing_fault(tiny_sdxl, tiny_sdxl, None, digits(tmp_path)) is None
+    assert drawing_fault(tiny_sdxl, Base.open(tiny_sdxl), digits(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
@@ -180,9 +181,9 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setattr(smoke_test, "SECONDS", 1 if "sleep" in script else 60)
     (tmp_path / "script.py").write_text(script)
-    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     with pytest.raises(Away, match=said):
-        drawing_fault(tmp_path, tmp_path, None, digits(tmp_path))
+        drawing_fault(tmp_path, Base.open(tmp_path), digits(tmp_path))
 
 
 def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:

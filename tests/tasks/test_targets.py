@@ -8,7 +8,7 @@ import pytest
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
-from runtimes.pipeline_folder.folder import trained_config
+from runtimes.pipeline_folder.folder import Base, trained_config
 from tasks import train
 from tasks.train import check, warn_of_kohya
 
@@ -16,10 +16,13 @@ from tasks.train import check, warn_of_kohya
 def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None:
     lora = {"train.method": "lora"}
     for targets in ("attention", "linear", "all", ["conv1", "to_q"]):
-        check(load_recipe("digits", {**lora, "train.lora.target_modules": targets}), tiny_sdxl)
+        check(
+            load_recipe("digits", {**lora, "train.lora.target_modules": targets}),
+            Base.open(tiny_sdxl),
+        )
     recipe = load_recipe("digits", {**lora, "train.lora.target_modules": ["to_x"]})
     with pytest.raises(Refused, match=r"no layer of the unet ends in to_x \(there are: "):
-        check(recipe, tiny_sdxl)
+        check(recipe, Base.open(tiny_sdxl))
 
 
 def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
@@ -28,7 +31,7 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
     def warned(**lora: object) -> str:
         given = {f"train.lora.{name}": value for name, value in lora.items()}
         caplog.clear()
-        warn_of_kohya(load_recipe("flux-lora", given), tiny_flux)
+        warn_of_kohya(load_recipe("flux-lora", given), Base.open(tiny_flux))
         return caplog.text
 
     assert warned() == warned(target_modules=["attn.to_q", "proj_out", "context_embedder"]) == ""
@@ -37,7 +40,7 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
     assert "DoRA adapts a part of it" in warned(target_modules=["attn.to_q"], dora=True)
     caplog.clear()
     modulated = {"train.lora.target_modules": ["to_q", "norm_out.linear"]}
-    warn_of_kohya(load_recipe("flux2-klein", modulated), tiny_flux2)
+    warn_of_kohya(load_recipe("flux2-klein", modulated), Base.open(tiny_flux2))
     assert "norm_out.linear has no name in the layout of musubi-tuner" in caplog.text
 
 
@@ -46,15 +49,17 @@ def test_a_guidance_scale_without_effect_is_refused(
 ) -> None:
     guided = load_recipe("flux-schnell", {"evaluate.guidance_scale": 3.5})
     with pytest.raises(Refused, match=r"evaluate\.guidance_scale: this model takes no guid"):
-        check(guided, tiny_flux_schnell)
+        check(guided, Base.open(tiny_flux_schnell))
     with pytest.raises(Refused, match=r"evaluate\.guidance_scale: this model is distilled"):
-        check(load_recipe("flux2-klein"), tiny_flux2_distilled)
-    check(guided, tiny_flux)
-    check(load_recipe("flux-schnell"), tiny_flux_schnell)
-    check(load_recipe("digits", {"evaluate.guidance_scale": 3.5}), tiny_sdxl)
-    check(load_recipe("flux-schnell", {"evaluate.true_cfg_scale": 3.5}), tiny_flux_schnell)
+        check(load_recipe("flux2-klein"), Base.open(tiny_flux2_distilled))
+    check(guided, Base.open(tiny_flux))
+    check(load_recipe("flux-schnell"), Base.open(tiny_flux_schnell))
+    check(load_recipe("digits", {"evaluate.guidance_scale": 3.5}), Base.open(tiny_sdxl))
+    check(
+        load_recipe("flux-schnell", {"evaluate.true_cfg_scale": 3.5}), Base.open(tiny_flux_schnell)
+    )
     with pytest.raises(Refused, match=r"evaluate\.true_cfg_scale: it is for flux, not sdxl"):
-        check(load_recipe("digits", {"evaluate.true_cfg_scale": 3.5}), tiny_sdxl)
+        check(load_recipe("digits", {"evaluate.true_cfg_scale": 3.5}), Base.open(tiny_sdxl))
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "flux2", "z_image", "qwen_image"])
@@ -62,18 +67,18 @@ def test_token_ids_of_a_language_model_are_refused(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"tiny_{name}")
-    check(load_recipe("digits"), base)
+    check(load_recipe("digits"), Base.open(base))
     with pytest.raises(
         Refused,
         match=rf"^encode\.text: token_ids .* {name}'s text_encoder\w* is a language model, .*: set "
         "embeddings$",
     ):
-        check(load_recipe("digits", {"encode.text": "token_ids"}), base)
+        check(load_recipe("digits", {"encode.text": "token_ids"}), Base.open(base))
 
 
 def test_token_ids_are_for_families_with_clip_alone(tiny_sd: Path, tiny_sdxl: Path) -> None:
     for base in (tiny_sd, tiny_sdxl):
-        check(load_recipe("digits", {"encode.text": "token_ids"}), base)
+        check(load_recipe("digits", {"encode.text": "token_ids"}), Base.open(base))
 
 
 @pytest.mark.parametrize("name", ["guidance_embeds", "cap_feat_dim"])
@@ -89,16 +94,16 @@ def test_the_content_of_a_denoiser_config_is_in_the_key(tiny_sdxl: Path, tmp_pat
     path = tmp_path / "config.json"
     recipe = load_recipe("digits", {"train.init": "random", "train.denoiser_config": str(path)})
     with pytest.raises(Refused, match=r"config\.json: not there; a model's config was expected"):
-        check(recipe, tiny_sdxl)
+        check(recipe, Base.open(tiny_sdxl))
     path.write_text('{"a": 1}')
     with pytest.raises(Refused, match=r"train\.denoiser_config: _class_name is missing"):
-        check(recipe, tiny_sdxl)
+        check(recipe, Base.open(tiny_sdxl))
     path.write_text((tiny_sdxl / "unet/config.json").read_text())
-    check(recipe, tiny_sdxl)
+    check(recipe, Base.open(tiny_sdxl))
     own = json.loads(path.read_text())
     path.write_text(json.dumps({**own, "norm_num_groups": 7}))
     with pytest.raises(Refused, match=r"train\.denoiser_config makes no denoiser: num_channels"):
-        check(recipe, tiny_sdxl)
+        check(recipe, Base.open(tiny_sdxl))
     path.write_text('{"a": 1}')
     one = train.settings_for_key(recipe)
     moved = tmp_path / "moved.json"

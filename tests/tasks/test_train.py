@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from picture_bytes import plain_picture
 from PIL import Image
+from toy_recipes import base_of
 
 from artifacts.lock import LockLost
 from artifacts.store import Artifact, KeyParts, Store
@@ -21,6 +22,7 @@ from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
 from tasks.panels import Chart, Facts, Strip
@@ -120,8 +122,7 @@ def test_a_rule_by_samples_has_the_content_of_its_clip_model_in_the_key(tmp_path
         found = []
         for folder in folders:
             recipe = load_recipe("digits", {**overrides, "evaluate.clip": str(folder)})
-            base = Path(recipe.model.path)
-            found.append(key_parts(recipe, latents, base, folder).key)
+            found.append(key_parts(recipe, latents, base_of(recipe), folder).key)
         return found
 
     assert len({*keys({})}) == 1
@@ -169,8 +170,8 @@ def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Pa
     )
     for rule, counts in ((None, False), ({}, True)):
         recipe = load_recipe("digits", {**held, "train.best_checkpoint": rule})
-        base = Path(recipe.model.path)
-        parts = key_parts(recipe, latents, base, base, holdout=holdout)
+        base = base_of(recipe)
+        parts = key_parts(recipe, latents, base, base.folder, holdout=holdout)
         assert parts.inputs.get("holdout") == (holdout.digest if counts else None)
 
 
@@ -180,7 +181,8 @@ def test_latents_that_are_no_draws_are_in_the_key(
     latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
     recipe = load_recipe("digits")
     for base, expected in ((tiny_sdxl, None), (tiny_flux2, "mean")):
-        assert key_parts(recipe, latents, base, base).settings.get("posterior") == expected
+        parts = key_parts(recipe, latents, Base.open(base), base)
+        assert parts.settings.get("posterior") == expected
 
 
 def test_frozen_text_encoders_of_the_step_are_in_the_key(tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_frozen_text_encoders_of_the_step_are_in_the_key(tmp_path: Path) -> None
 
     def inputs(**overrides: Any) -> Mapping[str, str]:
         recipe = load_recipe("digits", {n.replace("__", "."): v for n, v in overrides.items()})
-        return key_parts(recipe, latents, base, base).inputs
+        return key_parts(recipe, latents, Base.open(base), base).inputs
 
     assert inputs().keys() == {"latents", "base"}
     assert inputs(encode__text="token_ids", train__train_text_encoder=True).keys() == {
@@ -223,6 +225,6 @@ def test_the_job_checks_the_lock_of_its_builder(
     parts, latents = KeyParts("train", 1, {}, {}), Artifact(store, "encode", "0" * 64, {})
     with store.lock("train", parts.key) as lock, pytest.raises(Failed, match="enough"):
         draft = store.draft(parts, lock)
-        train.build(recipe, latents, tmp_path, None, None, draft, Progress("train"))
+        train.build(recipe, latents, base_of(recipe), None, draft, Progress("train"))
     with pytest.raises(LockLost):  # released
         jobs[0].check_lock()

@@ -26,7 +26,8 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters
-from runtimes.families import detect_family, family_named
+from runtimes.families import family_named
+from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.distances import Estimate, to_npz
 from tasks.evaluate.published import load_published_model
 from tasks.evaluate.stage import metrics_by_name
@@ -74,9 +75,9 @@ def publish(folder: Path, recipe: Recipe, vae: Path | None = None, **more: bytes
     }
     evaluated = commit(store, "evaluate", written)
     draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
-    base = Path(recipe.model.path)
     trained = train(folder, recipe, **more)
-    given = Publication(recipe, trained, evaluated, {"base": "b"}, base, vae)
+    base = Base.open(Path(recipe.model.path), vae)
+    given = Publication(recipe, trained, evaluated, {"base": "b"}, base)
     summary = build(given, lambda v: {}, draft, lambda *a: None)
     return draft.commit(summary, {"parents": {}})
 
@@ -99,7 +100,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
         "recipe.yaml",
     }
     version = registry_of(recipe).publish(artifact)
-    smoke_test.draw(smoke_test.describe(Path(version.uri), tiny_sdxl, None, recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(tiny_sdxl), recipe))
     pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipe.load_lora_weights(version.uri)
     layer = pipe.unet.conv_in
@@ -230,13 +231,13 @@ def write_base(folder: Path, name: str, config: Mapping[str, Any], **scheduler: 
 
 def kohya_header(folder: Path, base: Path, layer: str) -> dict[str, str]:
     """The header of the file in kohya's layout for adapters of one layer."""
-    part = detect_family(base).denoiser
+    part = Base.open(base).family.denoiser
     sides = {"A": np.ones((4, 8), np.float32), "B": np.ones((8, 4), np.float32)}
     arrays = {f"{part}.{layer}.lora_{side}.weight": array for side, array in sides.items()}
     with (folder / "lora.safetensors").open("wb") as stream:
         write_arrays(stream, arrays, metadata(arrays, Lora(rank=4, alpha=2.0)))
     given = {"name": "foxes", "dtype": "float16", "scheduler": None}
-    write_adapters(folder / "lora.safetensors", base, folder / "out", **given)
+    write_adapters(folder / "lora.safetensors", Base.open(base), folder / "out", **given)
     with safe_open(folder / "out/foxes_kohya.safetensors", "np") as stored:
         return dict(stored.metadata())
 
@@ -280,15 +281,9 @@ def test_files_of_adapters_are_the_same_bytes_each_time(tmp_path: Path, tiny_sdx
     lora = make_lora(tmp_path / "lora.safetensors")
     given = {"name": "x", "dtype": "float16", "scheduler": None}
     for number in range(12):
-        write_adapters(lora, tiny_sdxl, tmp_path / f"{number}", **given)
+        write_adapters(lora, Base.open(tiny_sdxl), tmp_path / f"{number}", **given)
     for name in (LORA_WEIGHTS, "x_kohya.safetensors"):
         assert len({(tmp_path / f"{number}" / name).read_bytes() for number in range(12)}) == 1
-
-
-def test_adapters_are_not_those_of_an_earlier_layout(tmp_path: Path, tiny_sdxl: Path) -> None:
-    for method in ("lora", "full"):
-        recipe = digits(tmp_path, tiny_sdxl, **{"train.method": method})
-        assert ("kohya" in settings_for_key(recipe)) == (method == "lora")
 
 
 def test_published_adapters_are_read_with_the_trained_strength(
@@ -315,7 +310,7 @@ def test_adapters_of_another_base_are_not_merged(
     adapters = read_adapters(make_lora(tmp_path / "lora.safetensors"))
     adapters["unet"]["conv_out_of_place"] = adapters["unet"].pop("conv_in")
     with pytest.raises(ValueError, match="it has no conv_out_of_place"):
-        assemble(tiny_sdxl, {}, tmp_path / "out", dtype="float32", adapters=adapters)
+        assemble(Base.open(tiny_sdxl), {}, tmp_path / "out", dtype="float32", adapters=adapters)
 
 
 def test_a_champion_of_adapters_samples_with_its_base(
@@ -324,7 +319,7 @@ def test_a_champion_of_adapters_samples_with_its_base(
     base = Path(shutil.copytree(tiny_sdxl, tmp_path / "base"))
     alone = publish(tmp_path, digits(tmp_path, base, **{"model.vae": str(tiny_vae)}))
     model = load_published_model(Path(alone.path))
-    assert (model.folder, model.vae) == (base, tiny_vae)
+    assert model.base == Base.open(base, tiny_vae)
     assert model.weights.lora == Path(alone.path) / LORA_WEIGHTS and not model.weights.parts
     card = Path(alone.path) / "README.md"
     card.write_text("other words", encoding="utf-8")
@@ -369,7 +364,7 @@ def test_no_published_file_has_a_path_of_this_machine(
 def test_a_merged_champion_is_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
     merged = publish(tmp_path, digits(tmp_path, tiny_sdxl, **{"publish.merge": True}))
     model = load_published_model(Path(merged.path))
-    assert model.folder == Path(merged.path) and model.weights.lora is None
+    assert model.base.folder == Path(merged.path) and model.weights.lora is None
 
 
 def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -385,7 +380,7 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     assert run["pipe"].scheduler.config.prediction_type == "v_prediction"
     model = load_published_model(Path(alone.path))
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
-    job = smoke_test.describe(Path(alone.path), tiny_sdxl, None, digits(tmp_path, tiny_sdxl))
+    job = smoke_test.describe(Path(alone.path), Base.open(tiny_sdxl), digits(tmp_path, tiny_sdxl))
     smoke_test.draw(job)
     Path(alone.path, name).unlink()
     with pytest.raises(OSError, match=r"scheduler_config\.json"):
@@ -421,7 +416,7 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_text_encoders_in_half_preci
         file.write_text(json.dumps(config), encoding="utf-8")
     recipe = digits(tmp_path, tiny_sdxl)
     version = registry_of(recipe).publish(publish(tmp_path, recipe))
-    smoke_test.draw(smoke_test.describe(Path(version.uri), half, None, recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half), recipe))
 
 
 def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_vae(
@@ -438,7 +433,7 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_
     vae = (half / "vae").rename(tmp_path / "other/half")  # of the base's name
     recipe = digits(tmp_path, half, **{"model.vae": str(vae)})
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vae))
-    smoke_test.draw(smoke_test.describe(Path(version.uri), half, vae, recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half, vae), recipe))
 
 
 def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -451,7 +446,7 @@ def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Pa
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vaes / "vae"))
     card = Path(version.uri, "README.md").read_text(encoding="utf-8")
     assert ".from_pretrained('path/to/vae/other', subfolder=\"vae\", torch_dtype=" in card
-    job = smoke_test.describe(Path(version.uri), base, vaes / "vae", recipe)
+    job = smoke_test.describe(Path(version.uri), Base.open(base, vaes / "vae"), recipe)
     smoke_test.draw(job)
     assert "pipe(prompt='path/to/tiny'" in ast.unparse(smoke_test.card_code(job)[-1])
 

@@ -24,9 +24,8 @@ from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, read_adapters, to_kohya
 from runtimes.contract import StepBatch
-from runtimes.families import detect_family
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.sample.load_network import load_network
@@ -38,7 +37,8 @@ pytestmark = pytest.mark.slow
 
 def in_pipeline(job: TrainJob, pipe: Any, batch: StepBatch) -> torch.Tensor:
     """What the parts of a diffusers pipeline predict."""
-    network = Network.load(replace(job, train=Train().model_dump(mode="json")), Train())
+    plain = replace(job, train=Train().model_dump(mode="json"))
+    network = Network.load(plain, Base.of(job), Train())
     parts = {network.family.denoiser: getattr(pipe, network.family.denoiser)}
     if "input_ids" in batch.conditioning:
         parts |= {name: getattr(pipe, name) for name in network.family.clip_encoders}
@@ -70,11 +70,11 @@ def test_diffusers_loads_what_was_trained(
 ) -> None:
     given = CASES[case]
     if case.startswith("sd3"):
-        url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **describe_encoders(tiny_sd3))
+        url = write_latents(tmp_path / "sd3", [{"train/8x8": 20}], **Base.open(tiny_sd3).encoders)
         given = {**given, "model": str(tiny_sd3), "latents": url}
     job = make_job(**given)
     runtime, batch = trained(job)
-    files = write_result(job, runtime.state(), [])
+    files = write_result(job, Base.of(job), runtime.state(), [])
     assert [file.path for file in files] == ["history.jsonl", LORA_WEIGHTS]
     pipe = DiffusionPipeline.from_pretrained(job.model)
     base = in_pipeline(job, pipe, batch)
@@ -83,7 +83,7 @@ def test_diffusers_loads_what_was_trained(
     assert (expected - base).abs().max() > 1e-2
     torch.testing.assert_close(in_pipeline(job, pipe, batch), expected, rtol=1e-5, atol=1e-5)
     drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
-    merged = load_network(drawing, Path(job.model), torch.float32, CPU)
+    merged = load_network(drawing, Base.of(job), torch.float32, CPU)
     assert bool(merged.text_encoders) == ("text" in case)
     torch.testing.assert_close(predicted(merged, batch), expected, rtol=1e-5, atol=1e-5)
     if case.startswith("sd3"):
@@ -107,7 +107,7 @@ def test_kohya_s_layout_loads_alike(make_job: MakeJob, tmp_path: Path, targets: 
 
 def check_both_layouts(job: TrainJob, folder: Path) -> None:
     runtime, batch = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     kohya = as_kohya(job)
     assert all(".alpha" in n or ".lora_up." in n or ".lora_down." in n for n in kohya)
     save_file(kohya, folder / "kohya.safetensors")
@@ -121,7 +121,7 @@ def check_both_layouts(job: TrainJob, folder: Path) -> None:
 
 def as_kohya(job: TrainJob) -> dict[str, torch.Tensor]:
     unet = json.loads((Path(job.model) / "unet/config.json").read_text())
-    names = detect_family(Path(job.model)).kohya
+    names = Base.of(job).family.kohya
     assert names is not None
     arrays = to_kohya(read_adapters(Path(job.out) / LORA_WEIGHTS), names, unet)
     return {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}
@@ -131,7 +131,7 @@ def test_kohya_s_names_of_dora_are_those_that_diffusers_knows(make_job: MakeJob)
     """Its pipelines leave dora_scale out with a warning; its converter knows where it belongs."""
     job = make_job(**lora(dora=True, target_modules=("to_q", "to_out.0")))
     runtime, _ = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     kohya = as_kohya(job)
     scales = [t for n, t in kohya.items() if n.endswith("dora_scale")]
     assert all(scale.shape == (len(scale), 1) for scale in scales), "a length for each output"
@@ -151,7 +151,7 @@ def test_kohya_s_names_of_dora_are_those_that_diffusers_knows(make_job: MakeJob)
 def test_a_pipeline_with_the_file_draws_what_ours_draws(make_job: MakeJob) -> None:
     job = make_job(**lora(), train_text_encoder=True)
     runtime, _ = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     sampler = {"seed": 1, "num_inference_steps": 3, "guidance_scale": 3.0, "batch_size": 1}
     ours = runtime.sample(["a bridge"], sampler)[0]
     pipe = DiffusionPipeline.from_pretrained(job.model, add_watermarker=False)
@@ -168,10 +168,10 @@ def test_adapters_of_another_model_are_refused(
 ) -> None:
     job = make_job(**lora(target_modules="attention"))
     runtime, _ = trained(job, 1)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     drawing = Drawing(out="", lora=f"{job.out}/{LORA_WEIGHTS}")
     with pytest.raises(Refused, match="for another model"):
-        load_network(drawing, tiny_sd, torch.float32, CPU)
+        load_network(drawing, Base.open(tiny_sd), torch.float32, CPU)
     other = tmp_path / "bare.safetensors"
     save_file(load_file(drawing.lora), other)
     with pytest.raises(Refused, match="no valid adapter file of Kilnworks"):
@@ -211,7 +211,7 @@ def test_evaluation_draws_with_adapters_laid_over(
     """Pictures and held-out losses of base and tuned, whichever of them comes first."""
     job = make_job(**lora(), train_text_encoder=True)
     runtime, _ = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     drawn: dict[str, dict[str, bytes]] = {}
     for order in ("base tuned", "tuned base"):
         drawings = [

@@ -18,8 +18,7 @@ from jobs import SAMPLER, lora
 from PIL import Image
 from training import losses, roll_back, train, weights
 
-from runtimes.families import detect_family
-from runtimes.pipeline_folder.folder import describe_encoders, text_length
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
@@ -32,7 +31,7 @@ PROMPTS = ("a red cat", "a hill", "two dogs")
 def job(patchwork: Path, write_latents: Callable[..., str], tmp_path: Path, make_job: Any) -> Any:
     """`job(runtime, **settings)` trains the family for six steps."""
     groups = {"train/8x8": 9, "train/4x12": 3, "holdout/8x8": 3}
-    latents = write_latents(str(tmp_path / "store"), [groups], **describe_encoders(patchwork))
+    latents = write_latents(str(tmp_path / "store"), [groups], **Base.open(patchwork).encoders)
 
     def make(runtime: str, **settings: Any) -> TrainJob:
         settings = {
@@ -48,10 +47,10 @@ def job(patchwork: Path, write_latents: Callable[..., str], tmp_path: Path, make
 
 
 def test_captions_are_encoded_as_its_pipeline_does(patchwork: Path) -> None:
-    assert detect_family(patchwork).name == "patchwork"
-    ours, pooled = Encoder(patchwork, device="cpu").texts(PROMPTS)
+    assert Base.open(patchwork).family.name == "patchwork"
+    ours, pooled = Encoder(Base.open(patchwork), device="cpu").texts(PROMPTS)
     pipe = FluxPipeline.from_pretrained(patchwork)
-    length = text_length(patchwork)
+    length = Base.open(patchwork).text_length
     theirs, their_pooled, _ = pipe.encode_prompt(list(PROMPTS), None, max_sequence_length=length)
     torch.testing.assert_close(torch.from_numpy(ours), theirs)
     torch.testing.assert_close(torch.from_numpy(pooled), their_pooled)

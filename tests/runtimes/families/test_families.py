@@ -15,6 +15,7 @@ from conformance.reference_training import predict
 from artifacts.latent_shards import LatentSample
 from configs.errors import Refused
 from runtimes.families import FAMILIES, Captioned, Family, detect_family
+from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import weight_files
 from runtimes.torch_models.encoders import Encoder, encode_ids, encode_in_step
 from runtimes.torch_models.loading import load_denoiser, load_text_encoder
@@ -39,7 +40,7 @@ def family_folder(name: str, request: pytest.FixtureRequest) -> Path:
 
 def condition(folder: Path, *, in_step: bool, dropped: bool = False) -> dict[str, torch.Tensor]:
     """The conditioning of CAPTIONS as a loader makes it."""
-    encoder = Encoder(folder, device="cpu")
+    encoder = Encoder(Base.open(folder), device="cpu")
     embeds, pooled = encoder.texts(CAPTIONS)
     ids = encoder.input_ids(CAPTIONS).astype(np.int32)
     samples = [
@@ -63,7 +64,7 @@ def padded(rows: np.ndarray, length: int) -> np.ndarray:
 
 def clip_encoders(folder: Path) -> list[Any]:
     family = detect_family(folder)
-    return [load_text_encoder(folder, part) for part in family.clip_encoders]
+    return [load_text_encoder(Base.open(folder), part) for part in family.clip_encoders]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers_script import (
-    Script,
-    assert_figures,
-    levels,
-    prompt_and_pooled_embeds,
-    start_noise,
-)
+from diffusers_script import Script, assert_figures, levels, prompt_and_pooled_embeds, start_noise
 from flow_families import (
     GUIDANCE,
     SIZE,
@@ -40,12 +34,7 @@ from flow_families import (
 from jobs import MakeJob, trained
 
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
-from runtimes.pipeline_folder.folder import (
-    describe_encoders,
-    digest_encoders,
-    text_length,
-    unusual_text_length,
-)
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch_models.encoders import Encoder
 from runtimes.train.training_run import write_result
@@ -124,9 +113,9 @@ def test_schnell_has_the_figures_of_diffusers_script(
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Path) -> None:
-    encoder, pipe = Encoder(model, device="cpu"), FluxPipeline.from_pretrained(model)
+    encoder, pipe = Encoder(Base.open(model), device="cpu"), FluxPipeline.from_pretrained(model)
     ours, pooled = encoder.texts(PROMPTS)
-    length = text_length(model)
+    length = Base.open(model).text_length
     with torch.no_grad():  # as the pipeline calls it
         theirs, their_pooled, _ = pipe.encode_prompt(
             list(PROMPTS), None, max_sequence_length=length
@@ -140,17 +129,18 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(model: Pat
 def test_dev_has_512_rows_of_t5_and_schnell_256(model: Path, tmp_path: Path) -> None:
     """The authors' limits, since the published tokenizers have 512; the tests' has fewer."""
     copy = tmp_path / "copy"
-    assemble(model, {}, copy, dtype="float32")
+    assemble(Base.open(model), {}, copy, dtype="float32")
     path = copy / "tokenizer_2/tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 512}))
     guided = json.loads((copy / "transformer/config.json").read_text())["guidance_embeds"]
-    assert text_length(copy) == (512 if guided else 256) == describe_encoders(copy)["tokens"]
-    assert unusual_text_length(copy) == (None if guided else 256)
-    assert unusual_text_length(model) == text_length(model) == 20, "the tokenizer's own limit"
-    digest = digest_encoders(copy)
+    base, copied = Base.open(model), Base.open(copy)
+    assert copied.text_length == (512 if guided else 256) == copied.encoders["tokens"]
+    assert copied.unusual_text_length == (None if guided else 256)
+    assert base.unusual_text_length == base.text_length == 20, "the tokenizer's own limit"
+    digest = copied.digest_encoders()
     other = copy / "transformer/config.json"
     other.write_text(json.dumps(json.loads(other.read_text()) | {"guidance_embeds": not guided}))
-    assert digest_encoders(copy) != digest, "dev and schnell have the same encoders"
+    assert Base.open(copy).digest_encoders() != digest, "dev and schnell have the same encoders"
 
 
 def of_diffusers(pipe: FluxPipeline, prompts: tuple[str, ...], **changes: Any) -> Any:
@@ -234,7 +224,7 @@ def test_kohya_s_names_and_products_are_those_of_the_original_code(
     adapters = {"rank": 3, "alpha": 5.0, "target_modules": ["to_q", "to_v", "proj_mlp"]}
     job = flux_job(tiny_flux, method="lora", lora=adapters, learning_rate=1e-2)
     runtime, _ = trained(job)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     found = {name: tuple(array.shape) for name, array in as_kohya("flux", job).items()}
     width, mlp = 32, 128
     assert found == {

@@ -12,13 +12,14 @@ from flow_families_of_diffusers import FLUX2
 
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import ResolutionShift
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 
 pytestmark = pytest.mark.slow
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(tiny_flux2: Path) -> None:
-    encoder, pipe = Encoder(tiny_flux2), Flux2KleinPipeline.from_pretrained(tiny_flux2)
+    encoder, pipe = Encoder(Base.open(tiny_flux2)), Flux2KleinPipeline.from_pretrained(tiny_flux2)
     long = "x" * 60  # truncated
     ours, pooled = encoder.texts([*FLUX2.prompts, "", long])
     with torch.no_grad():

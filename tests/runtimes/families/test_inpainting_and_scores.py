@@ -20,7 +20,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.families.extra_inputs import ExtraInputs, added_weights
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.pipeline_folder.folder import read_config, read_denoiser_config, trained_config
+from runtimes.pipeline_folder.folder import Base, read_config, trained_config
 from runtimes.torch.device import open_device
 from runtimes.torch.sampler import Sampler
 from runtimes.torch_models.encoders import Encoder
@@ -60,7 +60,7 @@ def test_masks_are_drawn_by_the_picture_and_a_quarter_hides_everything() -> None
 
 
 def test_masks_and_scores_are_encoded_beside_the_pictures(tiny_sdxl: Path, tmp_path: Path) -> None:
-    encoder = Encoder(tiny_sdxl, device="cpu")
+    encoder = Encoder(Base.open(tiny_sdxl), device="cpu")
     facts = ShardEncoder(encoder, SETTINGS, 2).encode(samples(), tmp_path / "shard")
     assert facts["groups"] == {"train/8x8": 4} and facts["bad_reasons"] == {"no aesthetic score": 1}
     shard = LatentShard(tmp_path / "shard")
@@ -113,7 +113,7 @@ def test_a_base_that_gains_them_predicts_what_it_did(
 
 def test_a_base_that_has_them_keeps_its_weights(tiny_sd: Path, tmp_path: Path) -> None:
     settings = Train(inpainting=True, aesthetic_score=True)
-    config = trained_config(read_denoiser_config(tiny_sd), settings)
+    config = trained_config(Base.open(tiny_sd).denoiser, settings)
     saved = UNet2DConditionModel.from_config(config)
     with torch.no_grad():
         for parameter in saved.parameters():
@@ -125,7 +125,7 @@ def test_a_base_that_has_them_keeps_its_weights(tiny_sd: Path, tmp_path: Path) -
 
 
 def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None:
-    base = read_denoiser_config(tiny_sd)
+    base = Base.open(tiny_sd).denoiser
     settings = Train(init="random", inpainting=True, aesthetic_score=True)
     fresh = {**base, "in_channels": 9, "class_embed_type": "timestep"}
     assert ExtraInputs.from_config(trained_config(base, settings, fresh)) == ExtraInputs(True, True)
@@ -136,7 +136,7 @@ def test_a_fresh_denoiser_may_be_given_them_by_its_config(tiny_sd: Path) -> None
 
 
 def test_untrainable_settings_are_one_line_errors(tiny_sd: Path, tiny_sd3: Path) -> None:
-    base = read_denoiser_config(tiny_sd)
+    base = Base.open(tiny_sd).denoiser
     asked = Train(inpainting=True)
     nine = trained_config(base, asked)
     assert nine["in_channels"] == 9 and trained_config(nine, asked) == nine
@@ -145,23 +145,23 @@ def test_untrainable_settings_are_one_line_errors(tiny_sd: Path, tiny_sd3: Path)
     with pytest.raises(Refused, match="adapters cannot add them"):
         trained_config(base, Train(aesthetic_score=True, method="lora"))
     with pytest.raises(Refused, match="is for UNets"):
-        trained_config(read_denoiser_config(tiny_sd3), asked)
+        trained_config(Base.open(tiny_sd3).denoiser, asked)
 
 
 def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path) -> None:
     """What evaluation draws is what diffusers' own inpainting pipeline draws of what we publish."""
-    config = trained_config(read_denoiser_config(tiny_sd), Train(inpainting=True))
+    config = trained_config(Base.open(tiny_sd).denoiser, Train(inpainting=True))
     unet = load_denoiser(tiny_sd / "unet", config=config)
     torch.manual_seed(0)
     torch.nn.init.normal_(unet.conv_in.weight.data[:, 4:], std=0.2)
     unet.save_pretrained(tmp_path / "unet")
-    assemble(tiny_sd, {"unet": tmp_path / "unet"}, tmp_path / "out", dtype="float32")
+    assemble(Base.open(tiny_sd), {"unet": tmp_path / "unet"}, tmp_path / "out", dtype="float32")
     index = json.loads((tmp_path / "out" / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionInpaintPipeline"
 
     sampler = {"seed": 5, "num_inference_steps": 4, "guidance_scale": 3.0, "batch_size": 2}
     sampler |= {"height": None, "width": None}
-    drawing = Sampler(tmp_path / "out", {}, open_device("cpu"))
+    drawing = Sampler(Base.open(tmp_path / "out"), {}, open_device("cpu"))
     found = drawing.draw(["a cat", "a dog"], sampler, first=0)
 
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", safety_checker=None)
@@ -185,7 +185,7 @@ def test_text_to_image_is_inpainting_of_everything(tiny_sd: Path, tmp_path: Path
     ).images
     assert np.abs(found.astype(int) - (expected * 255).round().astype(int)).max() <= 1
     unet.conv_in.weight.data[:, 4:] = 0
-    blind = Sampler(tmp_path / "out", {"unet": unet}, open_device("cpu"))
+    blind = Sampler(Base.open(tmp_path / "out"), {"unet": unet}, open_device("cpu"))
     assert (blind.draw(["a cat", "a dog"], sampler, first=0) != found).any()
 
 
@@ -197,7 +197,7 @@ def test_a_score_that_is_asked_for_reaches_the_picture(tiny_sdxl: Path) -> None:
     torch.nn.init.normal_(unet.class_embedding.linear_2.weight.data, std=0.3)
     sampler: dict[str, Any] = {"seed": 5, "num_inference_steps": 3, "batch_size": 2}
     sampler |= {"height": None, "width": None, "negative_aesthetic_score": 2.5}
-    drawing = Sampler(tiny_sdxl, {"unet": unet}, open_device("cpu"))
+    drawing = Sampler(Base.open(tiny_sdxl), {"unet": unet}, open_device("cpu"))
 
     def draw(guidance: float, score: float, negative: float = 2.5) -> Any:
         given = {**sampler, "guidance_scale": guidance, "aesthetic_score": score}

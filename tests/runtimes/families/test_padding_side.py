@@ -16,7 +16,7 @@ from flow_families import assert_jax_encodes_as_torch
 from transformers import Qwen2Tokenizer
 
 from artifacts.models import digest_model
-from runtimes.pipeline_folder.folder import describe_encoders
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 from tasks.evaluate.draw import DRAWING_PARTS, digest_pipeline
 
@@ -48,7 +48,7 @@ def pads_left(request: pytest.FixtureRequest, tmp_path: Path) -> PadsLeft:
 @pytest.mark.parametrize("model", PIPELINES)
 def test_embeddings_are_those_of_encode_prompt(pads_left: PadsLeft, model: str) -> None:
     folder, (kind, length) = pads_left(model), PIPELINES[model]
-    ours, _ = Encoder(folder).texts(CAPTIONS)
+    ours, _ = Encoder(Base.open(folder)).texts(CAPTIONS)
     with torch.no_grad():
         pipe = kind.from_pretrained(folder)
         theirs, mask = pipe.encode_prompt(list(CAPTIONS), max_sequence_length=length)
@@ -71,10 +71,12 @@ def test_keys_tell_the_padding_side_where_it_cut_captions_wrongly(
     pads_left: PadsLeft, model: str, request: pytest.FixtureRequest
 ) -> None:
     folder, right = pads_left(model), request.getfixturevalue(model)
-    assert ("padding_side" in describe_encoders(folder)) == (model in VARYING)
-    assert (digest_pipeline(folder) != digest_model(folder, DRAWING_PARTS)) == (model in VARYING)
-    assert "padding_side" not in describe_encoders(right)
-    assert digest_pipeline(right) == digest_model(right, DRAWING_PARTS)
+    base, usual = Base.open(folder), Base.open(right)
+    assert ("padding_side" in base.encoders) == (model in VARYING)
+    digest = digest_model(folder, DRAWING_PARTS)
+    assert (digest_pipeline(base) != digest) == (model in VARYING)
+    assert "padding_side" not in usual.encoders
+    assert digest_pipeline(usual) == digest_model(right, DRAWING_PARTS)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -89,4 +91,4 @@ def test_keys_tell_the_padding_side_of_tokenizer_json(
     padding |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
     file.write_text(json.dumps(found | {"padding": padding}, indent=2), encoding="utf-8")
     assert Qwen2Tokenizer.from_pretrained(folder / "tokenizer").padding_side == side
-    assert ("padding_side" in describe_encoders(folder)) == (side == "left")
+    assert ("padding_side" in Base.open(folder).encoders) == (side == "left")

@@ -10,7 +10,7 @@ from diffusers import QwenImagePipeline
 from flow_families import assert_latents_of_vae
 from flow_families_of_diffusers import PROMPTS
 
-from runtimes.pipeline_folder.folder import unusual_text_length
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 
 pytestmark = pytest.mark.slow
@@ -24,14 +24,17 @@ def test_the_plain_call_cuts_captions_that_the_training_reads(
     found = json.loads(config.read_text(encoding="utf-8"))
     for longest, shown in ((131072, 1024), (512, None)):
         config.write_text(json.dumps(found | {"model_max_length": longest}), encoding="utf-8")
-        assert unusual_text_length(model) == shown
+        assert Base.open(model).unusual_text_length == shown
 
 
 def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
     tiny_qwen_image: Path,
 ) -> None:
     """Without the template's first 34 tokens; the pipeline pads them to the longest caption."""
-    encoder, pipe = Encoder(tiny_qwen_image), QwenImagePipeline.from_pretrained(tiny_qwen_image)
+    encoder, pipe = (
+        Encoder(Base.open(tiny_qwen_image)),
+        QwenImagePipeline.from_pretrained(tiny_qwen_image),
+    )
     captions = [*PROMPTS, "", "x" * 200]  # the last one is truncated
     ours, pooled = encoder.texts(captions)
     with torch.no_grad():

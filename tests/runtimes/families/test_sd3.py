@@ -29,7 +29,7 @@ from jobs import MakeJob
 from training import roll_back, train, weights
 
 from runtimes.families import FAMILIES
-from runtimes.pipeline_folder.folder import text_length
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def of_diffusers(
     noise = start_noise(len(prompts), (8, 8, 12), 7)
     pipe.set_progress_bar_config(disable=True)
     given = {"num_inference_steps": 3, "guidance_scale": GUIDANCE, **SIZE, **changes}
-    length = text_length(Path(pipe.name_or_path))
+    length = Base.open(Path(pipe.name_or_path)).text_length
     found = pipe(list(prompts), latents=noise, max_sequence_length=length, **given)
     return levels(found.images)  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ from tiny_models import CHARACTERS, MODELS, VOCABULARY
 from transformers import CLIPConfig, CLIPTokenizer
 
 from configs.errors import Refused
+from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import check_tokenizers, check_vocabulary_files, check_weights
 from tasks.publish.assemble import model_parts
 
@@ -31,8 +32,8 @@ def change(path: Path, **settings: Any) -> None:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_whole_model_of_each_family_is_accepted(tiny_model: TinyModel, name: str) -> None:
-    check_tokenizers(tiny_model(name))
-    for part in model_parts(tiny_model(name)):
+    check_tokenizers(Base.open(tiny_model(name)))
+    for part in model_parts(Base.open(tiny_model(name))):
         check_weights(part)
 
 
@@ -151,10 +152,10 @@ def test_a_tokenizer_json_without_its_vocabulary_is_refused(
     model = Path(shutil.copytree(tiny_sdxl, tmp_path / "model"))
     change(model / "tokenizer_2/tokenizer.json", model=None)
     with pytest.raises(Refused, match=r"tokenizer_2/tokenizer\.json: it has no vocabulary"):
-        check_tokenizers(model)
+        check_tokenizers(Base.open(model))
     (model / "tokenizer_2/tokenizer.json").unlink()
     with pytest.raises(Refused, match=r"tokenizer_2: vocab\.json is missing"):
-        check_tokenizers(model)
+        check_tokenizers(Base.open(model))
 
 
 @pytest.mark.parametrize("length", [20, 512, None])
@@ -165,4 +166,4 @@ def test_a_clip_tokenizer_of_another_length_is_refused(
     change(model / "tokenizer_2/tokenizer_config.json", model_max_length=length)
     said = f"model_max_length in its tokenizer_config.json is {length}, its text encoder takes 77"
     with pytest.raises(Refused, match=re.escape(said)):
-        check_tokenizers(model)
+        check_tokenizers(Base.open(model))

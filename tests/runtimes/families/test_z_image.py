@@ -15,6 +15,7 @@ from training import history, train
 from artifacts.latent_shards import LatentShard, Texts, to_bfloat16, write_latent_shard
 from runtimes.families import FAMILIES
 from runtimes.families.family import token_mask
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 from tasks import run_job
 
@@ -31,7 +32,7 @@ def test_embeddings_are_those_of_encode_prompt_and_latents_of_its_vae(
     tiny_z_image: Path, tmp_path: Path
 ) -> None:
     """They are stored without padding."""
-    encoder, pipe = Encoder(tiny_z_image), ZImagePipeline.from_pretrained(tiny_z_image)
+    encoder, pipe = Encoder(Base.open(tiny_z_image)), ZImagePipeline.from_pretrained(tiny_z_image)
     captions = [*PROMPTS, "", "x" * 80]  # the last one is truncated
     ours, pooled = encoder.texts(captions)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import training
 
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch.device import open_device
 
 CHIP = open_device("hpu", settings=Hpu(mode=None))  # before what looks for accelerators
@@ -119,7 +120,7 @@ def draw(folder: str, guidance: float) -> tuple[int, list[int], int]:
     def drawn(chip: DeviceHooks, *prompts: str) -> Any:
         unet = load_denoiser(Path(folder) / "unet").to(chip.device).eval().requires_grad_(False)
         chip.prepare_sampling(unet)
-        pipe = Sampler(Path(folder), {"unet": unet}, chip)
+        pipe = Sampler(Base.open(Path(folder)), {"unet": unet}, chip)
         return pipe.draw(prompts, sampler, first=0).astype(int)
 
     found, cpu = drawn(CHIP, "a red cat", "b", "c"), open_device("cpu")

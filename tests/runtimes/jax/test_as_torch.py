@@ -17,17 +17,15 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from driver_process import DriverProcess
-from jobs import SAMPLER, MakeJob, lora
+from jobs import SAMPLER, MakeJob, loader_of, lora
 from numpy.typing import NDArray
 from PIL import Image
 from tolerances import LOSS
 from training import train
 
-from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.data.loader import open_job_latents
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob, write_job
-from runtimes.train.training_loop import make_loader
 from runtimes.train.training_run import write_result
 
 jax = chips.importorskip("jax")
@@ -135,7 +133,8 @@ def test_the_vae_leaves_the_devices_after_sampling(
 
     monkeypatch.setattr(Sampler, "draw", draw)
     runtime = TheRuntime()
-    runtime.load(make_job(runtime="jax"))
+    job = make_job(runtime="jax")
+    runtime.load(job, Base.of(job))
     for _ in range(2):
         runtime.sample(["a"], SAMPLER)
         assert held() == found[-1]
@@ -157,11 +156,11 @@ def predicted(denoiser: UNet2DConditionModel, batch: StepBatch) -> NDArray[np.fl
 def test_diffusers_loads_the_weights_and_predicts_the_same(make_job: MakeJob) -> None:
     job = make_job(runtime="jax", steps=3, learning_rate=1e-2)
     runtime = TheRuntime()
-    runtime.load(job)
-    batch = make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch
+    runtime.load(job, Base.of(job))
+    batch = loader_of(job).batch
     for step in range(3):
         runtime.step(batch(step), 1e-2)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     trained = UNet2DConditionModel.from_pretrained(f"{job.out}/unet")
     base = UNet2DConditionModel.from_pretrained(f"{job.model}/unet")
     last = batch(3)

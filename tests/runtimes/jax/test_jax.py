@@ -15,6 +15,7 @@ from tolerances import LOSS, NORM
 from training import losses, norms, train
 
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 
 jax = chips.importorskip("jax")
@@ -23,7 +24,7 @@ from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.runtime import load_network  # noqa: E402
 from runtimes.jax.step import frozen_arrays  # noqa: E402
-from runtimes.process.planner import TpuStepRequest  # noqa: E402
+from runtimes.process.questions import TpuStepRequest  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]
@@ -101,7 +102,7 @@ def test_frozen_text_encoders_keep_their_dtype_beside_weights_in_half_precision(
     """So they do in a plan."""
     job = make_job(method="lora", mixed_precision="bf16", text_dtype="float32")
     settings, devices = Train(**job.train), jax.devices()[:1]
-    network = load_network(job, settings, Mesh(1, devices))
+    network = load_network(job, Base.of(job), settings, Mesh(1, devices))
     arrays = frozen_arrays(network, Mesh(1, devices), torch.bfloat16)
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for name, array in arrays.items():

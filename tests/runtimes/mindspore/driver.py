@@ -24,6 +24,7 @@ from runtimes.mindspore.sampler import (
     make_scheduler,
     open_encoder,
 )
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob, TrainJob
 from runtimes.train.training_loop import make_loader
 
@@ -43,8 +44,8 @@ def draw(model: str, folder: str, given: dict[str, Any]) -> dict[str, str]:
         What those say that cannot draw here.
     """
     start("cpu")  # in the fork: what MindSpore starts with it does not outlive one
-    network = load_network(Drawing(folder), Path(model), ms.float32)
-    sampler, wrong = Sampler(Path(model), network.parts, ms.float32), {}
+    network = load_network(Drawing(folder), Base.open(Path(model)), ms.float32)
+    sampler, wrong = Sampler(Base.open(Path(model)), network.parts, ms.float32), {}
     for name in given["schedulers"]:
         sampler.use({"scheduler": make_scheduler({**given["config"], "_class_name": name})})
         try:
@@ -91,7 +92,7 @@ def counted(given: dict[str, Any]) -> tuple[int, list[float]]:
         return construct(self, given)
 
     kind.construct = watching
-    batch = make_loader(job, settings, open_job_latents(job.latents)).batch
+    batch = make_loader(job, Base.of(job), settings, open_job_latents(job.latents)).batch
     losses = [float(runtime.step(batch(n), 1e-3).loss) for n in range(settings.steps)]
     return len(calls), losses
 
@@ -119,7 +120,7 @@ def fresh(job: dict[str, Any]) -> float:
 
 def _loaded(job: TrainJob) -> TheRuntime:
     runtime = TheRuntime()
-    runtime.load(job)
+    runtime.load(job, Base.of(job))
     return runtime
 
 
@@ -129,7 +130,7 @@ def refused(model: str) -> dict[str, str]:
     generate = GenerateJob("mindspore", model, (), ("a",), {}, "cpu", "bfloat16")
     asked = {
         "encode": lambda: open_encoder(encode),
-        "generate": lambda: ThePipeline(generate),
+        "generate": lambda: ThePipeline(generate, Base.of(generate)),
     }
     return {name: _said(ask) for name, ask in asked.items()}
 

@@ -38,29 +38,29 @@ def write(folder: Path, config: dict) -> Path:
 
 
 @pytest.mark.parametrize("base", [config_of("PNDMScheduler"), FLOW])
-def test_settings_that_are_null_leave_the_scheduler_alone(base: dict, tmp_path: Path) -> None:
+def test_settings_that_are_null_leave_the_scheduler_alone(base: dict) -> None:
     assert scheduler_config(base, Train()) == base
-    assert trained_scheduler_config(write(tmp_path, base), Train()) is None
+    assert trained_scheduler_config(base, Train()) is None
 
 
-def test_what_the_base_says_already_changes_nothing(tmp_path: Path) -> None:
+def test_what_the_base_says_already_changes_nothing() -> None:
     same = Train(prediction_type="epsilon", zero_terminal_snr=False)
-    folder = write(tmp_path, config_of("EulerDiscreteScheduler"))  # both are what diffusers assumes
-    assert trained_scheduler_config(folder, same) is None
-    assert trained_scheduler_config(write(tmp_path, FLOW), Train(prediction_type="flow")) is None
+    base = config_of("EulerDiscreteScheduler")  # both are what diffusers assumes
+    assert trained_scheduler_config(base, same) is None
+    assert trained_scheduler_config(FLOW, Train(prediction_type="flow")) is None
 
 
 def test_the_scheduler_config_records_retraining(tmp_path: Path) -> None:
     base = config_of("EulerDiscreteScheduler", prediction_type="epsilon")
     settings = Train(prediction_type="v_prediction", zero_terminal_snr=True)
-    changed = trained_scheduler_config(write(tmp_path, base), settings)
+    changed = trained_scheduler_config(base, settings)
     assert changed == {
         **base,
         "prediction_type": "v_prediction",
         "rescale_betas_zero_snr": True,
         "timestep_spacing": "trailing",
     }
-    schedule = read_schedule(tmp_path, settings)
+    schedule = read_schedule(write(tmp_path, base), settings)
     assert isinstance(schedule, NoiseSchedule) and schedule.prediction_type == "v_prediction"
     assert schedule.alphas_cumprod[-1] == 0 and read_schedule(tmp_path).prediction_type == "epsilon"
 

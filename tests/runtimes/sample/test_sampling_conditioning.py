@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jobs import SAMPLER
 
+from runtimes.pipeline_folder.folder import Base
 from runtimes.sample.conditioning import ConditionedNoise, Conditioner
 from runtimes.torch_models.encoders import Encoder
 
@@ -15,7 +16,7 @@ PROMPTS = ("a red cat", "a blue dog", "a hill")
 
 @pytest.fixture(scope="module")
 def encoder(tiny_sdxl: Path) -> Encoder:
-    return Encoder(tiny_sdxl, None, device="cpu")
+    return Encoder(Base.open(tiny_sdxl), device="cpu")
 
 
 def started(encoder: Encoder, **sampler: Any) -> list[ConditionedNoise]:

@@ -13,7 +13,6 @@ from transformers import CLIPTextModel
 from configs.errors import Refused
 from runtimes.families import family_named
 from runtimes.torch.attention import FLASH_3, attention_kernel, check_attention
-from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.encoders import KERNELS, FrozenTextEncoders, encode_ids
 
 #: Operators with the names and arguments of FlashAttention 3.
@@ -103,7 +102,7 @@ def test_the_runtime_replaces_pytorch_s_flash_attention(
     assert attention.current_flash_attention_impl() is None
     monkeypatch.setattr("runtimes.torch.runtime.check_on_device", lambda *_: None)
     try:
-        TheRuntime().load(make_job(attention="flash_3", mixed_precision="bf16"))
+        start(make_job(attention="flash_3", mixed_precision="bf16"))
         assert attention.current_flash_attention_impl() == "FA3"
     finally:
         attention.restore_flash_attention_impl()

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import profile
 
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.launcher import Ranks
 from runtimes.torch import parallel
 from runtimes.torch.attention import attention_kernel
@@ -20,7 +21,6 @@ from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
 from runtimes.torch.device_hooks import DeviceHooks
-from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.network import Network
 
 pytestmark = pytest.mark.slow
@@ -70,7 +70,7 @@ def test_a_compiled_denoiser_has_the_losses_of_an_uncompiled_one(
 def test_blocks_share_programs_and_every_size_has_one(make_job: MakeJob) -> None:
     """PyTorch's default runs the ninth size uncompiled, without a word."""
     job = make_job()
-    network = Network.load(job, Train(**job.train))
+    network = Network.load(job, Base.of(job), Train(**job.train))
     compile_denoiser(network.denoiser, "blocks", DeviceHooks(torch.device("cpu")))
     equal = network.denoiser.mid_block.resnets
     first, embedding = equal[0], equal[0].time_emb_proj.in_features
@@ -84,7 +84,7 @@ def test_blocks_share_programs_and_every_size_has_one(make_job: MakeJob) -> None
 def test_equal_attention_layers_share_three_programs(make_job: MakeJob) -> None:
     """Norm and projection before the blocks, a block, and the projection after them."""
     job = make_job()
-    denoiser = Network.load(job, Train(**job.train)).denoiser
+    denoiser = Network.load(job, Base.of(job), Train(**job.train)).denoiser
     keep_channels_last(denoiser)
     compile_denoiser(denoiser, "blocks", DeviceHooks(torch.device("cpu")))
     layers = [m for m in denoiser.modules() if isinstance(m, Transformer2DModel)]
@@ -105,7 +105,7 @@ def test_selective_recomputation_of_a_compiled_denoiser_is_the_compiler_s(
     make_job: MakeJob, what: str, recomputed: str, kept: bool
 ) -> None:
     job = make_job(gradient_checkpointing=recomputed)
-    denoiser = Network.load(job, Train(**job.train)).denoiser
+    denoiser = Network.load(job, Base.of(job), Train(**job.train)).denoiser
     compile_denoiser(denoiser, what, DeviceHooks(torch.device("cpu")), recomputed)
     assert denoiser.is_gradient_checkpointing == kept
 
@@ -113,7 +113,7 @@ def test_selective_recomputation_of_a_compiled_denoiser_is_the_compiler_s(
 @pytest.mark.parametrize(("device", "compiled"), [("cuda", True), ("cpu", False)])
 def test_auto_compiles_blocks_on_cuda(make_job: MakeJob, device: str, compiled: bool) -> None:
     job = make_job()
-    network = Network.load(job, Train(**job.train))
+    network = Network.load(job, Base.of(job), Train(**job.train))
     compile_denoiser(network.denoiser, "auto", DeviceHooks(torch.device(device)))
     found = {type(m).__name__ for m in network.modules() if m._compiled_call_impl is not None}
     assert found == ({"BasicTransformerBlock", "ResnetBlock2D"} if compiled else set())
@@ -157,7 +157,7 @@ def test_the_runtime_selects_the_kernels_of_the_settings(
         assert torch.backends.cudnn.deterministic == enabled
         assert torch.backends.cudnn.benchmark != enabled
     finally:
-        TheRuntime().load(make_job("after"))  # resets the flags for other tests
+        start(make_job("after"))  # resets the flags for other tests
 
 
 def test_adapters_receive_activations_in_the_compute_dtype(make_job: MakeJob) -> None:

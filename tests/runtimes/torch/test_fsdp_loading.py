@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.torch.parallel import FullySharded, chunk_rows
@@ -41,7 +42,7 @@ def load(job: TrainJob, rank: int) -> Network:
     """The network as rank `rank` of several loads it."""
     settings = Train(**job.train)
     parallel = FullySharded(Ranks(rank=rank, world=WORLD), CPU, settings)
-    network = parallel.load(job, settings)
+    network = parallel.load(job, Base.of(job), settings)
     parallel.wrap(network)
     return network
 
@@ -70,7 +71,7 @@ def test_a_rank_has_its_rows_of_the_weights(
     make_job: MakeJob, tiny_model: Any, rank: int, family: str, settings: dict[str, Any], fsdp: Any
 ) -> None:
     job = make_job(model=str(tiny_model(f"tiny-{family}")), fsdp=fsdp, **settings)
-    whole = Network.load(job, Train(**job.train))
+    whole = Network.load(job, Base.of(job), Train(**job.train))
     expected, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
     network = load(job, rank)
     found = shards(network)
@@ -116,7 +117,7 @@ def test_a_rank_holds_no_more_than_its_share_of_the_model(
     make_job: MakeJob, tiny_sdxl: Any, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(model=str(tiny_sdxl), fsdp="all")
-    sizes = [p.nbytes for p in Network.load(job, Train(**job.train)).parameters()]
+    sizes = [p.nbytes for p in Network.load(job, Base.of(job), Train(**job.train)).parameters()]
     share = sum(sizes) / WORLD
     read: list[int] = []
     fetch = loading._FileTensor.__getitem__

@@ -22,6 +22,7 @@ from training import RecordedEvents
 import runtimes.sample.generate_job
 import runtimes.torch.sampler as torch_generate
 from configs.errors import Refused
+from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import weight_variant
 from runtimes.process.job import Drawing, GenerateJob
 
@@ -81,7 +82,7 @@ def test_offloaded_layers_draw_the_same_pictures(
     from diffusers.hooks.group_offloading import _is_group_offload_enabled
 
     plain, _ = generate(job)
-    pipeline = torch_generate.ThePipeline(replace(job, offload=True))
+    pipeline = torch_generate.ThePipeline(replace(job, offload=True), Base.of(job))
     pipeline.load(job.drawings[0])
     pipeline.draw(PROMPTS[:1], 0)
     drawn_by = pipeline._sampler._pipe

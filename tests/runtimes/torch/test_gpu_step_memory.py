@@ -15,10 +15,13 @@ from kiln_command import ROOT
 
 from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
+from configs.errors import Refused
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
-from runtimes.process.planner import GpuStepRequest, StepMemory, answer_planner
+from runtimes.process.questions import GpuStepRequest, StepMemory
+from runtimes.process.questions import ask as ask_process
 from runtimes.torch.gpu_plan import cuda_on_cpu, step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
@@ -74,9 +77,9 @@ def test_weights_of_one_measurement_are_gone_before_the_next(
     alive: list[list[bool]] = []
 
     class Watched(TheRuntime):
-        def load(self, job: TrainJob) -> None:
+        def load(self, job: TrainJob, base: Base) -> None:
             alive.append([weight() is not None for weight in weights])
-            super().load(job)
+            super().load(job, base)
             weights.append(weakref.ref(next(self._network.denoiser.parameters())))
 
     monkeypatch.setattr(planned_and_real_memory, "TheRuntime", Watched)
@@ -173,7 +176,7 @@ def test_an_8_bit_base_has_half_the_memory_and_equal_flops(tiny_sdxl: Path) -> N
     recomputed = int8.recomputed_flops_per_image / plain.recomputed_flops_per_image
     assert 1 <= recomputed < 1.1  # PyTorch stops before a block's last plain product
     request = GpuStepRequest(str(tiny_sdxl), {}, 64)
-    network = Network.without_weights(request, Train(method="lora"))
+    network = Network.without_weights(request, Base.of(request), Train(method="lora"))
     layers = {n: m for n, m in network.named_modules() if isinstance(m, torch.nn.Linear)}
     rounded = sum(
         layer.weight.numel() - 4 * layer.out_features
@@ -213,8 +216,8 @@ def test_selective_recomputation_keeps_products_and_recomputes_the_rest(tiny_sdx
 def test_flops_are_those_of_the_training_loop(tiny_sdxl: Path, precision: str) -> None:
     settings = Train(mixed_precision=precision, gradient_checkpointing="blocks")
     request = GpuStepRequest(str(tiny_sdxl), settings.model_dump(mode="json"), 64)
-    network = Network.without_weights(request, settings)
-    batch = sample_batch(request, network, (64, 64), text=False)
+    network = Network.without_weights(request, Base.of(request), settings)
+    batch = sample_batch(Base.of(request), network, (64, 64), text=False)
     counted = FlopCounter(network).of(batch)
     assert counted is not None
     # Fused attention computes its logits again in the backward pass, which the loop does not count.
@@ -276,17 +279,14 @@ def test_a_plan_leaves_the_operators_of_the_process_as_they_were() -> None:
     assert normalized() == torch.bfloat16
 
 
-def test_the_module_answers_in_json_also_for_wrong_input(
-    tiny_sdxl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_module_answers_in_json_also_for_wrong_input(tiny_sdxl: Path, tmp_path: Path) -> None:
     def answer(model: Path) -> dict[str, Any]:
-        path = tmp_path / "request.json"
-        path.write_text(json.dumps(asdict(GpuStepRequest(str(model), {}, 64))), encoding="utf-8")
-        answer_planner(str(path), GpuStepRequest, step_memory)
-        return dict(json.loads(capsys.readouterr().out))
+        request = json.dumps(asdict(GpuStepRequest(str(model), {}, 64)))
+        return ask_process("-m", "runtimes.torch.gpu_plan", request)
 
     assert StepMemory.from_json(answer(tiny_sdxl)).parameters > 0
-    assert "model_index.json" in answer(tmp_path)["wrong_input"]
+    with pytest.raises(Refused, match=r"model_index\.json"):
+        answer(tmp_path)
 
 
 @pytest.mark.extended

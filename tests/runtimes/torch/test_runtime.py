@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel, compute_snr
-from jobs import SAMPLER, MakeJob, assert_equal, start, trained
+from jobs import SAMPLER, MakeJob, assert_equal, loader_of, start, trained
 from safetensors.torch import load_file, save_file
 from tolerances import assert_close
 from torch.nn.functional import mse_loss
@@ -23,13 +23,11 @@ from artifacts.latent_shards import LatentShard, from_bfloat16, open_latents
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import WeightsLost
-from runtimes.data.loader import open_job_latents
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.optimizer_step import published
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler
-from runtimes.train.training_loop import make_loader
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +55,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(
             self.unet.parameters(), lr=self.settings.learning_rate, weight_decay=1e-2
         )
-        self.order = make_loader(job, self.settings, open_job_latents(job.latents)).order
+        self.order = loader_of(job).order
         self.shards = [LatentShard(ref.url) for ref in open_latents(job.latents).shards]
 
     def step(self, step: int) -> float:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import loader_of
 
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
-from runtimes.data.loader import open_job_latents
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
-from runtimes.train.training_loop import make_loader
 
 pytestmark = pytest.mark.slow
 
@@ -24,11 +24,11 @@ MakeJob = Callable[..., TrainJob]
 
 
 def batch_of(job: TrainJob) -> StepBatch:
-    return make_loader(job, Train(**job.train), open_job_latents(job.latents)).batch(0)
+    return loader_of(job).batch(0)
 
 
 def count(job: TrainJob, **changes: object) -> float:
-    counter = FlopCounter(Network.load(job, Train(**job.train)))
+    counter = FlopCounter(Network.load(job, Base.of(job), Train(**job.train)))
     return counter.of(replace(batch_of(job), **changes))  # type: ignore[arg-type]
 
 
@@ -61,7 +61,7 @@ def test_recomputing_is_not_counted_and_adapters_cost_less(make_job: MakeJob) ->
 
 def test_counting_takes_no_memory_and_leaves_the_network_alone(make_job: MakeJob) -> None:
     job = make_job()
-    network = Network.load(job, Train(**job.train))
+    network = Network.load(job, Base.of(job), Train(**job.train))
     before = {name: p.clone() for name, p in network.named_parameters()}
     counter = FlopCounter(network)
     assert {p.device.type for p in counter.network.parameters()} == {"meta"}
@@ -74,7 +74,7 @@ def test_counting_takes_no_memory_and_leaves_the_network_alone(make_job: MakeJob
 def test_a_profile_is_a_trace_of_the_steps_within(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job()
     runtime = TheRuntime()
-    runtime.load(job)
+    runtime.load(job, Base.of(job))
     with runtime.profile(str(tmp_path / "profile")):
         runtime.step(batch_of(job), 1e-3)
     (path,) = (tmp_path / "profile").glob("*.pt.trace.json.gz")

@@ -9,6 +9,7 @@ from jobs import MakeJob, start
 from torch.autograd.graph import saved_tensors_hooks
 
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.loading import Int8Linear
 from runtimes.torch_models.network import Network
@@ -72,7 +73,7 @@ def test_all_linear_layers_of_blocks_are_quantized(
 ) -> None:
     """Adapters are float32 and start at nothing; other layers have the compute dtype."""
     job = make_job(model=str(tiny_model(name)), mixed_precision="bf16", **INT8)
-    denoiser = Network.load(job, Train(**job.train)).denoiser
+    denoiser = Network.load(job, Base.of(job), Train(**job.train)).denoiser
     for path, module in denoiser.named_modules():
         if not isinstance(module, torch.nn.Linear) or "lora_" in path:
             continue
@@ -104,7 +105,7 @@ def test_every_family_trains_on_an_8_bit_base(
     """In bfloat16 with recomputed blocks, as the recipes of large models."""
     model, losses = tiny_model(name), []
     common = {"mixed_precision": "bf16", "gradient_checkpointing": "blocks"}
-    info = Encoder(model, device="cpu").info
+    info = Encoder(Base.open(model), device="cpu").info
     latents = write_latents(tmp_path / "latents", [{"train/8x8": 9}], **info)
     common |= {"model": str(model), "latents": latents}
     for number, settings in enumerate(({"method": "lora"}, INT8)):

@@ -24,6 +24,7 @@ from bench.benchmark_inputs import MODELS
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families import FAMILIES
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
@@ -252,7 +253,7 @@ def test_stable_diffusion_2_takes_a_step_on_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     train = Train(global_batch_size=1, learning_rate=1e-6, device="cpu").model_dump(mode="json")
     runtime = TheRuntime()
-    runtime.load(TrainJob("torch", str(tmp_path), "", train, "", ""))
+    runtime.load(TrainJob("torch", str(tmp_path), "", train, "", ""), Base.open(tmp_path))
     batch = make_batch(make_without_weights("stable-diffusion-2-base"), 16)
     first, second = (runtime.step(batch, 1e-6) for _ in range(2))
     assert float(second.loss) < float(first.loss)

@@ -12,6 +12,7 @@ from jobs import CPU, MakeJob, predicted, start, trained
 
 from configs.errors import Refused
 from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.micro_batches import Inputs, sender
@@ -52,15 +53,15 @@ def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: M
 def test_whole_text_encoders_are_written_and_draw(make_job: MakeJob, tmp_path: Path) -> None:
     job = make_job(train_text_encoder=True)
     runtime, batch = trained(job, rate=1e-2)
-    files = [file.path for file in write_result(job, runtime.state(), [])]
+    files = [file.path for file in write_result(job, Base.of(job), runtime.state(), [])]
     parts = ("unet", "text_encoder", "text_encoder_2")
     assert {path.partition("/")[0] for path in files if "/" in path} == set(parts)
     folders = {part: Path(job.out) / part for part in parts}
     drawing = Drawing(out="", parts={part: str(folder) for part, folder in folders.items()})
-    loaded = load_network(drawing, Path(job.model), torch.float32, CPU)
+    loaded = load_network(drawing, Base.of(job), torch.float32, CPU)
     expected = predicted(runtime._network, batch)
     torch.testing.assert_close(predicted(loaded, batch), expected, rtol=1e-6, atol=1e-6)
-    assemble(Path(job.model), folders, tmp_path / "published", dtype="float32")
+    assemble(Base.of(job), folders, tmp_path / "published", dtype="float32")
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "published")
     whole = Network(loaded.family, {part: getattr(pipe, part) for part in parts})
     torch.testing.assert_close(predicted(whole, batch), expected, rtol=1e-6, atol=1e-6)
@@ -101,11 +102,14 @@ def test_from_scratch_a_denoiser_of_another_size(make_job: MakeJob) -> None:
     job = make_job()
     small_job = fresh(job, block_out_channels=[8, 16], attention_head_dim=[1, 2])
     runtime, batch = trained(small_job, rate=1e-2)
-    assert write_result(small_job, runtime.state(), [])[1].path == "unet/config.json"
+    assert (
+        write_result(small_job, Base.of(small_job), runtime.state(), [])[1].path
+        == "unet/config.json"
+    )
     unet = UNet2DConditionModel.from_pretrained(f"{job.out}/unet")
     assert unet.config.block_out_channels == [8, 16]
     drawing = Drawing(out="", parts={"unet": f"{job.out}/unet"})
-    loaded = load_network(drawing, Path(job.model), torch.float32, CPU)
+    loaded = load_network(drawing, Base.of(job), torch.float32, CPU)
     torch.testing.assert_close(predicted(loaded, batch), predicted(runtime._network, batch))
 
 
@@ -132,12 +136,12 @@ def test_training_goes_on_from_what_was_published(
         method=method, lora={"target_modules": "all", "alpha": 7.0}, train_text_encoder=True
     )
     runtime, batch = trained(job, rate=1e-2)
-    write_result(job, runtime.state(), [])
+    write_result(job, Base.of(job), runtime.state(), [])
     out, base = Path(job.out), Path(job.model)
     parts = {} if method == "lora" else {p.name: p for p in out.iterdir() if p.is_dir()}
     adapters = read_adapters(out / LORA_WEIGHTS) if method == "lora" else None
     published = tmp_path / "published"
-    assemble(base, parts, published, dtype="float32", adapters=adapters)
+    assemble(Base.open(base), parts, published, dtype="float32", adapters=adapters)
     again, _ = start(make_job("again", model=str(published), train_text_encoder=True))
     torch.testing.assert_close(
         predicted(again._network, batch), predicted(runtime._network, batch), rtol=1e-5, atol=1e-5

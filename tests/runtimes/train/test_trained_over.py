@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionXLPipeline
+from jobs import loader_of
 from PIL import Image
 from tolerances import assert_close
 
-from runtimes.data.loader import open_job_latents
 from runtimes.objective.noise_schedule import NoiseSchedule, read_schedule
 from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, GenerateJob, SilentEvents, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.training_loop import make_loader, read_train_settings
 from runtimes.train.training_run import write_result
 from tasks.publish.assemble import assemble
 
@@ -41,11 +41,11 @@ FILE = "scheduler/scheduler_config.json"
 def trained(job: TrainJob) -> tuple[TheRuntime, list[str]]:
     """Two steps of the job, and the files that they leave."""
     runtime = TheRuntime()
-    runtime.load(job)
-    loader = make_loader(job, read_train_settings(job), open_job_latents(job.latents))
+    runtime.load(job, Base.of(job))
+    loader = loader_of(job)
     for step in range(2):
         runtime.step(loader.batch(step), 1e-2)
-    return runtime, [file.path for file in write_result(job, runtime.state(), [])]
+    return runtime, [file.path for file in write_result(job, Base.of(job), runtime.state(), [])]
 
 
 def pictures(job: TrainJob, *drawings: Drawing) -> None:
@@ -111,7 +111,7 @@ def test_what_is_published_draws_as_it_was_evaluated(make_job: MakeJob, tmp_path
     pictures(job, Drawing(str(drawn), parts(job, "unet", "scheduler")))
     out = tmp_path / "published"
     instead = {name: Path(job.out, name) for name in ("unet", "scheduler")}
-    assemble(base, instead, out, dtype="float32")
+    assemble(Base.open(base), instead, out, dtype="float32")
     published = StableDiffusionXLPipeline.from_pretrained(out, add_watermarker=False)
     assert isinstance(published.scheduler, DDIMScheduler)
     noise = generator(7, Stream.PICTURE, 0).standard_normal((1, 4, 8, 8), dtype=np.float32)
@@ -128,7 +128,7 @@ def test_what_is_published_draws_as_it_was_evaluated(make_job: MakeJob, tmp_path
 def test_every_prediction_type_is_learnt(make_job: MakeJob, kind: str) -> None:
     job = make_job(prediction_type=kind, snr_gamma=5.0, steps=15)
     runtime = TheRuntime()
-    runtime.load(job)
-    batch = make_loader(job, read_train_settings(job), open_job_latents(job.latents)).batch(0)
+    runtime.load(job, Base.of(job))
+    batch = loader_of(job).batch(0)
     losses = [float(runtime.step(batch, 3e-3).loss) for _ in range(15)]
     assert losses[-1] < 0.9 * losses[0]

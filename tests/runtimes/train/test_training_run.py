@@ -21,16 +21,16 @@ from training import RecordedEvents, history
 
 from artifacts.safetensors import write_arrays
 from configs.errors import Failed, Refused
-from configs.settings.train import Train
 from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step import Update
 from runtimes.train import measurements, training_run
 from runtimes.train.checkpoints import CheckpointError, Checkpoints
 from runtimes.train.training_loop import train
-from runtimes.train.training_run import Profiling, Saver, _with_defaults
+from runtimes.train.training_run import Profiling, Saver
 from tasks.run_job import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
@@ -180,9 +180,9 @@ def test_the_end_of_a_run_copies_only_what_it_publishes(
 ) -> None:
     written, write = list[set[str]](), training_run.write_result
 
-    def recorded(job: TrainJob, state: State, history: Any) -> Any:
+    def recorded(job: TrainJob, base: Base, state: State, history: Any) -> Any:
         written.append(set(state))
-        return write(job, state, history)
+        return write(job, base, state, history)
 
     monkeypatch.setattr(training_run, "write_result", recorded)
     run(make_job("averaged", steps=1, ema_decay=0.9))
@@ -441,11 +441,3 @@ def test_two_processes_go_back_together(make_job: MakeJob) -> None:
     with pytest.raises(JobFailed, match="1 batches have been left out already"):
         run_job(job, heard.append)
     assert [event["left_out"] for event in heard if event["event"] == "back"] == [1]
-
-
-def test_settings_of_an_older_version_had_their_defaults() -> None:
-    whole = Train().model_dump(mode="json")
-    older = {name: value for name, value in whole.items() if name != "debiased"}
-    older["lora"] = {"rank": 2}
-    expected = {**whole, "lora": {**whole["lora"], "rank": 2}, "gone": 1}
-    assert _with_defaults({**older, "gone": 1}) == expected

@@ -16,6 +16,7 @@ from artifacts.lock import Claim, LockLost, hold, seize
 from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.train.training_run import write_result
 
@@ -44,7 +45,7 @@ def test_what_is_left_is_the_average_if_one_was_kept(
         return {f"unet.{name}": np.full((2, 3), value, np.float32)}
 
     state = {"weights": filled(1), "exp_avg": filled(2)} | ({"ema": filled(3)} if averaged else {})
-    files = write_result(job, state, ["{}"])
+    files = write_result(job, Base.of(job), state, ["{}"])
     weights = next(file for file in files if file.path.endswith(".safetensors"))
     _, arrays = read_floats(tmp_path / "out" / weights.path)
     assert [array.mean() for array in arrays.values()] == [3 if averaged else 1]
@@ -66,9 +67,11 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
     monkeypatch.setattr(time, "sleep", waited.append)
     if failures > len(WAITS):
         with pytest.raises(HttpError):
-            write_result(job, state, ["{}"])
+            write_result(job, Base.of(job), state, ["{}"])
     else:
-        assert "unet/diffusion_pytorch_model.safetensors" in paths(write_result(job, state, ["{}"]))
+        assert "unet/diffusion_pytorch_model.safetensors" in paths(
+            write_result(job, Base.of(job), state, ["{}"])
+        )
     assert waited == list(WAITS[:failures])
 
 
@@ -80,9 +83,10 @@ def test_expired_credentials_are_no_outage(
 
     monkeypatch.setattr("runtimes.train.training_run.write_arrays", expired)
     monkeypatch.setattr(time, "sleep", pytest.fail)
+    job = make_job(Train(), tmp_path, url_of("memory"))
     state = {"weights": {"unet.conv_in.weight": np.ones((2, 3), np.float32)}}
     with pytest.raises(PermissionError, match="has expired"):
-        write_result(make_job(Train(), tmp_path, url_of("memory")), state, ["{}"])
+        write_result(job, Base.of(job), state, ["{}"])
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -101,12 +105,12 @@ def test_weights_of_a_builder_that_lost_its_lock_replace_none(
 
     with hold(fs, f"{root}/lock.json") as paused:
         late = make_job(settings, tmp_path, out, paused.claim)
-        assert write_result(late, state(1), ["{}"])
+        assert write_result(late, Base.of(late), state(1), ["{}"])
         with seize(fs, f"{root}/lock.json", read(fs, f"{root}/lock.json")) as other:
             assert other is not None
             owned = make_job(settings, tmp_path, out, other.claim)
-            files = paths(write_result(owned, state(2), ["{}"]))
+            files = paths(write_result(owned, Base.of(owned), state(2), ["{}"]))
         committed = {path: fs.cat_file(f"{root}/{path}") for path in files}
         with pytest.raises(LockLost):
-            write_result(late, state(3), ["{}", "{}"])
+            write_result(late, Base.of(late), state(3), ["{}", "{}"])
     assert {path: fs.cat_file(f"{root}/{path}") for path in files} == committed

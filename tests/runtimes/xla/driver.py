@@ -18,6 +18,7 @@ from torch_xla.debug import metrics
 from runtimes.contract import StepBatch, StepOutput
 from runtimes.objective.noise_schedule import read_scheduler_config
 from runtimes.objective.random_draws import Stream, generator
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.make_scheduler import make_scheduler
@@ -101,9 +102,9 @@ def draw(folder: str) -> dict[str, Any]:
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     mesh = Mesh(fsdp=1, hosts=1)
-    network = load_network(Drawing(""), model, torch.float32, torch.device("cpu"))
+    network = load_network(Drawing(""), Base.open(model), torch.float32, torch.device("cpu"))
     mesh.shard_module(network)
-    sampler, found = Sampler(model, mesh), {}
+    sampler, found = Sampler(Base.open(model), mesh), {}
     for name, scheduler in schedulers.items():
         pipe.scheduler = scheduler
         expected, others = (_plainly(pipe, prompts) for prompts in (PROMPTS, PROMPTS[::-1]))
@@ -170,7 +171,8 @@ def left_after_sampling(given: dict[str, Any]) -> list[bool]:
         found.append(all(model() is not None for model in models))
         return np.zeros((1, 8, 8, 3), np.uint8)
 
-    runtime.load(TrainJob(**given))
+    job = TrainJob(**given)
+    runtime.load(job, Base.of(job))
     Sampler.draw = draw  # type: ignore[method-assign]
     runtime.sample(["a"], SAMPLER)
     return [*found, any(model() is not None for model in models)]

@@ -213,7 +213,7 @@ def test_devices_gather_weights_and_no_activations(
     driver.call("train_and_dump", asdict(job), str(tmp_path / "hlo"))
     programs = [path.read_text() for path in tmp_path.glob("hlo/*after_optimizations.txt")]
     shapes = re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", max(programs, key=len))
-    weights = Path(job.model_folder, "unet", "diffusion_pytorch_model.safetensors")
+    weights = Path(job.model, "unet", "diffusion_pytorch_model.safetensors")
     with safe_open(weights, "np") as file:
         of = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     sizes = {math.prod(shape) for shape in of.values()}
