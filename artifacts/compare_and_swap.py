@@ -22,14 +22,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from artifacts import filesystems
-from artifacts.remote_stores import protocols
+from artifacts.filesystems import protocols
+from configs.errors import Refused
 
 #: What S3 answers to a conditional write that lost.
 _LOST = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey", "412", "409"}
-
-
-class NoSwap(ValueError):
-    """The filesystem has no known compare-and-swap."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class VersionedContent:
 
 
 def read(fs: AbstractFileSystem, path: str) -> VersionedContent:
-    """The present state of the file at `path`. Raises NoSwap, or as the filesystem does."""
+    """The present state of the file at `path`. Raises Refused, or as the filesystem does."""
     return _swapper(fs).read(path)
 
 
@@ -54,7 +51,7 @@ def swap(
     `data` must therefore differ from what any other process writes. None can also mean that `data`
     was written and already replaced: who must know finds a token of its own in the later state.
 
-    Raises NoSwap, or as the filesystem does.
+    Raises Refused, or as the filesystem does.
     """
     swapper = _swapper(fs)
     version = swapper.write(path, seen, data)
@@ -83,7 +80,7 @@ def remove(
     A request that arrives late deletes nothing that was written meanwhile. If two processes delete
     a file at the same time, both may get its bytes: an answer can be lost, too.
 
-    Raises NoSwap, or as the filesystem does.
+    Raises Refused, or as the filesystem does.
     """
     if isinstance(fs, LocalFileSystem):
         try:
@@ -144,7 +141,7 @@ def _swapper(fs: AbstractFileSystem) -> _Swapper:
     if "gs" in known:
         return _Gcs(fs)
     name = "://, ".join(sorted(known))
-    raise NoSwap(f"{name}:// has no conditional writes here: use a local folder, s3:// or gs://")
+    raise Refused(f"{name}:// has no conditional writes here: use a local folder, s3:// or gs://")
 
 
 class _Local:

@@ -1,11 +1,12 @@
-"""Files and folders on any filesystem: whole writes, exact listings, and a clock.
+"""Files and folders on any filesystem: whole writes, exact listings, many requests, and a clock.
 
 A change of a local disk is whole at any moment, and outlives a power failure.
 
 A listing never takes an error for an absence, whereas fsspec's `exists`, `glob`, `find` and `walk`
 leave out what they cannot read. A whole folder is deleted or fetched by its exact path. fsspec's
 `rm` and `get` take `[`, `*` and `?` in a bucket's path for a pattern: they would delete or copy
-what another folder has.
+what another folder has. A remote store gets many requests at once, since each answer takes tens of
+milliseconds.
 
 Tests can replace the clock, which measures and waits.
 """
@@ -17,17 +18,20 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import Any
+from inspect import signature
+from itertools import islice
+from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.remote_stores import ask_at_once, is_full, protocols
+from artifacts.errors import is_full
 
 
 @contextmanager
@@ -262,3 +266,78 @@ class Clock:
 
 
 REAL = Clock()
+
+
+def protocols(fs: AbstractFileSystem) -> set[str]:
+    """The URL schemes of a filesystem."""
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def find_files(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """Every file below a folder, by path, as `find` with its details. Raises as the filesystem.
+
+    On a web server `find` would leave out the folders that cannot be listed now.
+    """
+
+    def unless_missing(error: Exception) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    more = {"on_error": unless_missing} if protocols(fs) & {"http", "https"} else {}
+    return dict(fs.find(path, detail=True, **more))
+
+
+def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
+    """Make the folder of a file. An object store has none: s3fs would ask for the bucket."""
+    if not protocols(fs) & {"gs", "s3"}:
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def read_small_file(fs: AbstractFileSystem, path: str) -> bytes:
+    """The bytes of a file, by one request: s3fs would ask for the size first.
+
+    Raises as the filesystem does.
+    """
+    known = signature(fs._cat_file).parameters if "s3" in protocols(fs) else {}
+    # s3fs 2025.10, of runtime mindspore's environment, has one request and no such argument.
+    alone = {"max_concurrency": 1} if "max_concurrency" in known else {}
+    return bytes(fs.cat_file(path, **alone))
+
+
+def file_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+    """What fsspec describes of a file, by one request: gcsfs would also list the bucket.
+
+    Raises as the filesystem does.
+    """
+    if "gs" not in protocols(fs):
+        return dict(fs.info(path))
+    bucket, key, _ = fs.split_path(path)
+    found = fs.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+    return {**found, "size": int(found["size"])}
+
+
+#: Requests in flight. S3's client opens so many connections, see `Store`.
+AT_ONCE = 64
+#: Items that are submitted together, which bounds the memory.
+BATCH = 1024
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+def ask_at_once(
+    fs: AbstractFileSystem,
+    ask: Callable[[Item], Answer],
+    items: Iterable[Item],
+    at_once: int = AT_ONCE,
+) -> Iterator[Answer]:
+    """`ask(item)` for each item, in order; up to `at_once` threads ask a remote store.
+
+    A local filesystem is asked one item after another. Raises as `ask` does.
+    """
+    if isinstance(fs, LocalFileSystem):
+        yield from map(ask, items)
+        return
+    pending = iter(items)
+    with ThreadPoolExecutor(at_once, thread_name_prefix="store") as pool:
+        while batch := list(islice(pending, BATCH)):
+            yield from pool.map(ask, batch)

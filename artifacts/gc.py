@@ -28,9 +28,11 @@ import yaml
 from artifacts.compare_and_swap import read, remove, remove_checked, swap
 from artifacts.filesystems import (
     Entry,
+    ask_at_once,
     checksum,
     delete_tree,
     entries,
+    file_info,
     files,
     modified,
     name_of,
@@ -47,7 +49,6 @@ from artifacts.lock import (
     wait_until_free,
 )
 from artifacts.records import TICK, digest_json, encode_record, read_record, write_record
-from artifacts.remote_stores import ask_at_once, file_info
 from artifacts.store import LOCK, LOCKS, MANIFEST, SHARDS, Artifact, Store, is_key
 from configs.errors import Refused
 

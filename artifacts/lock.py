@@ -21,9 +21,9 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from artifacts.compare_and_swap import VersionedContent, read, swap
-from artifacts.filesystems import REAL, Clock
+from artifacts.filesystems import REAL, Clock, make_folder_of
 from artifacts.records import parse_json
-from artifacts.remote_stores import make_folder_of
+from configs.errors import Failed
 
 log = logging.getLogger("kiln")
 HEARTBEAT_SECONDS = 5.0
@@ -35,7 +35,7 @@ _UNKNOWN = "unknown"  # start of a process that exists, where /proc does not sho
 _left: set[str] = set()
 
 
-class LockLost(RuntimeError):
+class LockLost(Failed):
     """Another process took the lock over; nothing more may be written under it."""
 
 

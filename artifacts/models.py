@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import lru_cache
 from json import JSONDecodeError
@@ -24,19 +24,9 @@ from filelock import FileLock
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from artifacts.filesystems import fetch_files
+from artifacts.errors import caching, is_outage, reading
+from artifacts.filesystems import fetch_files, find_files
 from artifacts.records import canonical_json, digest_bytes, digest_json, put_atomic
-from artifacts.remote_stores import (
-    caching,
-    find_files,
-    is_forbidden,
-    is_full,
-    is_of_client,
-    is_outage,
-    remedy,
-    target_of,
-    web_cause,
-)
 from artifacts.store import Store
 from configs.errors import Away, Refused
 from configs.secrets import one_line
@@ -124,18 +114,17 @@ def resolve_file(path: str) -> Path:
         Failed: the cache of remote models cannot be written.
     """
     if "://" not in path:
-        with asking_for(path):
-            local = Path(path).expanduser()
+        local = Path(os.path.expanduser(path))  # Path's own fails for an unknown user
         if not local.is_file():
             raise Refused(f"file {path}: no such file (give a local path or a URL)")
         return local.resolve()
-    with asking_for(path):
+    with reading(f"file {path}", path):
         fs, root, info = remote_file(path)
         # A web server may redirect to a URL that is signed anew, which is no new version.
         marks = [info.get(name) for name in HTTP_MARKS] if _is_web(path) else [fs.checksum(root)]
 
     def fetch(copy: Path) -> None:
-        with asking_for(path):
+        with reading(f"file {path}", path):
             fs.get_file(root, str(copy))
 
     return _cached(
@@ -150,30 +139,6 @@ def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
     if info["type"] != "file":
         raise FileNotFoundError
     return fs, root, info
-
-
-@contextmanager
-def asking_for(path: str) -> Iterator[None]:
-    """Convert the errors of a file's location to Refused or Away.
-
-    The error of a full local disk is of neither.
-    """
-    try:
-        yield
-    except Exception as error:  # each filesystem's client has errors of its own
-        if is_full(error):
-            raise
-        cause = web_cause(path, error)
-        if isinstance(cause, FileNotFoundError):
-            raise Refused(f"file {path}: no such file") from None
-        _check_away(f"file {path}", cause)
-        raise Refused(f"file {path}: {type(cause).__name__}: {one_line(cause)}") from None
-
-
-def _check_away(what: str, error: Exception) -> None:
-    """Raise Away for an outage."""
-    if is_outage(error):
-        raise Away(f"{what}: cannot be fetched now ({one_line(error)}): {remedy(error)}")
 
 
 def _is_web(url: str) -> bool:
@@ -248,31 +213,16 @@ def _digest_file(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def _fetch_url(url: str) -> Path:
-    try:
+    with reading(f"model {url}", url):
         fs, root = fsspec.core.url_to_fs(url)
         fs.invalidate_cache()  # `find` asks the store, but `checksum` an earlier listing
         files = {p: fs.checksum(p) for p in sorted(find_files(fs, root))}
-    except Exception as error:  # each filesystem's client has errors of its own
-        cause = web_cause(url, error)
-        _check_away(f"model {url}", cause)
-        known = isinstance(cause, ImportError | ValueError | FileNotFoundError)
-        if not (known or is_forbidden(cause) or is_of_client(cause)):
-            raise
-        why = "no files there" if isinstance(cause, FileNotFoundError) else one_line(cause)
-        raise Refused(f"model {url}: {why}") from None
     if not files:
         raise Refused(f"model {url}: no files there")
 
     def fetch(copy: Path) -> None:
-        try:
+        with reading(f"model {url}", url):
             fetch_files(fs, root, files, str(copy))
-        except Exception as error:
-            cause = web_cause(url, error)
-            _check_away(f"model {url}", cause)
-            denied = is_forbidden(cause) and target_of(cause) is None  # not of this disk
-            if not (denied or isinstance(cause, ValueError) or is_of_client(cause)):
-                raise
-            raise Refused(f"model {url}: {one_line(cause)}") from None
 
     return _cached([url, sorted(files.items())], url, fetch, digest_model)
 
@@ -385,22 +335,8 @@ def _check_blob(repo: str, path: Path) -> None:
 
 def hub_error(error: Exception, repo: str, revision: str | None) -> Refused | Away:
     """The error of a model that the hub's client did not get."""
-    kind = Away if _is_away(error) else Refused
+    kind = Away if is_outage(error) else Refused
     return kind(f"model {repo}: no such folder, and {hub_refusal(error, repo, revision)}")
-
-
-def _is_away(error: Exception) -> bool:
-    """Whether the hub may answer later: Xet, its store of weights, has the errors of Python."""
-    from httpx2 import TransportError
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    cause = error.__cause__ or error
-    if (answer := getattr(cause, "response", None)) is not None:
-        return answer.status_code in (408, 429) or answer.status_code >= 500
-    if isinstance(cause, OfflineModeIsEnabled):  # a ConnectionError
-        return False
-    passing = TransportError, ConnectionError, TimeoutError
-    return isinstance(error, passing) or isinstance(cause, passing)
 
 
 def was_not_reached(error: Exception) -> bool:
@@ -474,7 +410,7 @@ def check_file_available(path: str) -> str:
     if "://" not in path:
         resolve_file(path)
         return "local file"
-    with asking_for(path):
+    with reading(f"file {path}", path):
         remote_file(path)
     return "remote file"
 

@@ -26,15 +26,15 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.filesystems import checksum, replacing
-from artifacts.remote_stores import (
+from artifacts.errors import is_of_client, refusals
+from artifacts.filesystems import (
     AT_ONCE,
     ask_at_once,
+    checksum,
     file_info,
-    is_of_client,
     make_folder_of,
     read_small_file,
-    refusals,
+    replacing,
 )
 from configs.errors import Failed
 
@@ -143,7 +143,7 @@ FILES = b'\n"files": ['
 _line = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
-class Damaged(ValueError):
+class Damaged(Failed, ValueError):
     """A committed file's bytes are no longer those that were committed."""
 
 

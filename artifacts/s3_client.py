@@ -12,7 +12,7 @@ from botocore.exceptions import BotoCoreError
 from botocore.session import Session
 from s3fs import S3FileSystem
 
-from artifacts.remote_stores import AT_ONCE
+from artifacts.filesystems import AT_ONCE
 
 #: Ends of the names of Amazon's own hosts.
 AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")

@@ -25,8 +25,15 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.compare_and_swap import NoSwap, create, remove, remove_checked
-from artifacts.filesystems import new_probe, subfolders, sync_tree
+from artifacts.compare_and_swap import create, remove, remove_checked
+from artifacts.filesystems import (
+    ask_at_once,
+    make_folder_of,
+    new_probe,
+    protocols,
+    subfolders,
+    sync_tree,
+)
 from artifacts.lock import Lock, hold, is_alive
 from artifacts.records import (
     FORMAT,
@@ -49,7 +56,6 @@ from artifacts.records import (
     write_atomic,
     write_record,
 )
-from artifacts.remote_stores import ask_at_once, make_folder_of, protocols
 from configs.errors import Refused
 from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
 
@@ -319,7 +325,7 @@ class Store:
             make_folder_of(self.fs, probe)
             create(self.fs, probe, b"kiln")
             exclusive = not create(self.fs, probe, b"twice")
-        except NoSwap as error:
+        except Refused as error:
             raise Refused(f"store {self.url}: {error}") from None
         except FileNotFoundError:
             if not protocols(self.fs) & {"gs", "s3"}:

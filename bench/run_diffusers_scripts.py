@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.errors import Failed
+
 HOOKS = Path(__file__).with_name("diffusers_script_hooks.py")
 NEVER = 10**9
 ERROR_CHARACTERS = 2000
@@ -49,20 +51,16 @@ def find_peer(options: argparse.Namespace, facts: dict[str, Any]) -> Peer | None
     """The peer of the options, its versions added to `facts`; None without scripts.
 
     Raises:
-        PeerFailed: its interpreter or one of its packages is missing.
+        Failed: its interpreter or one of its packages is missing.
     """
     if options.diffusers_examples is None:
         return None
     peer = Peer(options.diffusers_examples.resolve(), options.peer_python)
     try:
         facts["peer_versions"] = peer.versions()
-    except (OSError, PeerFailed) as error:
-        raise PeerFailed(f"--peer-python {options.peer_python}: {error}") from None
+    except (OSError, Failed) as error:
+        raise Failed(f"--peer-python {options.peer_python}: {error}") from None
     return peer
-
-
-class PeerFailed(RuntimeError):
-    """A script failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class Peer:
             options: command-line options of the script; True for a flag.
 
         Raises:
-            PeerFailed: its exit code is not 0.
+            Failed: its exit code is not 0.
         """
         notes = scratch / "notes.json"
         arguments = {
@@ -165,7 +163,7 @@ class Peer:
         )
         seconds = time.perf_counter() - begin
         if done.returncode:
-            raise PeerFailed(f"{script} exited with {done.returncode}: {_error(done)}")
+            raise Failed(f"{script} exited with {done.returncode}: {_error(done)}")
         return ScriptRun(seconds, **json.loads(notes.read_text(encoding="utf-8")))
 
     def versions(self) -> dict[str, str]:
@@ -175,7 +173,7 @@ class Peer:
         command = [self.python, "-c", f"{code}; print(json.dumps(v))"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise PeerFailed(_error(done))
+            raise Failed(_error(done))
         return dict(json.loads(done.stdout))
 
 

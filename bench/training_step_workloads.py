@@ -13,7 +13,8 @@ from typing import Any
 
 from bench import benchmark_inputs, run_kilnworks
 from bench.report import Rounds, Row, Skip, attempt, finish, log, machine, spread
-from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime, find_peer
+from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerTime, find_peer
+from configs.errors import Failed
 from runtimes.process.job import TrainJob
 
 WARM_UP = 5  # steps
@@ -127,7 +128,7 @@ def run_rows(
     facts: dict[str, Any] = {"machine": machine(int(os.environ[THREADS]))}
     try:
         peer = find_peer(options, facts)
-    except PeerFailed as error:
+    except Failed as error:
         log(f"error: {error}")
         return WRONG_INPUT
     with TemporaryDirectory(prefix="kiln-bench-") as folder:

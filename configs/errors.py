@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from configs.secrets import without_secrets
+
 
 class UserError(Exception):
-    """An error whose message has the setting, what is wrong with it, and the remedy.
+    """An error whose message has the setting, what is wrong with it, and the remedy; no secrets.
 
     Args:
         what: what is wrong; with neither setting nor remedy it is the whole message.
@@ -22,8 +24,8 @@ class UserError(Exception):
     def __init__(
         self, what: object = "", *, setting: str | None = None, remedy: str | None = None
     ) -> None:
-        super().__init__(what)
-        self.what = str(what)
+        self.what = without_secrets(str(what))
+        super().__init__(self.what)
         self.setting = setting
         self.remedy = remedy
 

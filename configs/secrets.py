@@ -127,10 +127,6 @@ def one_line(error: BaseException, length: int = 300) -> str:
     return without_secrets(" ".join(str(error).split()))[:length] or type(error).__name__
 
 
-class Redacted(RuntimeError):
-    """An error whose own message cannot be changed; the message has its class."""
-
-
 @contextmanager
 def redacted_errors() -> Iterator[None]:
     """Remove secrets from every error that leaves the block, and from its causes.
@@ -146,7 +142,7 @@ def redacted_errors() -> Iterator[None]:
 
 
 def redacted(error: BaseException, seen: dict[int, BaseException] | None = None) -> BaseException:
-    """An error whose message, causes and group have no secrets: itself, or a Redacted."""
+    """An error whose message, causes and group have no secrets: itself, or a RuntimeError."""
     seen = {} if seen is None else seen
     if id(error) not in seen:
         seen[id(error)] = _redact(error)
@@ -175,7 +171,7 @@ def _redact(error: BaseException) -> BaseException:
     try:
         error.__class__ = type(kind.__name__, (kind,), body)
     except TypeError:  # a class of an extension module
-        return Redacted(f"{kind.__qualname__}: {text}").with_traceback(error.__traceback__)
+        return RuntimeError(f"{kind.__qualname__}: {text}").with_traceback(error.__traceback__)
     return error
 
 

@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.exceptions import TyperException
 
-from configs.errors import Refused
+from artifacts.errors import classify
+from configs.errors import Refused, UserError
 from configs.load_recipe import (
     add_values,
     dump,
@@ -606,7 +607,6 @@ def main() -> None:
         _fail(RESUME, INTERRUPTED)
     except Exception as error:
         from flows.command_errors import wrong_prefect_setting
-        from tasks.stage import is_ours, storage_error
 
         if (why := wrong_prefect_setting(error)) is not None:
             _fail(why, WRONG_INPUT)
@@ -614,10 +614,10 @@ def main() -> None:
         if "httpx" in kinds:  # no store's client has it
             why = f"Prefect's server does not answer ({one_line(error)})"
             _fail(f"{why}: run the same command to resume", FAILED)
-        found = storage_error(None, error)
-        if not is_ours(found):
+        meaning = classify(error)
+        if not isinstance(meaning, UserError):
             raise
-        _fail(str(found), WRONG_INPUT if isinstance(found, ValueError) else FAILED)
+        _fail(str(meaning), WRONG_INPUT if isinstance(meaning, Refused) else FAILED)
 
 
 def _say_and_end(number: int, _: object) -> None:

@@ -15,7 +15,7 @@ from prefect.states import Completed
 
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact
-from configs.errors import Away
+from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
 from configs.secrets import redacted_errors
 from configs.settings.recipe import STAGES, StageName
@@ -47,7 +47,7 @@ from tasks.publish import rejection as rejection_artifact
 from tasks.publish import stage as publish_stage
 from tasks.publish.register import register, show_version
 from tasks.retrain.champion import check_rivals_held_out
-from tasks.stage import StageFailed, StageResult, build_or_reuse, failing, storing, versions
+from tasks.stage import StageResult, build_or_reuse, failing, storing, versions
 
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
@@ -172,7 +172,7 @@ def _measure_champion(
         return
     try:
         run.champion_metrics(given, measured, before)(champion.uri)
-    except StageFailed as error:  # of a worker that has found another champion
+    except Failed as error:  # of a worker that has found another champion
         if run.champion_to_measure(tuned, measured) == champion:
             raise
         raise Away(f"another model became the champion meanwhile: {error}") from error

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from prefect import runtime
 from prefect.cache_policies import NO_CACHE
@@ -44,10 +44,10 @@ from prefect.utilities.annotations import quote
 from pydantic import Field, SecretStr
 from rich.console import Console
 
+from artifacts.errors import may_pass
 from artifacts.gc import record_run
-from artifacts.remote_stores import is_outage
 from artifacts.store import Artifact, KeyParts, Store
-from configs.errors import Away, Refused
+from configs.errors import Refused, UserError
 from configs.load_recipe import recipe_names
 from configs.secrets import hide_secrets, one_line, redact_logs, without_secrets
 from configs.settings.recipe import STAGES
@@ -55,7 +55,7 @@ from tasks.panels import Links, Panel
 from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
 from tasks.publish.stage import STAGE, Rejected, show_verdicts
 from tasks.run_job import stopping
-from tasks.stage import REPORT, StageResult, is_ours, storing
+from tasks.stage import REPORT, StageResult, storing
 
 log = logging.getLogger("kiln")
 
@@ -172,7 +172,7 @@ def each_line_once() -> Iterator[None]:
 def _without_traceback(record: logging.LogRecord) -> bool:
     """Take the traceback of wrong input out of a record, and keep that of a bug."""
     error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, Exception) and is_ours(error) and _is_wrong_input(error):
+    if isinstance(error, UserError) and _is_wrong_input(error):
         record.exc_info = None
     return True
 
@@ -306,9 +306,6 @@ def _reveal(settings: Any) -> Any:
 
 
 DAY = 86400.0  # seconds
-#: Seconds before each further attempt of what is read outside the tasks.
-PAUSES = (10.0, 60.0, 300.0)
-T = TypeVar("T")
 #: Tag of the tasks that use an accelerator; `kiln place --accelerators` limits it.
 ACCELERATOR = "accelerator"
 
@@ -332,11 +329,6 @@ LIMITS = {
     "conclude": TaskLimits(retries=5, wait=10, days=1, tag="registry"),
     "generate": TaskLimits(retries=3, wait=10, days=1, tag=ACCELERATOR),
 }
-
-
-def may_pass(error: BaseException) -> bool:
-    """Whether another try may succeed."""
-    return isinstance(error, Away) or is_outage(error)
 
 
 def should_retry(task: Any, run: Any, state: State[Any]) -> bool:
@@ -375,30 +367,6 @@ def stage_task(name: str) -> dict[str, Any]:
         "retry_condition_fn": should_retry,
         "retry_jitter_factor": 0.5,
     }
-
-
-def patiently(
-    work: Callable[[], T],
-    passes: Callable[[BaseException], bool] = may_pass,
-    words: Callable[[Exception], str] = one_line,
-) -> T:
-    """What a flow itself does, once the remote store answers: a flow has no retries.
-
-    The stages before it may have taken days.
-
-    Args:
-        passes: whether another attempt may succeed after an error.
-        words: an error in the log.
-    """
-    for seconds in PAUSES:
-        try:
-            return work()
-        except Exception as error:
-            if not passes(error):
-                raise
-            log.warning("%s; next attempt in %g seconds", words(error), seconds)
-            time.sleep(seconds)
-    return work()
 
 
 def without_edges(run: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from prefect import flow, runtime, task
 from prefect.states import Completed
 
+from artifacts.errors import retrying
 from artifacts.gc import CONTINUED, record_registry
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
@@ -26,7 +27,6 @@ from flows.prefect_run import (
     Overrides,
     RecipeName,
     ended,
-    patiently,
     prepare_process,
     revealed,
     run_name,
@@ -192,7 +192,7 @@ def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool
         old = champion.load(run.store, "encode", champion.latents)
         return selection.new_samples(latents.load(run.store), old)
 
-    return patiently(count) > 0
+    return retrying(count) > 0
 
 
 def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from artifacts.gc import record_run
 from artifacts.store import MANIFEST, Artifact, KeyParts, Store
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.load_recipe import dump
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.prefect_run import begin
@@ -36,7 +36,7 @@ from tasks.publish import stage as publish
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion, check_start_is_champion
 from tasks.retrain.changes import plan_changes
-from tasks.stage import StageFailed, StageResult, storing
+from tasks.stage import StageResult, storing
 
 log = logging.getLogger("kiln")
 
@@ -259,7 +259,7 @@ class Run:
         return partial(metrics_of_published, given, evaluated, self.begin, send=send)
 
     def check_start_is_champion(self, model: str) -> None:
-        """Raise StageFailed unless the champion is the start of a retraining, or its own model.
+        """Raise Failed unless the champion is the start of a retraining, or its own model.
 
         Args:
             model: digest of its weights.
@@ -274,7 +274,7 @@ class Run:
     def results_before(self) -> list[StageResult]:
         """The results that a sent stage is built from, in the order of the stages.
 
-        The run records that it needs them before it looks for them. Raises StageFailed if one was
+        The run records that it needs them before it looks for them. Raises Failed if one was
         deleted.
         """
         assert self.sent is not None
@@ -313,7 +313,7 @@ class Run:
         return partial(send_stage, self.recipe, self.store, stage, parameters, progress)
 
     def _fail(self, parts: KeyParts, sent: Sent) -> NoReturn:
-        raise StageFailed(
+        raise Failed(
             f"{sent.stage}: the sender expects {sent.key[:12]}, this run would build "
             f"{parts.key[:12]}: the models or the version of Kilnworks differ between sender and "
             "worker, or what the sender had built was deleted: run again"

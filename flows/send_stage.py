@@ -24,14 +24,14 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.utilities.urls import url_for
 
+from artifacts.errors import is_passing, retrying
 from artifacts.filesystems import REAL, Clock
 from artifacts.store import Store
-from configs.errors import Away, Refused
+from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from configs.settings.recipe import PlacedStage, Recipe, StageName
-from flows.prefect_run import REUSED, patiently
+from flows.prefect_run import REUSED
 from tasks.progress import Progress
-from tasks.stage import StageFailed
 
 log = logging.getLogger("kiln")
 
@@ -83,14 +83,14 @@ def run_task(
         task = task.with_options(tags={"sent"})
     if name is not None:
         task = task.with_options(task_run_name=name)
-    return patiently(lambda: task(*arguments), is_away, _away_in_words)
+    return retrying(lambda: task(*arguments), passes=is_away, words=_away_in_words)
 
 
 def is_away(error: BaseException) -> bool:
     """Whether an error is of a Prefect server that may answer later."""
     cause = _cause(error)
     if isinstance(cause, PrefectHTTPStatusError):
-        return cause.response.status_code in (408, 429) or cause.response.status_code >= 500
+        return is_passing(cause.response.status_code)
     return isinstance(cause, httpx.TransportError)
 
 
@@ -122,7 +122,7 @@ def send_stage(
         parameters: of the flow `kiln-stage`.
 
     Raises:
-        StageFailed: the run failed, or was cancelled or deleted there, or the server refuses it for
+        Failed: the run failed, or was cancelled or deleted there, or the server refuses it for
             good.
         Away: MOST_CRASHES runs crashed without progress, or the server is away.
     """
@@ -138,7 +138,7 @@ def send_stage(
             return "reused" if state.name == REUSED else "built"
         if not state.is_crashed():
             ended = (state.name or state.type.value).lower()
-            raise StageFailed(f"{where} {ended}: {' '.join((state.message or '').split())}")
+            raise Failed(f"{where} {ended}: {' '.join((state.message or '').split())}")
         if _built_although_crashed(store, stage, key, where, clock):
             return "built"
         crashes, best = (1, reached.percent) if reached.percent > best else (crashes + 1, best)
@@ -186,7 +186,7 @@ def _run_once(
             return _wait(client, sent, reached), sent.name
         except ObjectNotFound as error:
             where = f"{stage}: run {sent.name} on pool {pool}"
-            raise StageFailed(f"{where} was deleted: run again") from error
+            raise Failed(f"{where} was deleted: run again") from error
         except BaseException:  # cancelled, interrupted, or too late
             _cancel(client, sent)
             raise
@@ -206,7 +206,7 @@ def _start(recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[st
             ),
         )
     except ObjectNotFound as error:
-        raise StageFailed(f"{stage}: {deployment_of(pool)} is gone: {one_line(error)}") from error
+        raise Failed(f"{stage}: {deployment_of(pool)} is gone: {one_line(error)}") from error
     except AWAY as error:
         _check_away(stage, error)
         raise Away(f"{stage}: the Prefect server refuses it now: {error}") from error
@@ -230,9 +230,9 @@ def _tell(
 
 
 def _check_away(stage: str, error: Exception) -> None:
-    """Raise StageFailed for an answer of the server that waiting does not change, such as 401."""
+    """Raise Failed for an answer of the server that waiting does not change, such as 401."""
     if not is_away(error):
-        raise StageFailed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
+        raise Failed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
 
 
 def _link(url: str | None, sent: FlowRun, pool: str, progress: Progress) -> None:

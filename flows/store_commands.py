@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
+from artifacts.errors import is_full
 from artifacts.filesystems import entries, name_of, subfolders
 from artifacts.gc import Collector, Garbage, Key, Marks, mark, registries, runs
 from artifacts.records import first_fault
-from artifacts.remote_stores import is_full
 from artifacts.store import MANIFEST, Artifact, Store
 from configs.errors import Away, Refused
 from configs.secrets import one_line, without_secrets

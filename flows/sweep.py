@@ -9,7 +9,9 @@ from typing import Any
 
 from prefect import flow, runtime
 
+from artifacts.errors import retrying
 from artifacts.latent_shards import open_latents
+from configs.errors import Failed, UserError
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
@@ -20,7 +22,6 @@ from flows.prefect_run import (
     Overrides,
     RecipeName,
     each_line_once,
-    patiently,
     prepare_process,
     revealed,
     run_name,
@@ -40,7 +41,7 @@ from tasks.compare_sweep_trials import (
 )
 from tasks.panels import Panel
 from tasks.progress import artifact_key, show_in_prefect, stage_links
-from tasks.stage import StageFailed, failing, is_ours
+from tasks.stage import failing
 
 log = logging.getLogger("kiln")
 
@@ -81,7 +82,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     latents = run_task(encode, recipe, given, images)
     data = [images, latents]
     with failing(STAGE):
-        opened = patiently(lambda: open_latents(latents.result().load(first.store).uri))
+        opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
         check_metric(first.recipe, held_out=opened.held_out)
     outcomes: list[dict[str, Any]] = []
     measured: dict[int, list[Any]] = {}
@@ -92,7 +93,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
         _show(first, outcomes, {"trials": f"{number + 1} of {len(trials)}"})
     best = choose_best(outcomes, settings)
     if best is None:
-        raise StageFailed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
+        raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
     winner = without_edges(runs[best])
     published = run_task(publish, recipe, winner, images, latents, *measured[best])
     report = report_of([one.result() for one in (*data, *measured[best], published)])
@@ -115,11 +116,13 @@ def _try(
         evaluated = run_task(evaluate, run.recipe, *inputs, name=f"evaluate {number}")
         report = report_of([trained.result(), evaluated.result()])
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
-        curve = patiently(lambda: read_curve(trained.result().load(run.store)))
+        curve = retrying(lambda: read_curve(trained.result().load(run.store)))
     except Exception as error:  # a failed trial does not end the others
         # The message of our own error says what to do; any other error is a bug.
         text = one_line(error)
-        log.warning("sweep: trial %d failed: %s", number, text, exc_info=not is_ours(error))
+        log.warning(
+            "sweep: trial %d failed: %s", number, text, exc_info=not isinstance(error, UserError)
+        )
         return outcome | {"error": text}, []
     found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
     return outcome | found | {"status": "measured"}, [trained, evaluated]

@@ -21,7 +21,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Completed
 from prefect.utilities.callables import parameter_schema
 
-from configs.errors import Refused
+from artifacts.errors import retrying
+from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
 from configs.settings.recipe import PlacedStage, Recipe
@@ -30,7 +31,6 @@ from flows.finetune import download, encode, evaluate, report_of
 from flows.prefect_run import (
     ACCELERATOR,
     REUSED,
-    patiently,
     prepare_process,
     put_automation,
     revealed,
@@ -42,7 +42,7 @@ from flows.runner import check_server, lasting_server
 from flows.send_stage import FLOW
 from tasks.beam.workers import received_recipe
 from tasks.retrain.champion import find_champion
-from tasks.stage import StageFailed, StageResult
+from tasks.stage import StageResult
 
 
 @flow(name=FLOW)
@@ -77,7 +77,7 @@ def run_stage(
             run = replace(_with_champion(run, champion), sent=sent, retry_run=retry_run)
             return run, [] if stage == "download" else run.results_before()
 
-        run, given = patiently(check)
+        run, given = retrying(check)
     state = _task(recipe, stage, champion)(without_edges(run), *given)
     report = report_of([*given, state.result()])
     if state.name == REUSED:
@@ -93,12 +93,12 @@ def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
 
 
 def _with_champion(run: Run, version: str | None) -> Run:
-    """The run of a retraining. Raises StageFailed if the champion is another one by now."""
+    """The run of a retraining. Raises Failed if the champion is another one by now."""
     if version is None:
         return run
     champion = find_champion(run.recipe, run.store)
     if champion is None or champion.version != version:
-        raise StageFailed(f"retrain: the champion is no longer {version}: run again")
+        raise Failed(f"retrain: the champion is no longer {version}: run again")
     return replace(run, champion=champion)
 
 

@@ -32,10 +32,9 @@ from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from artifacts.lock import LockLost
+from artifacts.errors import is_outage, target_of
 from artifacts.models import resolve_model
-from artifacts.remote_stores import is_outage, target_of
-from configs.errors import Away, Refused
+from configs.errors import Away, Refused, UserError
 from configs.settings.train import Train
 from runtimes.process.job import Events, Job, TrainJob, read_job
 from runtimes.process.launcher import (
@@ -54,8 +53,6 @@ from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limi
 from runtimes.process.questions import answer
 from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate_job import generate
-from runtimes.train.checkpoints import CheckpointError
-from runtimes.train.recorder import Diverged
 from runtimes.train.training_loop import read_train_settings, train
 
 
@@ -105,21 +102,15 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         number = error.errno
         file = target_of(error)
-        away = _is_away(error)
-        return _fail(events, str(error), 1, errno=number, file=file, away=away)
-    except (Diverged, LockLost, Away) as error:
+        return _fail(events, str(error), 1, errno=number, file=file, away=is_outage(error))
+    except UserError as error:
         return _fail(events, str(error), 1, away=isinstance(error, Away))
     except LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         trace = traceback.format_exc()
-        return _fail(events, message, 1, away=_is_away(error), traceback=trace)
-
-
-def _is_away(error: Exception) -> bool:
-    """Whether a remote store did not respond, which may pass."""
-    return error.away if isinstance(error, CheckpointError) else is_outage(error)
+        return _fail(events, message, 1, away=is_outage(error), traceback=trace)
 
 
 def _run(job: Job, path: Path, events: Events, stop: Stop) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 
 if TYPE_CHECKING:
     from runtimes.pipeline_folder.folder import Base
@@ -68,7 +68,7 @@ class ImagesNotFinite(Refused):
     """Sampled images have pixels without a value."""
 
 
-class WeightsLost(RuntimeError):
+class WeightsLost(Failed):
     """Trained and averaged weights are mixed: only a restored State can continue the run."""
 
 

@@ -183,7 +183,7 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
     for setting, device in asked.items():
         if device not in {"auto", *found.names}:
             known = ", ".join(found.devices)
-            raise Refused(f"{setting}: {device} is not on this machine ({known})")
+            raise Refused(f"{device} is not on this machine ({known})", setting=setting)
 
 
 def check_settings(name: str, settings: Train) -> None:
@@ -290,8 +290,9 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
     if processes is not None and processes > len(devices):
         reason = f"runtime {job.runtime} uses all devices in one" if shares_all else "none is free"
         raise Refused(
-            f"encode.processes: device {job.device} is for {len(devices)} of the {processes} "
-            f"processes ({reason}): lower it, or set it to null"
+            f"device {job.device} is for {len(devices)} of the {processes} "
+            f"processes ({reason}): lower it, or set it to null",
+            setting="encode.processes",
         )
     return devices[:processes]
 
@@ -317,4 +318,4 @@ def _count(kind: str) -> int:
 def check_precision(settings: Train) -> None:
     """Raise Refused for float16, which needs a loss scale."""
     if settings.compute_dtype == "float16":
-        raise Refused("train.mixed_precision: fp16 is for runtime mindspore: set bf16")
+        raise Refused("fp16 is for runtime mindspore: set bf16", setting="train.mixed_precision")

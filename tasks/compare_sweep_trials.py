@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from artifacts.store import Artifact
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe, Sweep
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.objective.noise_schedule import schedule_facts
@@ -16,7 +16,6 @@ from runtimes.pipeline_folder.folder import Base
 from tasks.evaluate.metrics import hint_of_metric, lower_is_better, metric_names, with_interval
 from tasks.panels import Chart, Facts, Panel, Table, aligned
 from tasks.panels_charts import running_mean, trials_chart
-from tasks.stage import StageFailed
 
 STAGE = "sweep"
 POINTS = 60  # maximum number of points of a trial's curve
@@ -79,11 +78,11 @@ def tuned_metrics(metrics: Mapping[str, Any], sweep: Sweep) -> dict[str, Any]:
         metrics: metric name -> results by model.
 
     Raises:
-        StageFailed: `sweep.metric` was not measured.
+        Failed: `sweep.metric` was not measured.
     """
     found = {name: models["tuned"] for name, models in metrics.items() if "tuned" in models}
     if sweep.metric not in found:
-        raise StageFailed(f"sweep: {sweep.metric} was not measured")
+        raise Failed(f"sweep: {sweep.metric} was not measured")
     return found
 
 

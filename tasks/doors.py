@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from artifacts.errors import classify
 from artifacts.store import Store
 from configs.errors import Away, Refused, naming
 from configs.findings import Check, Finding, fine, note
@@ -46,7 +47,6 @@ from tasks.plan.gpu import check_fits, memory_of
 from tasks.publish import stage as publish
 from tasks.publish.hub import check_key, check_login
 from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
-from tasks.stage import storage_error
 from tasks.train import warn_of_warmup
 
 log = logging.getLogger("kiln")
@@ -198,11 +198,11 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
         why = f"no folder can be made at {store.url} ({error.strerror})"
         raise Refused(why, setting=setting, remedy=remedy) from None
     except Exception as error:
-        converted = storage_error(store, error)
-        if converted is error and not isinstance(error, OSError):
+        meaning = classify(error, store.url)
+        if meaning is error and not isinstance(error, OSError):
             raise
-        kind = Away if isinstance(converted, Away) else Refused
-        raise kind(converted, setting=setting, remedy=remedy) from error
+        kind = Away if isinstance(meaning, Away) else Refused
+        raise kind(meaning, setting=setting, remedy=remedy) from error
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):
             os.rmdir(store.root)

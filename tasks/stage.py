@@ -10,7 +10,6 @@ addition. Trained weights are read as local folders: pipeline parts or LoRA adap
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import platform
@@ -29,22 +28,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from artifacts.filesystems import subfolders
+from artifacts.errors import classify
+from artifacts.filesystems import ask_at_once, subfolders
 from artifacts.lock import owner_in_words
 from artifacts.records import Damaged, digest_bytes, digest_json, first_fault, open_checked
-from artifacts.remote_stores import (
-    ask_at_once,
-    is_forbidden,
-    is_full,
-    is_of_client,
-    is_outage,
-    lacks_credentials,
-    remedy,
-    shortage,
-    target_of,
-)
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
-from configs.errors import Away, Failed
+from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import one_line
 from runtimes.adapters.lora import LORA_WEIGHTS
@@ -135,12 +124,6 @@ RECORDED_PACKAGES = (
     *("kilnworks", "prefect", "apache-beam", "img2dataset", "numpy", "pillow", "safetensors"),
     *("torch", "diffusers", "transformers", "torch_xla", "jax", "torchax", "mindspore"),
 )
-#: The packages of Kilnworks.
-OURS = {"artifacts", "configs", "demo", "flows", "runtimes", "tasks"}
-
-
-class StageFailed(Failed):
-    """A stage has wrong input; the artifacts before it are kept."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +143,12 @@ class StageResult:
 
     @classmethod
     def of_reused(cls, store: Store, stage: str, key: str) -> StageResult:
-        """The result of reusing an artifact. Raises StageFailed if it was deleted."""
+        """The result of reusing an artifact. Raises Failed if it was deleted."""
         artifact = _load(store, stage, key)
         return cls(stage, key, artifact.uri, artifact.digest, "reused", 0.0)
 
     def load(self, store: Store) -> Artifact:
-        """The artifact. Raises StageFailed if it was deleted."""
+        """The artifact. Raises Failed if it was deleted."""
         return _load(store, self.stage, self.key)
 
 
@@ -173,7 +156,7 @@ def _load(store: Store, stage: str, key: str) -> Artifact:
     with storing(store):
         artifact = store.load(stage, key)
     if artifact is None:
-        raise StageFailed(f"{stage} {key[:12]}: it was deleted: run again")
+        raise Failed(f"{stage} {key[:12]}: it was deleted: run again")
     return artifact
 
 
@@ -201,9 +184,9 @@ def build_or_reuse(
         versions: returns what helper and builder must have in common, such as the code's digest.
 
     Raises:
-        StageFailed: the input is wrong, which only `build` could detect, or the run elsewhere
-            built another artifact.
-        Failed: the store is unusable.
+        Failed: the input is wrong, which only `build` could detect, or the run elsewhere built
+            another artifact, or the store is unusable.
+        Away: the store or the machine may be usable later.
     """
     started = time.monotonic()
     outcome = "reused"
@@ -240,7 +223,7 @@ def _built_elsewhere(
     outcome = send()
     artifact = store.find(parts.stage, parts.key)
     if artifact is None:
-        raise StageFailed(
+        raise Failed(
             f"{parts.stage} {parts.key[:12]}: the run on the work pool built another artifact: its "
             "workers need this version of Kilnworks, and the same models"
         )
@@ -296,66 +279,23 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
 
 @contextmanager
 def failing(stage: str) -> Iterator[None]:
-    """Convert wrong input, a ValueError of ours, to StageFailed; other errors are bugs."""
+    """Convert wrong input or damage to a Failed of the stage: artifacts before it are kept."""
     try:
         yield
-    except ValueError as error:
-        if not is_ours(error):
-            raise
-        raise StageFailed(f"{stage}: {error}") from error
-
-
-def is_ours(error: Exception) -> bool:
-    """Whether an error is of a class of Kilnworks: its message then says what to do."""
-    return type(error).__module__.partition(".")[0] in OURS
+    except (Refused, Damaged) as error:
+        raise Failed(f"{stage}: {error}") from error
 
 
 @contextmanager
 def storing(store: Store) -> Iterator[None]:
-    """Convert errors of the store to Failed, of the machine to Away; not others."""
+    """Raise what the errors of the store and of the machine mean, see `classify`; not others."""
     try:
         yield
     except Exception as error:
-        converted = storage_error(store, error)
-        if converted is error:
+        meaning = classify(error, store.url)
+        if meaning is error:
             raise
-        raise converted from error
-
-
-def storage_error(store: Store | None, error: Exception) -> Exception:
-    """The Failed or Away of an error, or the error itself if it has another cause.
-
-    Args:
-        store: None: one that is not known here. An error of the system must then name a file.
-    """
-    number = getattr(error, "errno", None)
-    file = target_of(error)
-    if lacking := shortage(error):
-        return Away(f"{lacking}, then run again ({one_line(error)})")
-    if store is None and number is not None and file is None and not is_of_client(error):
-        return error
-    url = "the store" if store is None else store.url
-    place = file or url
-    if is_full(error) and file is None and store is not None and not store.is_local:
-        # Of the cache or of temporary files: no bucket is full.
-        why = getattr(error, "strerror", None) or one_line(error)
-        return Away(f"no space left on this machine ({why}): free some, then run again")
-    if is_full(error):
-        if file is None:
-            place = f"{url}, or for temporary files in {tempfile.gettempdir()}"
-        return Away(f"no space left for {place}: free some (try `kiln gc`), then run again")
-    if lacks_credentials(error):
-        kind = Away if is_outage(error) else Failed
-        return kind(f"no valid credentials for {url} ({one_line(error)}): {remedy(error)}")
-    if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
-        if file is None:  # of a bucket
-            place = f"{url} ({one_line(error)})"
-        return Failed(f"no permission for {place}: grant it, or choose another folder or URL")
-    if is_of_client(error) and (store is None or not store.is_local):
-        if not is_outage(error):
-            return Failed(f"{url} cannot be used ({one_line(error)}): correct its URL")
-        return Away(f"{url} cannot be used now ({one_line(error)}): {remedy(error)}")
-    return error
+        raise meaning from error
 
 
 def runtime_facts(name: str) -> dict[str, Any]:

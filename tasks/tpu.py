@@ -22,9 +22,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat, takewhile
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
+from artifacts.errors import retrying
 from artifacts.image_shards import add_member
 from artifacts.lock import LockLost, check_held
 from artifacts.models import digest_model, files_below, put_model
@@ -38,6 +41,7 @@ from runtimes.spmd.slices import check_rows, check_training, parse_accelerator_t
 from tasks.run_job import ChildOutput, Event, JobFailed, JobStopped, wait_for_result
 
 Command = list[str]
+T = TypeVar("T")
 #: States of the TPU API's `Node.State` that lead to READY without intervention.
 PENDING_STATES = frozenset({"CREATING", "STARTING", "RESTARTING", "REPAIRING"})
 #: States of `Node.State` that never lead to READY.
@@ -123,10 +127,6 @@ QUERY_SECONDS = 60.0  # timeout of a query of a state
 log = logging.getLogger("kiln")
 
 
-class SliceUnavailable(Away):
-    """No slice is available now; the message states the reason."""
-
-
 def run_command(command: Command, seconds: float = COMMAND_SECONDS) -> str:
     """The stripped output of a command. Raises CalledProcessError, also after `seconds`."""
     log.debug("%s", shlex.join(command))
@@ -153,7 +153,7 @@ def describe(command: Command) -> str:
     except subprocess.CalledProcessError as error:
         if is_missing(error):
             return ""
-        raise SliceUnavailable(f"gcloud does not answer: {message_of(error)}") from None
+        raise Away(f"gcloud does not answer: {message_of(error)}") from None
 
 
 def is_missing(error: subprocess.CalledProcessError) -> bool:
@@ -255,7 +255,7 @@ def run_on_slice(
         poll_seconds: interval of the state queries.
 
     Raises:
-        SliceUnavailable: gcloud cannot create the slice, or it was preempted too often.
+        Away: gcloud cannot create the slice, or it was preempted too often.
         Refused, OSError, JobFailed, Away, LockLost: as `tasks.run_job.run_job`.
     """
     owner = hashlib.sha256(job.work.encode()).hexdigest()[:20]
@@ -310,12 +310,10 @@ class _SliceRun:
                     log.warning("tpu: the connection was lost; %d more attempts", left)
                 elif isinstance(error, subprocess.CalledProcessError):
                     reason = message_of(error)
-                    raise SliceUnavailable(f"the slice cannot be set up: {reason}") from None
+                    raise Away(f"the slice cannot be set up: {reason}") from None
                 else:
                     raise  # the job itself failed, so a new slice would not help
-        raise SliceUnavailable(
-            "the slice was preempted or cut off too often: raise tpu.restarts or run again"
-        )
+        raise Away("the slice was preempted or cut off too often: raise tpu.restarts or run again")
 
     def end(self) -> None:
         """Delete the slice if it is of this run, and no successor has it."""
@@ -332,26 +330,30 @@ class _SliceRun:
 
         An outage is waited for. Raises LockLost: a successor may use a slice of this name.
         """
+        try:
+            self._patiently(self._delete)
+        except Away as error:
+            name = self.slice.tpu.name
+            log.warning("tpu: %s may remain and cost money: delete it (%s)", name, error)
+
+    def _delete(self) -> None:
+        check_held(ask=True)
+        try:
+            run_command(self.slice.delete())
+        except subprocess.CalledProcessError as error:
+            if not is_missing(error):
+                raise Away(message_of(error)) from None
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """The result of `work`; an Away is waited for, for OUTAGE_SECONDS."""
         end = time.monotonic() + OUTAGE_SECONDS
-        while True:
-            check_held(ask=True)
-            try:
-                run_command(self.slice.delete())
-                return
-            except subprocess.CalledProcessError as error:
-                if is_missing(error):
-                    return
-                if time.monotonic() > end:
-                    name = self.slice.tpu.name
-                    why = message_of(error)
-                    log.warning("tpu: %s may remain and cost money: delete it (%s)", name, why)
-                    return
-            time.sleep(self.poll_seconds)
+        waits = takewhile(lambda _: time.monotonic() <= end, repeat(self.poll_seconds))
+        return retrying(work, waits, words="tpu: {}".format)
 
     def _make(self) -> bool:
         """Wait until the slice is ready, as `_wait`; create it if it does not exist.
 
-        Raises SliceUnavailable, also for a slice that another run will delete.
+        Raises Away, also for a slice that another run will delete.
         """
         state = self._state()
         request = self._request()
@@ -367,19 +369,19 @@ class _SliceRun:
             except subprocess.CalledProcessError as error:
                 self.is_ours = "already exists" not in error.stderr.lower().replace("_", " ")
                 reason = message_of(error)
-                raise SliceUnavailable(f"gcloud did not create the slice: {reason}") from None
+                raise Away(f"gcloud did not create the slice: {reason}") from None
         return self._wait()
 
     def _wait(self) -> bool:
-        """Whether the slice becomes ready, and is not preempted before. Raises SliceUnavailable."""
+        """Whether the slice becomes ready, and is not preempted before. Raises Away."""
         while (state := self._state()) != "READY":
             if state in DEAD_STATES:
                 return False
             request = self._request()
             if request in FAILED_REQUESTS:
-                raise SliceUnavailable(f"the request for the slice is {request}")
+                raise Away(f"the request for the slice is {request}")
             if state not in PENDING_STATES and request is None:
-                raise SliceUnavailable(f"the slice is {state or 'missing'} and not requested")
+                raise Away(f"the slice is {state or 'missing'} and not requested")
             log.info("tpu: waiting, the slice is %s", state or request)
             time.sleep(self.poll_seconds)
         return True
@@ -393,7 +395,7 @@ class _SliceRun:
         return "READY"
 
     def _state(self) -> str | None:
-        """The slice's state; None without one. Raises SliceUnavailable for another training's."""
+        """The slice's state; None without one. Raises Away for another training's."""
         return self._owned(self.slice.describe(), DEAD_STATES)
 
     def _request(self) -> str | None:
@@ -408,7 +410,7 @@ class _SliceRun:
         if state:
             self.is_ours = owner == self.slice.owner
         if owner and not self.is_ours and state not in dead:
-            raise SliceUnavailable(
+            raise Away(
                 f"the slice {self.slice.tpu.name} is of another training, whose run deletes it: "
                 "give this one another tpu.name; or, if no such run is left, delete it: "
                 f"{shlex.join(self.slice.delete())}"
@@ -420,18 +422,10 @@ class _SliceRun:
 
         An outage is waited for, unless gcloud never worked: a slice that trains is not given up.
         """
-        end = time.monotonic() + OUTAGE_SECONDS
-        while True:
-            try:
-                found = describe(command)
-            except SliceUnavailable as error:
-                if not self._answered or time.monotonic() > end:
-                    raise
-                log.warning("tpu: %s; asking again", error)
-                time.sleep(self.poll_seconds)
-            else:
-                self._answered = True
-                return found
+        ask = partial(describe, command)
+        answer = self._patiently(ask) if self._answered else ask()
+        self._answered = True
+        return answer
 
     def _send(self) -> None:
         """Copy code and job to every worker, and set up the environment."""

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from fsspec import AbstractFileSystem
 
+from artifacts.errors import refusals
 from artifacts.filesystems import entries, matching, name_of, subfolders
 from artifacts.latent_shards import open_latents
 from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
-from artifacts.remote_stores import refusals
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
@@ -161,13 +161,15 @@ def check(recipe: Recipe, base: Base) -> None:
         raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
         raise Refused(
-            f"train.train_text_encoder: a model of family {family.name} has no CLIP encoder, and "
-            "others are not trained: set false"
+            f"a model of family {family.name} has no CLIP encoder, and "
+            "others are not trained: set false",
+            setting="train.train_text_encoder",
         )
     if recipe.encode.text == "token_ids" and (encoder := family.frozen_text) is not None:
         raise Refused(
-            f"encode.text: token_ids lets each step run the text encoders, and {family.name}'s "
-            f"{encoder.component} is a language model, which no step runs: set embeddings"
+            f"token_ids lets each step run the text encoders, and {family.name}'s "
+            f"{encoder.component} is a language model, which no step runs: set embeddings",
+            setting="encode.text",
         )
     check_guidance(recipe.evaluate, base, "evaluate.")
     replacement = replacement_config(settings)
@@ -475,16 +477,18 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
         raise Refused("there are no training samples: add pictures, or lower encode.holdout")
     if fractions.Fraction(str(epochs)) * samples < batch:  # as `with_steps`
         raise Refused(
-            f"train.epochs: {epochs:g} of {samples:,} {noun} are less than one step of "
-            f"global_batch_size {batch}: raise train.epochs"
+            f"{epochs:g} of {samples:,} {noun} are less than one step of "
+            f"global_batch_size {batch}: raise train.epochs",
+            setting="train.epochs",
         )
     steps = settings.with_steps(samples).steps
     last = profile.start + profile.steps
     if profile.steps and last > steps:
         raise Refused(
-            f"train.epochs: {epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
+            f"{epochs:g} of {samples:,} {noun} are {steps:,} steps: train.profile "
             f"traces steps {profile.start:,} to {last:,}: lower train.profile.start or "
-            "train.profile.steps"
+            "train.profile.steps",
+            setting="train.epochs",
         )
 
 

@@ -30,7 +30,9 @@ from configs.settings.generate import read_settings
 from configs.settings.recipe import STAGES
 from flows.cli import app
 from tasks.publish.promotion_gate import warnings_of_few_prompts
-from tasks.stage import OURS
+
+#: Packages of the product.
+PACKAGES = ("artifacts", "configs", "demo", "flows", "runtimes", "tasks")
 
 pytestmark = pytest.mark.slow
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "*/README.md", "*/*/README.md")
@@ -337,11 +339,12 @@ def test_links_of_a_document_lead_to_files_and_headings(document: str) -> None:
 def test_messages_on_the_page_of_errors_are_those_of_the_code() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"\*\*`(.+?)`\*\*", page)
-    files = [path for package in OURS for path in (ROOT / package).rglob("*.py")]
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     with without_collections():  # CPython before 3.11.8 may fail to parse during one (gh-106905)
         trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     texts = "\n".join(node.value for node in nodes if isinstance(node.value, str))
-    pieces = [(text, piece.strip()) for text in messages for piece in text.split("…")]
+    # An error joins its setting and its remedy by colons.
+    pieces = [(text, piece.strip(" :")) for text in messages for piece in text.split("…")]
     unknown = {text for text, piece in pieces if piece not in texts}
     assert len(messages) > 40 and unknown == FOREIGN_MESSAGES

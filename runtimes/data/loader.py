@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts.errors import is_outage
 from artifacts.filesystems import REAL, Clock
 from artifacts.latent_shards import (
     Latents,
@@ -26,7 +27,6 @@ from artifacts.latent_shards import (
     open_latents,
     stack_rows,
 )
-from artifacts.remote_stores import is_outage
 from configs.errors import Refused
 from runtimes.contract import StepBatch
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window, evenly_spaced

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -27,10 +26,10 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 
+from artifacts.errors import is_forbidden, is_full, is_of_client, refusals, retrying
 from artifacts.latent_shards import LatentSample, LatentShard, ShardRef
 from artifacts.models import cache_folder
 from artifacts.records import Damaged, open_checked
-from artifacts.remote_stores import is_forbidden, is_full, is_of_client, refusals
 from configs.errors import Refused
 
 #: Files that are fetched at the same time.
@@ -213,20 +212,22 @@ class ShardFiles:
     def _download_with_retries(
         self, fs: AbstractFileSystem, path: str, ref: ShardRef, copy: Path
     ) -> None:
-        for wait in (*WAITS, None):
-            try:
-                with _reserved(copy, ref.size, self._cache_bytes) as partial, refusals():
-                    _download(fs, path, ref, partial)
-                break
-            except FileNotFoundError:
-                raise
-            except Exception as error:  # clients of remote stores define their own exception types
-                passes = isinstance(error, (OSError, ValueError)) or is_of_client(error)
-                if wait is None or not passes or is_forbidden(error):
-                    raise
-                log.warning("%s could not be read (%s); retry in %g s", ref.url, error, wait)
-                time.sleep(wait)
+        def download() -> None:
+            with _reserved(copy, ref.size, self._cache_bytes) as partial, refusals():
+                _download(fs, path, ref, partial)
+
+        def in_words(error: Exception) -> str:
+            return f"{ref.url} could not be read ({error})"
+
+        retrying(download, WAITS, passes=_may_be_transient, words=in_words)
         self._checked.add(ref.sha256)
+
+
+def _may_be_transient(error: Exception) -> bool:
+    """Whether a shard may be had later; a ValueError is of bytes that were damaged on their way."""
+    if isinstance(error, FileNotFoundError) or is_forbidden(error):
+        return False
+    return isinstance(error, OSError | ValueError) or is_of_client(error)
 
 
 def _lock(name: str) -> FileLock:

@@ -28,17 +28,21 @@ def check(settings: Train) -> None:
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
     if settings.optimizer != "adamw":
-        raise Refused(f"train.optimizer: {settings.optimizer} is not for {name}: set adamw")
+        raise Refused(
+            f"{settings.optimizer} is not for {name}: set adamw", setting="train.optimizer"
+        )
     if settings.gradient_checkpointing == "selective":
-        raise Refused(f"train.gradient_checkpointing: selective is not for {name}: set blocks")
+        raise Refused(
+            f"selective is not for {name}: set blocks", setting="train.gradient_checkpointing"
+        )
     if settings.fsdp != 1 and ranks.world > 1:
-        raise Refused(f"train.fsdp: {settings.fsdp} is not for {name}: set 1")
+        raise Refused(f"{settings.fsdp} is not for {name}: set 1", setting="train.fsdp")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
-        raise Refused(f"train.lora: dora and dropout are not for {name}: leave them out")
+        raise Refused(f"dora and dropout are not for {name}: leave them out", setting="train.lora")
     if on_cpu:
         precision(settings.compute_dtype, "CPU", "train.mixed_precision")
     if on_cpu and settings.mindspore.jit_level == "O2" and settings.mindspore.mode == "graph":
-        raise Refused("train.mindspore.jit_level: O2 needs CANN, on Ascend: set O0 or O1")
+        raise Refused("O2 needs CANN, on Ascend: set O0 or O1", setting="train.mindspore.jit_level")
 
 
 def precision(dtype: str, target: str, setting: str) -> ms.Type:
@@ -53,7 +57,7 @@ def precision(dtype: str, target: str, setting: str) -> ms.Type:
         Refused: the device does not support the dtype.
     """
     if target == "CPU" and dtype == "bfloat16":
-        raise Refused(f"{setting}: MindSpore has bfloat16 on Ascend, not on a CPU")
+        raise Refused("MindSpore has bfloat16 on Ascend, not on a CPU", setting=setting)
     return getattr(ms, dtype)
 
 

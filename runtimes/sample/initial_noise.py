@@ -41,7 +41,7 @@ def check_size(asked: Mapping[str, int | None], base: Base) -> None:
     for setting, pixels in asked.items():
         if (pixels or 0) % step:
             near = max(step, round((pixels or 0) / step) * step)
-            raise Refused(f"{setting}: {pixels} is not a multiple of {step}: set {near}")
+            raise Refused(f"{pixels} is not a multiple of {step}: set {near}", setting=setting)
 
 
 def image_size(

@@ -19,19 +19,19 @@ import heapq
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import prod
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.errors import is_forbidden, is_of_client, may_pass, retrying
 from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.records import (
@@ -43,8 +43,8 @@ from artifacts.records import (
     stamped,
     write_record,
 )
-from artifacts.remote_stores import is_forbidden, is_of_client, is_outage
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
+from configs.errors import Away
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
 from runtimes.optimizer_step import shapes_of
 
@@ -159,54 +159,31 @@ def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[R
         return list(pool.map(work, items))
 
 
-#: Seconds before each further attempt, besides the attempts of a store's own client.
-RETRY_SECONDS = (10, 60, 300)
 log = logging.getLogger("kiln")
 T = TypeVar("T")
 
 
 class CheckpointError(OSError):
-    """An error with a message for the user; `errno` is that of the failed operation, if known.
+    """Checkpoints could not be written or read; `errno` is that of the failed operation, if known.
 
-    Attributes:
-        away: a remote store did not respond, which may pass.
+    Checkpoints that are not named in the message are intact.
     """
-
-    away = False
-
-    @classmethod
-    def make(cls, number: int | None, message: str, *, away: bool) -> Self:
-        """An error with all its facts; OSError's own arguments have none for `away`."""
-        error = cls(number, message)
-        error.away = away
-        return error
-
-    @classmethod
-    def of(cls, fs: AbstractFileSystem, error: Exception, message: str) -> Self:
-        """The error for the user, of an operation's error."""
-        return cls.make(getattr(error, "errno", None), message, away=is_away(fs, error))
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
-class CheckpointNotWritten(CheckpointError):
-    """A checkpoint could not be written; older checkpoints are intact."""
-
-
-class CheckpointsUnreachable(CheckpointError):
-    """A remote store did not respond; its checkpoints may be intact."""
-
-
-def is_away(fs: AbstractFileSystem, error: Exception) -> bool:
-    """Whether a remote store failed in a way that may pass."""
-    if isinstance(error, CheckpointError):  # of another rank, which has decided it
-        return error.away
-    return not isinstance(fs, LocalFileSystem) and is_outage(error)
+def failure_of(fs: AbstractFileSystem, error: Exception, message: str) -> CheckpointError | Away:
+    """What the error of an operation means, with a message for the user."""
+    if not isinstance(fs, LocalFileSystem) and may_pass(error):
+        return Away(message)
+    return CheckpointError(getattr(error, "errno", None), message)
 
 
 def reason_of(error: Exception) -> str:
     """The message of an error for the user."""
+    if isinstance(error, Away):
+        return str(error)
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 
@@ -223,16 +200,11 @@ def with_retries(fs: AbstractFileSystem, work: Callable[[], T], failure: str) ->
     Args:
         failure: what could not be done, for the log.
     """
-    for seconds in RETRY_SECONDS:
-        try:
-            return work()
-        except Exception as error:  # clients of remote stores define their own exception types
-            if is_forbidden(error) or not is_unreachable(fs, error):
-                raise
-            words = "%s: %s; next attempt in %d seconds"
-            log.warning(words, failure, reason_of(error), seconds)
-            time.sleep(seconds)
-    return work()
+    return retrying(
+        work,
+        passes=lambda error: is_unreachable(fs, error) and not is_forbidden(error),
+        words=lambda error: f"{failure}: {reason_of(error)}",
+    )
 
 
 MANIFEST = "manifest.json"
@@ -285,7 +257,7 @@ class Checkpoints:
         all of them get the same checkpoint: a collective of the writers.
 
         Raises:
-            CheckpointsUnreachable: a resume from an older checkpoint would discard the newest
+            CheckpointError, Away: a resume from an older checkpoint would discard the newest
                 one's steps.
         """
 
@@ -328,14 +300,14 @@ class Checkpoints:
         return None
 
     def _reached(self, attempt: Callable[[Callable[[], Any]], Any], work: Callable[[], Any]) -> Any:
-        """The result of an attempt. Raises CheckpointsUnreachable."""
+        """The result of an attempt. Raises CheckpointError, Away."""
         try:
             return attempt(work)
         except Exception as error:
             if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
                 raise
             message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
-            raise CheckpointsUnreachable.of(self._fs, error, message) from error
+            raise failure_of(self._fs, error, message) from error
 
     def _gather(self, found: Any) -> list[Any]:
         """Every writer's `found`, as JSON, by rank. Collective."""
@@ -385,7 +357,7 @@ class Checkpoints:
             The checkpoint's path and its size in bytes.
 
         Raises:
-            CheckpointNotWritten: for example, the disk is full, or a remote store did not respond.
+            CheckpointError: for example, the disk is full. Away: a remote store did not respond.
                 The message names the last good checkpoint.
             LockLost: another builder owns the folder; its checkpoints stay as they are.
         """
@@ -401,7 +373,7 @@ class Checkpoints:
         except Exception as error:  # clients of remote stores define their own exception types
             self._raise_if_lost()
             message = self._failure_message(path, error)
-            raise CheckpointNotWritten.of(self._fs, error, message) from None
+            raise failure_of(self._fs, error, message) from None
         try:
             if prune and self._first:
                 self._prune(step, best_first)
@@ -417,19 +389,20 @@ class Checkpoints:
         """Every writer's result of `work`, as JSON, once all have finished it.
 
         Raises:
-            CheckpointError: one of them failed.
+            CheckpointError, Away: one of them failed.
         """
         try:
             self._check()
             report = {"result": work()}
         except Exception as error:  # the other ranks wait for the report
-            away = is_away(self._fs, error)
-            report = {"error": [getattr(error, "errno", None), reason_of(error), away]}
+            failure = failure_of(self._fs, error, reason_of(error))
+            report = {"error": [getattr(failure, "errno", None), str(failure)]}
+            report["away"] = isinstance(failure, Away)
         reports = self._gather(report)
         for found in reports:
             if "error" in found:
-                number, reason, away = found["error"]
-                raise CheckpointError.make(number, reason, away=away)
+                number, reason = found["error"]
+                raise Away(reason) if found["away"] else CheckpointError(number, reason)
         return [found["result"] for found in reports]
 
     def _raise_if_lost(self) -> None:

@@ -25,10 +25,6 @@ WINDOW = 100
 MIN_LOSSES = 10
 
 
-class Diverged(RuntimeError):
-    """The loss is not finite, or far above its recent mean, and the run must stop."""
-
-
 @dataclass(frozen=True)
 class DivergenceEvent:
     """The first bad step (from 1) of a divergence, and its description for a message."""

@@ -33,8 +33,8 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
 
     Raises:
         Refused: the job's settings, model or latents do not allow it.
-        Diverged: the loss is not finite, or far above its recent mean.
-        CheckpointNotWritten: the checkpoint at a stop request failed; later steps are lost.
+        Failed: the loss is not finite, or far above its recent mean.
+        CheckpointError, Away: the checkpoint at a stop request failed; later steps are lost.
     """
     settings = read_train_settings(job)
     latents = open_job_latents(job.latents)

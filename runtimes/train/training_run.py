@@ -38,7 +38,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
-from configs.errors import Refused
+from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
@@ -53,13 +53,13 @@ from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Ranks, Stop
 from runtimes.train.checkpoints import (
     Checkpoint,
-    CheckpointNotWritten,
+    CheckpointError,
     Checkpoints,
     is_unreachable,
     with_retries,
 )
 from runtimes.train.measurements import CheckpointRanking, Measurements, Samples, is_due
-from runtimes.train.recorder import Diverged, DivergenceEvent, Recorder
+from runtimes.train.recorder import DivergenceEvent, Recorder
 from runtimes.train.trackers import Trackers
 
 
@@ -321,7 +321,7 @@ class Saver:
         self._trackers = trackers
         self._events = events
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[CheckpointNotWritten | None] | None = None
+        self._writing: Future[CheckpointError | Away | None] | None = None
 
     def start(self, step: int, since: float, save: Save) -> None:
         """Start the write of a step's checkpoint after the previous write has ended.
@@ -334,7 +334,7 @@ class Saver:
         blocked = time.perf_counter() - since
         self._writing = self._thread.submit(self._write, step, since, blocked, save)
 
-    def wait(self) -> CheckpointNotWritten | None:
+    def wait(self) -> CheckpointError | Away | None:
         """Wait for the current write; the error of the last write, if it failed."""
         return None if self._writing is None else self._writing.result()
 
@@ -344,11 +344,11 @@ class Saver:
 
     def _write(
         self, step: int, since: float, blocked: float, save: Save
-    ) -> CheckpointNotWritten | None:
+    ) -> CheckpointError | Away | None:
         self._trackers.flush()  # a resume from this checkpoint does not repeat the points before it
         try:
             path, size = save()
-        except CheckpointNotWritten as error:
+        except (CheckpointError, Away) as error:
             self._events.emit("warning", message=str(error))
             # Tracebacks keep the state in memory: this error's, and that of its cause.
             error.__context__ = None
@@ -469,7 +469,7 @@ class TrainingRun:
             waited: total seconds that the loop has waited for the loader.
 
         Raises:
-            Diverged: the run has diverged and may not roll back.
+            Failed: the run has diverged and may not roll back.
         """
         settings = self._settings
         ends = self.step == settings.steps or self._ranking.is_candidate(self.step)
@@ -501,8 +501,8 @@ class TrainingRun:
         """Commit a checkpoint of the current step, unless the run has diverged.
 
         Raises:
-            CheckpointNotWritten: the store did not accept the checkpoint.
-            Diverged: the run has diverged and may not roll back.
+            CheckpointError, Away: the store did not accept the checkpoint.
+            Failed: the run has diverged and may not roll back.
         """
         self._recorder.synchronize()
         if self._divergence_event() is None:
@@ -614,7 +614,7 @@ class TrainingRun:
         """The divergence that requires a rollback, agreed by all ranks; None without one.
 
         Raises:
-            Diverged: the settings demand a stop, or `max_skips` batches are already skipped.
+            Failed: the settings demand a stop, or `max_skips` batches are already skipped.
         """
         found = self._recorder.divergence.event
         step = self._runtime.broadcast(0 if found is None else found.step)
@@ -623,10 +623,10 @@ class TrainingRun:
         event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
-            raise Diverged(f"{event.words}: {self.advice}")
+            raise Failed(f"{event.words}: {self.advice}")
         if len(self.skipped) >= policy.max_skips:
             limit = f"{policy.max_skips} batches have been left out already"
-            raise Diverged(f"{event.words}, and {limit}: {self.advice}")
+            raise Failed(f"{event.words}, and {limit}: {self.advice}")
         return event
 
     @property
@@ -643,7 +643,7 @@ class TrainingRun:
         self._saver.wait()
         saved = self._checkpoints.latest(event.step)
         if saved is None:
-            raise Diverged(f"{event.words}, and no checkpoint before it is left: {self.advice}")
+            raise Failed(f"{event.words}, and no checkpoint before it is left: {self.advice}")
         number = batch_number(event.step - 1, self.skipped)
         self.skipped.append(number)
         self._restore(saved)

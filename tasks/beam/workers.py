@@ -29,9 +29,8 @@ from uuid import uuid4
 
 from pydantic import SecretStr, ValidationError
 
-from artifacts.filesystems import REAL, Clock, Entry, entries, name_of
+from artifacts.filesystems import REAL, Clock, Entry, ask_at_once, entries, name_of, read_small_file
 from artifacts.records import parse_json, write_atomic
-from artifacts.remote_stores import ask_at_once, read_small_file
 from artifacts.store import Store
 from configs.errors import Refused
 from configs.explain_errors import explain
@@ -107,8 +106,9 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
             why = out_of_reach(place, workers, recipe.shared_folders)
             if why is not None:
                 raise Refused(
-                    f"{setting}: the workers of {runner} ({stage}) cannot reach "
-                    f"{without_secrets(place)}, {why}"
+                    f"the workers of {runner} ({stage}) cannot reach "
+                    f"{without_secrets(place)}, {why}",
+                    setting=setting,
                 )
         _check_listening(options)
 
@@ -205,8 +205,9 @@ def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
         for setting, place in _work_pool_places(recipe, stage):
             if (why := _why_not(setting, place, recipe.shared_folders)) is not None:
                 raise Refused(
-                    f"{setting}: workers of pool {pool} (place.{stage}) cannot reach "
-                    f"{without_secrets(place)}, {why}"
+                    f"workers of pool {pool} (place.{stage}) cannot reach "
+                    f"{without_secrets(place)}, {why}",
+                    setting=setting,
                 )
         if (secret := _secret(hide_secrets(settings_to_send(recipe)))) is not None:
             raise Refused(

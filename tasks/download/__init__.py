@@ -1,7 +1,6 @@
 """The download stage: fetch the pictures of a source's rows into image shards."""
 
 from configs.errors import Failed
-from tasks.download.rows import SourceError
 from tasks.download.shard import STAGE, VERSION
 from tasks.download.shard_plan import DownloadPlan, ShardSpec
 from tasks.download.stage import (
@@ -22,7 +21,6 @@ __all__ = [
     "DownloadPlan",
     "Failed",
     "ShardSpec",
-    "SourceError",
     "build",
     "check",
     "check_data",

@@ -11,20 +11,13 @@ from uuid import uuid4
 
 import apache_beam as beam
 
-from artifacts.filesystems import delete_tree, entries
+from artifacts.filesystems import ask_at_once, delete_tree, entries
 from artifacts.records import write_atomic
-from artifacts.remote_stores import ask_at_once
 from artifacts.store import Store
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, shard_counts, worker_report
-from tasks.download.rows import Outage, SourceAway, SourceError
-from tasks.download.shard import (
-    STAGE,
-    Deferred,
-    DownloadContext,
-    download_shard,
-    is_retried,
-)
+from tasks.download.rows import Outage
+from tasks.download.shard import STAGE, Deferred, DownloadContext, download_shard, is_retried
 from tasks.download.shard_plan import ShardSpec
 from tasks.download.statistics import most_common
 
@@ -91,7 +84,7 @@ def run_pipeline(
 
     Raises:
         Failed: the store is not writable; Away if it is full or does not answer.
-        SourceError: the source changed or cannot be read; SourceAway if it does not answer.
+        Refused: the source changed or cannot be read; Away if it does not answer.
         Refused: Beam rejects `options`.
         Outage: a process deferred MOST_DEFERRED shards in a row; the others were not tried.
     """
@@ -102,7 +95,7 @@ def run_pipeline(
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
     dofn = DownloadShard(context)
-    known = (SourceError, SourceAway, Outage)
+    known = (Outage,)
     try:
         run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
     except Outage:

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from multidict import MultiDict, MultiMapping
 
+from artifacts.errors import caching
 from artifacts.models import cache_folder
 from artifacts.records import digest_bytes
-from artifacts.remote_stores import caching
 from configs.settings.data import Download
 from runtimes.process.launcher import count_cores
 from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
 from artifacts.records import digest_bytes
+from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import DatasetSource, FolderSource
 from tasks.beam.workers import is_hub_id
@@ -55,7 +56,6 @@ from tasks.download.lists import (
     require_text,
 )
 from tasks.download.rows import (
-    SourceError,
     additional_of,
     captions_of,
     score_of,
@@ -70,7 +70,7 @@ Served = TypeVar("Served")
 
 
 def check_port(port: int) -> None:
-    """Raise SourceError unless a server can listen on `port` of loopback; 0 selects a free one."""
+    """Raise Refused unless a server can listen on `port` of loopback; 0 selects a free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(lambda: probe.bind((LOOPBACK, port)), port)
@@ -85,7 +85,7 @@ def serve_folder(
     """Serve `folder` and yield `served_at(base URL, (host:port,))`.
 
     Raises:
-        SourceError: the port is in use or needs privileges.
+        Refused: the port is in use or needs privileges.
     """
     handler = partial(_QuietHandler, directory=str(folder))
     server: _Server = _bind(lambda: _Server((LOOPBACK, port), handler), port)
@@ -117,8 +117,9 @@ def _bind(bind: Callable[[], Any], port: int) -> Any:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         why = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges"
-        raise SourceError(
-            f"source.port: port {port} {why} on this machine: choose another, or 0 for a free one"
+        raise Refused(
+            f"port {port} {why} on this machine: choose another, or 0 for a free one",
+            setting="source.port",
         ) from None
 
 
@@ -179,18 +180,20 @@ class Dataset(Source):
             return found
         if not chosen:
             names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
-            raise SourceError(
-                f"source.split: {path} has no files of split {split!r} ({names}): write the whole "
-                "name of a split, or a glob of its files as source.path"
+            raise Refused(
+                f"{path} has no files of split {split!r} ({names}): write the whole "
+                "name of a split, or a glob of its files as source.path",
+                setting="source.split",
             )
         return chosen
 
     def _picture(self, image: Any) -> bytes | None:
         picture = image.get("bytes") if isinstance(image, dict) else image
         if not isinstance(picture, bytes | None):
-            raise SourceError(
-                f"source.image_column: {self.settings.image_column} holds "
-                f"{type(picture).__name__}, not encoded pictures (bytes, or a struct with bytes)"
+            raise Refused(
+                f"{self.settings.image_column} holds "
+                f"{type(picture).__name__}, not encoded pictures (bytes, or a struct with bytes)",
+                setting="source.image_column",
             )
         return picture
 
@@ -290,9 +293,11 @@ class Folder(Source):
         if needs_table and not files.tables:
             scores = self.settings.aesthetic_column is not None
             setting = "aesthetic_column" if scores else "additional_columns"
-            raise SourceError(f"source.{setting}: {folder} has no {', '.join(METADATA)}")
+            raise Refused(f"source.{setting}: {folder} has no {', '.join(METADATA)}")
         if not files.tables and not any(_has(f.name, *PICTURES) for f in files.captioned):
-            raise SourceError(f"source.path: {folder} has no pictures ({', '.join(PICTURES)})")
+            raise Refused(
+                f"{folder} has no pictures ({', '.join(PICTURES)})", setting="source.path"
+            )
         if unread := files.unread:
             names = ", ".join(map(without_secrets, unread[:NAMED]))
             log.warning(
@@ -322,7 +327,7 @@ class Folder(Source):
         with reading(self.settings.path):
             fs, root = url_to_fs(self.settings.path)
             if not is_folder(fs, root):
-                raise SourceError(f"source.path: {self.settings.path}: no such folder")
+                raise Refused(f"{self.settings.path}: no such folder", setting="source.path")
         files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name))
         found = FolderFiles(_tables(file.name for file in files), [])
         folders = {_folder(table): table for table in found.tables}
@@ -348,9 +353,7 @@ class Folder(Source):
                     hidden += 1
                     continue
                 if name.startswith("/") or ".." in name.split("/") or "://" in name:
-                    raise SourceError(
-                        f"source: {metadata}: file_name {name!r} leads out of the folder"
-                    )
+                    raise Refused(f"source: {metadata}: file_name {name!r} leads out of the folder")
                 file = f"{_folder(metadata)}/{name}"
                 picture = _bytes_at(file) if name else None
                 captions = captions_of(values.get(self.settings.caption_column))

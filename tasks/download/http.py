@@ -33,7 +33,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from multidict import MultiMapping
 from yarl import URL
 
-from artifacts.remote_stores import is_full, shortage
+from artifacts.errors import is_full, shortage
 
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
 NO_ANSWER = "host does not answer"

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import difflib
 import math
 import os
 import re
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
-import duckdb
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.core import OpenFile, get_compression, split_protocol, url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
-from artifacts import filesystems
+from artifacts import errors, filesystems
+from artifacts.errors import web_cause
+from artifacts.filesystems import ask_at_once, find_files
 from artifacts.records import digest_json, digest_stream
-from artifacts.remote_stores import (
-    ask_at_once,
-    find_files,
-    is_of_client,
-    is_outage,
-    remedy,
-    web_cause,
-)
-from configs.secrets import one_line
-from tasks.download.rows import SourceAway, SourceError
+from configs.errors import Refused
 
-#: Errors of a file's content; EOFError and zlib.error are those of a damaged gzip file.
-_UNREADABLE = (OSError, ValueError, ImportError, EOFError, csv.Error, zlib.error, duckdb.Error)
 #: Names, in fsspec's file info, of values that change when the file changes.
 CHANGE_MARKERS = (
     "mtime",
@@ -73,7 +61,7 @@ class ListedFile(NamedTuple):
         """A digest (sha256 hex) of name, size and change markers, or of the bytes without any.
 
         Raises:
-            SourceError: the file cannot be read.
+            Refused: the file cannot be read.
         """
         marks = [str(self.info[name]) for name in CHANGE_MARKERS if self.info.get(name) is not None]
         if self.info.get("islink"):  # fsspec describes the link itself
@@ -110,8 +98,8 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
     Hidden files below the folder, or behind the first wildcard, are left out.
 
     Raises:
-        SourceError: no file matches, or the location cannot be listed.
-        SourceAway: it cannot be listed now.
+        Refused: no file matches, or the location cannot be listed.
+        Away: it cannot be listed now.
     """
     with reading(path):
         fs, root = url_to_fs(path)
@@ -131,16 +119,16 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
         if not found:
             find_info(fs, root)
             kinds = ", ".join(suffixes) or "visible"
-            raise SourceError(
-                f"source.path: {path}: no such file, or no {kinds} files in the folder"
+            raise Refused(
+                f"{path}: no such file, or no {kinds} files in the folder", setting="source.path"
             )
         named = {
             name if is_local else str(fs.unstrip_protocol(name)): found[name] for name in found
         }
         for name in named:
             if not _is_utf8(name):
-                raise SourceError(
-                    f"source.path: the name of {name!r} is not UTF-8: rename the file"
+                raise Refused(
+                    f"the name of {name!r} is not UTF-8: rename the file", setting="source.path"
                 )
         return [ListedFile(name, named[name]) for name in sorted(named)]
 
@@ -149,7 +137,7 @@ def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFi
     """As `list_files` of each path, but each folder of a bucket is listed once.
 
     Raises:
-        SourceError: no file matches a path, or the location cannot be listed.
+        Refused: no file matches a path, or the location cannot be listed.
     """
     with reading(paths[0]):
         fs, _ = url_to_fs(paths[0])
@@ -170,7 +158,7 @@ def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFi
             absent.append(path)
     if absent:
         more = f", and {len(absent) - SHOWN:,} others" if len(absent) > SHOWN else ""
-        raise SourceError(f"source.path: {', '.join(absent[:SHOWN])}{more}: no such file")
+        raise Refused(f"{', '.join(absent[:SHOWN])}{more}: no such file", setting="source.path")
     each = ask_at_once(fs, lambda path: list_files(path, suffixes), others)
     return found + [file for files in each for file in files]
 
@@ -282,42 +270,20 @@ def is_glob(path: str) -> bool:
 
 
 def require_columns(wanted: dict[str, str], present: Sequence[str], file: str) -> None:
-    """Raise SourceError unless every column of {setting: column} is in `file`, and only once."""
+    """Raise Refused unless every column of {setting: column} is in `file`, and only once."""
     for setting, column in wanted.items():
         if present.count(column) > 1:
-            raise SourceError(
-                f"{setting}: {file} has several columns {column!r}: rename the others"
+            raise Refused(
+                f"{file} has several columns {column!r}: rename the others", setting=setting
             )
         if column not in present:
             near = difflib.get_close_matches(column, present[:COMPARED], n=1, cutoff=0.5)
-            names = ", ".join(name[:LONGEST] for name in present[:SHOWN])
+            names = ", ".join(" ".join(name[:LONGEST].split()) for name in present[:SHOWN])
             more = f" and {len(present) - SHOWN:,} others" if len(present) > SHOWN else ""
             hint = f"did you mean {near[0]!r}?" if near else f"there are: {names}{more}"
-            raise SourceError(f"{setting}: {file} has no column {column!r} ({hint})")
+            raise Refused(f"{file} has no column {column!r} ({hint})", setting=setting)
 
 
-@contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Convert the errors of reading `path` to a SourceError, or a SourceAway, of one line."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except SourceError:
-        raise
-    except Exception as error:
-        cause = web_cause(path, error)
-        why = one_line(cause)
-        if isinstance(cause, FileNotFoundError):
-            raise SourceError(f"source: {path}: no such file or folder") from None
-        if is_outage(cause):
-            message = f"source: {path}: cannot be read now ({why}): {remedy(cause)}"
-            raise SourceAway(message) from None
-        if "support range requests" in str(cause):
-            raise SourceError(
-                f"source: {path}: its web server gives no parts of a file (range requests): "
-                "download the file and name its path"
-            ) from None
-        if not isinstance(cause, (*_UNREADABLE, ArrowException)) and not is_of_client(cause):
-            raise
-        raise SourceError(f"source: {path}: cannot be read: {why}") from None
+def reading(path: str) -> AbstractContextManager[None]:
+    """Raise what the errors of reading a file of a source mean: Refused or Away."""
+    return errors.reading(f"source: {path}", path)

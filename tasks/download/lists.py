@@ -27,6 +27,7 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 
 from artifacts.records import digest_bytes, digest_json
+from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
@@ -34,7 +35,6 @@ from tasks.download.list_files import ListedFile, located, open_file, reading, r
 from tasks.download.rows import (
     COLUMNS,
     HASHED,
-    SourceError,
     canonical_additional,
     integer,
     literal,
@@ -111,11 +111,11 @@ def _open_text(file: str) -> Iterator[IO[bytes]]:
     """The unpacked bytes of a file, which is buffered: files of buckets have no readline(size).
 
     Raises:
-        SourceError: it is UTF-16, as spreadsheets write text.
+        Refused: it is UTF-16, as spreadsheets write text.
     """
     with open_file(file, "infer") as stream, io.BufferedReader(stream, BUFFER) as buffered:
         if buffered.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise SourceError(f"source: {file}: it is UTF-16: save it as UTF-8")
+            raise Refused(f"source: {file}: it is UTF-16: save it as UTF-8")
         yield buffered
 
 
@@ -218,7 +218,7 @@ class ListFormat(NamedTuple):
     tolerant: Callable[[str], Iterator[dict[str, str]]] | None = None
 
 
-class MalformedList(SourceError):
+class MalformedList(Refused):
     """DuckDB refuses a text file, such as one with a malformed line."""
 
 
@@ -237,7 +237,7 @@ def read_list(
 
     Raises:
         MalformedList: DuckDB refuses a text file, perhaps after some tables.
-        SourceError: the file cannot be read.
+        Refused: the file cannot be read.
     """
     with reading(file), connection(file) as (db, path):
         try:
@@ -492,10 +492,10 @@ def _selected(
 def _refuse_names_by_case(
     wanted: Iterable[str], types: Mapping[str, str], format: ListFormat, file: str
 ) -> None:
-    """Raise SourceError for a column that DuckDB, which ignores case, has under another name."""
+    """Raise Refused for a column that DuckDB, which ignores case, has under another name."""
     absent = set(wanted) - types.keys()
     if absent and (renamed := sorted(absent & set(format.columns(file)))):
-        raise SourceError(
+        raise Refused(
             f"source: {file} has another column {renamed[0]!r} in other case: rename one of them"
         )
 
@@ -590,7 +590,7 @@ def _parquet_columns(file: str) -> list[str]:
 
 
 def require_text(wanted: Mapping[str, str], file: str) -> None:
-    """Raise SourceError unless each column of {setting: column} of a parquet file can be text.
+    """Raise Refused unless each column of {setting: column} of a parquet file can be text.
 
     Captions may be lists of text.
     """
@@ -599,9 +599,10 @@ def require_text(wanted: Mapping[str, str], file: str) -> None:
         kind = schema.field(column).type
         is_caption = setting == SETTINGS["captions"]
         if pa.types.is_nested(getattr(kind, "value_type", kind) if is_caption else kind):
-            raise SourceError(
-                f"{setting}: {file}: column {column!r} holds {kind!s:.100}, not text: write the "
-                "text to a column of its own"
+            raise Refused(
+                f"{file}: column {column!r} holds {kind!s:.100}, not text: write the "
+                "text to a column of its own",
+                setting=setting,
             )
 
 
@@ -642,12 +643,12 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
         with reading(file), connection(file) as (db, path):
             if first_byte(file) == (b"[" if is_lines else b"{"):
                 words = "json, not jsonl" if is_lines else "jsonl, not json"
-                raise SourceError(
+                raise Refused(
                     f"source: {file} looks like {words}: change source.format, or convert the file"
                 )
             first = next(json_rows(file), {}) if is_lines else _keys(db, table(file, path))
         if not first:
-            raise SourceError(f"source: {file}: its first line is not a JSON object")
+            raise Refused(f"source: {file}: its first line is not a JSON object")
         return list(first)
 
     def table(file: str, path: str) -> str:
@@ -696,7 +697,7 @@ class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
     identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
-    read: Callable[[], Iterator[pa.Table]]  # tables of HASHED; SourceError, MalformedList
+    read: Callable[[], Iterator[pa.Table]]  # tables of HASHED; Refused, MalformedList
     #: Reads all rows after a MalformedList.
     read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
 
@@ -712,20 +713,20 @@ class Source(Protocol):
     """One kind of source."""
 
     def check(self) -> None:
-        """Raise SourceError if the source is unusable. Runs before the first stage, so cheap."""
+        """Raise Refused if the source is unusable. Runs before the first stage, so cheap."""
 
     def pieces(self) -> Iterator[Piece]:
-        """All rows, in order; nothing is read before `Piece.read`. Raises SourceError."""
+        """All rows, in order; nothing is read before `Piece.read`. Raises Refused."""
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         """The pictures embedded at `places`, in the source's order; None for one that is gone.
 
-        Raises SourceError.
+        Raises Refused.
         """
         return iter(())
 
     def open(self) -> AbstractContextManager[ServedAt]:
-        """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
+        """Make the rows' URLs reachable, by a local server if one is needed. Raises Refused."""
         return nullcontext(ServedAt())
 
 

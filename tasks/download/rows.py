@@ -18,28 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from artifacts.records import canonical_json
-from configs.errors import Away, Refused
+from configs.errors import Away
 from configs.secrets import without_secrets
-
-
-class SourceError(Refused):
-    """The source does not match the recipe; the message states what to change.
-
-    The message is one line, without the secrets of URLs.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(without_secrets(" ".join(message.split())))
-
-
-class SourceAway(Away):
-    """The store or the web server of a source does not answer now: retry.
-
-    The message is one line, without the secrets of URLs.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(without_secrets(" ".join(message.split())))
 
 
 class Outage(Away):

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from artifacts.image_shards import ADDITIONAL, Sample, read_rows, read_tar, write_rows, write_tar
 from artifacts.records import canonical_json, digest_bytes, digest_json, read_checked
 from artifacts.store import Shard, Store
+from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import Download
 from tasks.download.decode import PictureResizer
@@ -28,7 +29,7 @@ from tasks.download.fetch import Fetcher, run
 from tasks.download.http import FetchFailed, Room, is_transient
 from tasks.download.lists import PictureLocation, ServedAt
 from tasks.download.politeness import is_opted_out, is_outage
-from tasks.download.rows import Row, SourceError, read_additional
+from tasks.download.rows import Row, read_additional
 from tasks.download.shard_plan import ShardSpec, distrust_file, read_spans, rows_digest
 from tasks.download.sources import SOURCES
 from tasks.download.statistics import shard_statistics
@@ -180,8 +181,8 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
 
     Raises:
         OSError: the store is full or not writable.
-        SourceError: the source changed since it was scanned, or cannot be read.
-        SourceAway: it cannot be read now.
+        Refused: the source changed since it was scanned, or cannot be read.
+        Away: it cannot be read now.
     """
     store = Store(context.store)
     # No record of a damaged shard may stay if this fails.
@@ -258,7 +259,7 @@ def planned_rows(spec: ShardSpec, context: DownloadContext, scratch: Path) -> li
     if shard_key(context.settings)(rows_digest(row["hash"] for row in planned)) != spec.key:
         for file in {span.file for span in spec.spans}:
             distrust_file(file)
-        raise SourceError(f"source: its shard plan {spec.spans[0].file} is damaged: run again")
+        raise Refused(f"source: its shard plan {spec.spans[0].file} is damaged: run again")
     source = SOURCES[context.source.kind](context.source)
     places = (
         PictureLocation(row["file"], row["row"]) for row in planned if row["file"] is not None
@@ -287,7 +288,7 @@ def _place(file: str | None, row: int | None) -> str:
 def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> str:
     """The copy of an embedded picture, which must be the planned one."""
     if picture is None or digest_bytes(picture) != sha256:
-        raise SourceError("source: it changed while it was being read: run again")
+        raise Refused("source: it changed while it was being read: run again")
     file = scratch / f"source-{number}"
     file.write_bytes(picture)
     return str(file)

@@ -35,15 +35,16 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fsspec.core import url_to_fs
 
+from artifacts.errors import caching
 from artifacts.models import cache_folder
 from artifacts.records import digest_bytes, digest_json, distrust, read_checked
-from artifacts.remote_stores import caching
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
+from configs.errors import Failed, Refused, UserError
 from runtimes.data.loader import Prefetch
 from tasks.download.list_files import reading
 from tasks.download.lists import MalformedList, Piece, Source
-from tasks.download.rows import HASH_SIZE, HASHED, SourceError, shard_ends
-from tasks.stage import StageFailed, build_or_reuse
+from tasks.download.rows import HASH_SIZE, HASHED, shard_ends
+from tasks.stage import build_or_reuse
 
 SECRET = ["url", "file"]
 #: The column of the encrypted ones: their Arrow stream is in the first row of a shard.
@@ -105,20 +106,20 @@ class PlanWriter:
 
 
 def read_group(file: str, group: int, key: str) -> pa.Table:
-    """The rows of HASHED of one row group. Raises SourceError if it cannot be read."""
+    """The rows of HASHED of one row group. Raises Refused if it cannot be read."""
     with _reading(file) as parquet:
         table = parquet.read_row_group(group, use_threads=False)
     try:
         opened = _opened(table[SEALED.name][0].as_py(), key)
     except InvalidTag:
-        raise SourceError(f"source: {file} has another machine's key: run again") from None
+        raise Refused(f"source: {file} has another machine's key: run again") from None
     for name in SECRET:
         table = table.append_column(name, opened[name])
     return table.select(HASHED.names)
 
 
 def read_hashes(file: str, group: int) -> list[bytes]:
-    """The hash of each row of one row group, which needs no key. Raises SourceError."""
+    """The hash of each row of one row group, which needs no key. Raises Refused."""
     with _reading(file) as parquet:
         table = parquet.read_row_group(group, columns=["hash"], use_threads=False)
     return list(table["hash"].to_pylist())
@@ -129,7 +130,7 @@ def _reading(file: str) -> Iterator[pq.ParquetFile]:
     try:
         with reading(file), fsspec.open(file, "rb") as stream:
             yield pq.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
-    except SourceError:
+    except Refused:
         distrust_file(file)
         raise
 
@@ -142,7 +143,7 @@ def distrust_file(file: str) -> None:
 def plan_key() -> str:
     """The key (base64) of this machine's plans; made once, and readable by its owner only.
 
-    Raises SourceError if it is damaged.
+    Raises Refused if it is damaged.
     """
     path = cache_folder() / "plan.key"
     if not path.exists():
@@ -152,7 +153,7 @@ def plan_key() -> str:
     try:
         _cipher(key)
     except ValueError:
-        raise SourceError(f"source: the key {path} is damaged: delete it") from None
+        raise Refused(f"source: the key {path} is damaged: delete it") from None
     return key
 
 
@@ -249,7 +250,7 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
         plan: perhaps of another machine: hashes of rows need no key.
         own: of this machine; the source may have changed meanwhile.
 
-    Raises SourceError if the source no longer has a row.
+    Raises Refused if the source no longer has a row.
     """
     planned = {spec.key: spec for spec in own.shards}
     theirs = {spec.key for spec in plan.shards}
@@ -263,7 +264,7 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
             try:
                 spans = [places[row_hash] for row_hash, _ in planned_hashes([spec])]
             except KeyError:
-                raise SourceError(
+                raise Refused(
                     "source: it no longer has all rows that this download was sent for: run again"
                 ) from None
             spec = replace(spec, spans=join_spans(spans))
@@ -280,7 +281,7 @@ def _places(shards: Iterable[ShardSpec]) -> dict[bytes, Span]:
 
 
 def planned_hashes(shards: Iterable[ShardSpec]) -> Iterator[tuple[bytes, Span]]:
-    """The hash of each row of shards, and its place. Raises SourceError."""
+    """The hash of each row of shards, and its place. Raises Refused."""
     read = lru_cache(RECENT_GROUPS)(read_hashes)
     for file, group, start, stop in (span for shard in shards for span in shard.spans):
         hashes = read(file, group)[start:stop]
@@ -288,7 +289,7 @@ def planned_hashes(shards: Iterable[ShardSpec]) -> Iterator[tuple[bytes, Span]]:
 
 
 def read_spans(spans: Iterable[Span], key: str) -> pa.Table:
-    """The rows of HASHED at spans; each row group is read once. Raises SourceError."""
+    """The rows of HASHED at spans; each row group is read once. Raises Refused."""
     groups: dict[tuple[str, int], list[tuple[int, Span]]] = {}
     for number, span in enumerate(spans):
         groups.setdefault(span[:2], []).append((number, span))
@@ -325,8 +326,8 @@ def plan_shards(
         begin: called before the plan is looked for; it records that a run needs it.
 
     Raises:
-        SourceError: the source cannot be read, or has no rows.
-        StageFailed, Failed: as `build_or_reuse`.
+        Refused: the source cannot be read, or has no rows.
+        Failed, Away: as `build_or_reuse`.
     """
     pieces = list(source.pieces())
     key = plan_key()
@@ -340,8 +341,10 @@ def plan_shards(
 
     try:
         artifact = build_or_reuse(store, parts, build, parents={}).load(store)
-    except StageFailed as error:
-        raise error.__cause__ or error from None
+    except Failed as error:
+        if isinstance(error.__cause__, UserError):  # the stage `download` puts its name before it
+            raise error.__cause__ from None
+        raise
     return read_plan(artifact, shard_key)
 
 
@@ -401,7 +404,7 @@ class _Builder:
             index.append(pa.Table.from_pylist([rest.as_shard()], schema=INDEX_SCHEMA))
         shards = pa.concat_tables(index)
         if not len(shards):
-            raise SourceError("source: it has no rows")
+            raise Refused("source: it has no rows")
         self.draft.write(INDEX, _parquet(shards))
         rows = pc.sum(shards["rows"]).as_py()
         return {"rows": rows, "shards": len(shards), "run": {"pieces": len(pieces), "read": read}}

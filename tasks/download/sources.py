@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from artifacts.models import cache_folder
 from artifacts.records import digest_json
+from configs.errors import Refused
 from configs.settings.data import DigitsSource, UrlSource
 from tasks.download.folders import Dataset, Folder, check_port, serve_folder
 from tasks.download.list_files import ListedFile, list_files, require_columns
@@ -25,7 +26,6 @@ from tasks.download.lists import (
     read_malformed_list,
     require_text,
 )
-from tasks.download.rows import SourceError
 from tasks.download.tars import Tars
 
 
@@ -107,7 +107,7 @@ class Digits(Source):
                 rehearsal=settings.rehearsal,
             )
         except OSError as error:
-            raise SourceError(
+            raise Refused(
                 f"source: the demo's pictures cannot be written to {self.folder} "
                 f"({error.strerror or error}): set KILN_CACHE to a writable folder"
             ) from error

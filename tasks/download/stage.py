@@ -18,13 +18,12 @@ from PIL import Image, ImageOps
 
 from artifacts.image_shards import read_tar
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
-from configs.errors import Away
+from configs.errors import Away, Refused
 from configs.settings.recipe import Recipe
 from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import REPORTS, beam_options
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
-from tasks.download.rows import SourceError
 from tasks.download.shard import (
     STAGE,
     VERSION,
@@ -61,18 +60,18 @@ def settings_for_key(recipe: Recipe, retry: int = 0) -> dict[str, Any]:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise SourceError if the source is unusable. Runs before any work, so cheap."""
+    """Raise Refused if the source is unusable. Runs before any work, so cheap."""
     download = recipe.download
     if download.encode_format == "png" and download.encode_quality > 9:
-        raise SourceError(
-            "download.encode_quality: for png it is the compression level, 0 to 9 "
-            f"(got {download.encode_quality})"
+        raise Refused(
+            f"for png it is the compression level, 0 to 9 (got {download.encode_quality})",
+            setting="download.encode_quality",
         )
     _source(recipe).check()
 
 
 def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
-    """The source's rows, cut into shards: from the store unless it changed. Raises SourceError.
+    """The source's rows, cut into shards: from the store unless it changed. Raises Refused.
 
     Args:
         begin: see plan_shards.
@@ -86,14 +85,14 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
 def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
     """The plan that an artifact of stage `plan` has; the source may have grown since.
 
-    Its rows are at their places in the source of now. Raises SourceError if one has none, and the
+    Its rows are at their places in the source of now. Raises Refused if one has none, and the
     plan is of another machine.
     """
     found = read_plan(artifact, shard_key(recipe.download))
     own = plan(recipe, begin)
     try:
         return place_rows(found, own)
-    except SourceError:
+    except Refused:
         if not is_readable(artifact):
             raise
         return found
@@ -144,9 +143,9 @@ def build(
         The artifact's summary: counts of rows, images, outcomes and shards.
 
     Raises:
-        SourceError: the source or the Beam options cannot be used.
+        Refused: the source or the Beam options cannot be used.
         Away: an outage deferred shards; the next run downloads only these.
-        Outage: a Away, after several such shards in a row.
+        Outage: after several such shards in a row.
         Failed: more rows failed than `download.max_failed` allows.
         Failed: the store is not writable; Away if it is full or does not answer.
     """

@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 from braceexpand import braceexpand
 
+from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import TarsSource
 from tasks.download.list_files import (
@@ -41,14 +42,7 @@ from tasks.download.lists import (
     identity,
     named_columns,
 )
-from tasks.download.rows import (
-    SourceError,
-    additional_of,
-    captions_of,
-    integer,
-    score_of,
-    text_of_file,
-)
+from tasks.download.rows import additional_of, captions_of, integer, score_of, text_of_file
 
 BLOCK = 512  # bytes
 END = bytes(BLOCK)
@@ -314,15 +308,16 @@ class Tars(Source):
             return
         extensions = {extension: None for sample in found for extension in sample.files}
         if extensions.keys().isdisjoint(self.pictures_are):
-            raise SourceError(
-                f"source.image_extension: {file} has no pictures ({', '.join(self.pictures_are)}), "
-                f"but {', '.join(islice(extensions, 20))}"
+            raise Refused(
+                f"{file} has no pictures ({', '.join(self.pictures_are)}), "
+                f"but {' '.join(', '.join(islice(extensions, 20)).split())}",
+                setting="source.image_extension",
             )
         if not any(len(self._pictures(sample)) == 1 for sample in found):
             kinds = ", ".join(kind for kind in extensions if kind in self.pictures_are)
-            raise SourceError(
-                f"source.image_extension: {file} has no sample with one picture: set it to one of "
-                f"{kinds}"
+            raise Refused(
+                f"{file} has no sample with one picture: set it to one of {kinds}",
+                setting="source.image_extension",
             )
         keys = {key: None for sample in found for key in _json(sample) or ()}
         # `txt` is the caption's file for one setting, and a key of the json for all others.
@@ -351,8 +346,8 @@ class Tars(Source):
             if _count(path) <= MOST_TARS:
                 return list(braceexpand(path, escape=False))  # a backslash is part of a name
         except ValueError as error:
-            raise SourceError(f"source.path: {path}: {error}") from None
-        raise SourceError(f"source.path: {path}: it names more than {MOST_TARS:,} files")
+            raise Refused(f"{path}: {error}", setting="source.path") from None
+        raise Refused(f"{path}: it names more than {MOST_TARS:,} files", setting="source.path")
 
     def _files(self) -> list[ListedFile]:
         """All tars, sorted by name, each once."""

@@ -15,17 +15,10 @@ from apache_beam.utils.shared import Shared
 
 from artifacts.records import Damaged
 from artifacts.store import Shard, Store
-from configs.errors import Refused
 from runtimes.registry import encoder_devices
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_report, workers_of
-from tasks.encode.encoders import (
-    SHARDS_PER_DEVICE,
-    EncoderFailed,
-    EncoderPool,
-    EncodersInStore,
-    EncodingPlan,
-)
+from tasks.encode.encoders import SHARDS_PER_DEVICE, EncoderPool, EncodersInStore, EncodingPlan
 from tasks.encode.transform import STAGE
 from tasks.run_job import ProcessLost
 
@@ -140,7 +133,7 @@ def encode_shards(
 
     def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
         dofn.waits = waits
-        known = (Refused, Damaged, ProcessLost, EncoderFailed)
+        known = (Damaged, ProcessLost)
         threads = devices * SHARDS_PER_DEVICE
         run_linear(some, dofn, options, watch, threads=threads, known=known)
 

@@ -131,10 +131,6 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"error": None, "message": f"{type(error).__name__}: {error}"}
 
 
-class EncoderFailed(RuntimeError):
-    """A shard could not be encoded; the message has the error."""
-
-
 class EncoderProcess:
     """A process that encodes shards on its device.
 
@@ -146,7 +142,7 @@ class EncoderProcess:
 
     Attributes:
         slots: functions that encode a shard each, as `encode_tar`. One thread may
-            call one at a time. They raise EncoderFailed if the shard could not be encoded, and
+            call one at a time. They raise Failed if the shard could not be encoded, and
             ProcessLost if the process has ended.
     """
 
@@ -172,7 +168,7 @@ def _encode_by(
     answer = json.loads(process.ask(json.dumps(request).encode(), number))
     if "facts" in answer:
         return dict(answer["facts"])
-    raise KNOWN.get(answer["error"], EncoderFailed)(answer["message"])
+    raise KNOWN.get(answer["error"], Failed)(answer["message"])
 
 
 class EncoderPool:
@@ -221,7 +217,7 @@ class EncoderPool:
         """Encode a shard on a free device, as `encode_tar`.
 
         Raises:
-            EncoderFailed: the shard could not be encoded.
+            Failed: the shard could not be encoded.
             ProcessLost: the device's process has ended.
         """
         slot = self._free.get()

@@ -109,7 +109,7 @@ def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequ
             JUDGES[one].check(prompts)
         except ValueError as error:
             raise Refused(
-                f"evaluate.judges: {one}: {error}; for other prompts leave {one} out"
+                f"{one}: {error}; for other prompts leave {one} out", setting="evaluate.judges"
             ) from None
 
 
@@ -119,8 +119,9 @@ def check_sides(settings: Sequence[JudgeName | PreferenceModel], height: int, wi
         side = None if isinstance(one, PreferenceModel) else JUDGES[one].side
         if side is not None and (height, width) != (side, side):
             raise Refused(
-                f"evaluate.judges: {one} judges pictures of {side} x {side} pixels, not {height} x "
-                f"{width}: set evaluate.height and width, or leave {one} out"
+                f"{one} judges pictures of {side} x {side} pixels, not {height} x "
+                f"{width}: set evaluate.height and width, or leave {one} out",
+                setting="evaluate.judges",
             )
 
 
@@ -137,5 +138,5 @@ def judge_pictures(
         try:
             found[name] = judge(images, prompts)
         except ValueError as error:
-            raise Refused(f"evaluate.judges: {name}: {error}") from None
+            raise Refused(f"{name}: {error}", setting="evaluate.judges") from None
     return found

@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.remote_stores import is_of_client, is_outage, remedy, web_cause
-from configs.errors import Away, Refused
+from artifacts.errors import reading
+from configs.errors import Refused
 from configs.explain_errors import hint_of
-from configs.secrets import one_line
 from configs.settings.evaluate import JudgeName, PreferenceModel, PromptSet
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
@@ -107,7 +106,9 @@ def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
 
 def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
     if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
-        raise Refused(f"evaluate.prompts: name {name!r}: use letters, digits, _, . and - only")
+        raise Refused(
+            f"name {name!r}: use letters, digits, _, . and - only", setting="evaluate.prompts"
+        )
     prompts = given.prompts or read_prompts(f"evaluate.prompts.{name}.file", str(given.file))
     return tuple(prompt for prompt in prompts for _ in range(given.images_per_prompt))
 
@@ -119,21 +120,13 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
         Refused: the file cannot be read or has no prompt; the message names `setting`.
         Away: its store does not respond.
     """
-    try:
-        with fsspec.open(url, "r", encoding="utf-8-sig") as stream:
-            prompts = tuple(line.strip() for line in stream if line.strip())
-    except Exception as error:  # clients of remote stores define their own exception types
-        cause = web_cause(url, error)
-        if isinstance(cause, FileNotFoundError):
-            raise Refused(f"{setting}: {url}: no such file") from None
-        why = getattr(cause, "strerror", None) or one_line(cause)
-        if is_outage(cause):
-            raise Away(f"{setting}: {url} cannot be read ({why}): {remedy(cause)}") from error
-        if not isinstance(cause, OSError | ValueError) and not is_of_client(cause):
-            raise
-        raise Refused(f"{setting}: {url} cannot be read: {why}") from None
+    with (
+        reading(f"{setting}: {url}", url),
+        fsspec.open(url, "r", encoding="utf-8-sig") as stream,
+    ):
+        prompts = tuple(line.strip() for line in stream if line.strip())
     if not prompts:
-        raise Refused(f"{setting}: {url} has no prompt: write one per line")
+        raise Refused(f"{url} has no prompt: write one per line", setting=setting)
     return prompts
 
 

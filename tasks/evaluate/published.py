@@ -21,9 +21,9 @@ import numpy as np
 import yaml
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts.errors import is_forbidden, is_outage
 from artifacts.models import IGNORED, cache_folder, digest_model, digest_model_file, resolve_model
 from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
-from artifacts.remote_stores import is_forbidden, is_outage
 from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
 from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS

@@ -78,7 +78,9 @@ def check(recipe: Recipe) -> None:
     for judge in judge_names(recipe.evaluate.judges):
         names = by_set(judge, recipe.evaluate.prompts)
         if judge in LOWER_IS_BETTER or any(known[name] > 1 for name in names):
-            raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
+            raise Refused(
+                f"{judge} is the name of another metric: rename it", setting="evaluate.judges"
+            )
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
 
 

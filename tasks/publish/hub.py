@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from artifacts.models import resolve_model, was_not_reached
 from artifacts.records import first_fault, write_atomic
 from artifacts.store import MANIFEST
-from configs.errors import Failed, Refused
+from configs.errors import Failed, Refused, UserError
 from configs.findings import Finding, fine, note
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
@@ -170,10 +170,6 @@ CARD = "README.md"
 MADE_BY_HUB = {".gitattributes"}  # with each repository
 
 
-class PushFailed(Failed):
-    """The hub did not accept a model."""
-
-
 def push(registry: Registry, version: Version, repo: str, *, private: bool = True) -> str:
     """Upload a version's files that the repository lacks, and delete what the version lacks.
 
@@ -183,7 +179,7 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     Returns the URL of the repository's newest commit.
 
     Raises:
-        PushFailed: the hub refused, or could not be reached; or the repository has files, and no
+        Failed: the hub refused, or could not be reached; or the repository has files, and no
             model card of Kilnworks.
     """
     from httpx2 import HTTPError
@@ -194,14 +190,14 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
         registry.fs, f"{registry.root}/{version.name}", version.manifest["files"], deep=True
     )
     if fault is not None:
-        raise PushFailed(f"{registry.name} {version.name} is damaged: {fault}")
+        raise Failed(f"{registry.name} {version.name} is damaged: {fault}")
     folder = resolve_model(version.uri)  # its errors are none of the hub
     api = HfApi(token=_token(), library_name="kilnworks")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         found = api.model_info(repo)
         if private and not found.private:
-            raise PushFailed(f"the repository {repo} is public: make it private, or use --public")
+            raise Failed(f"the repository {repo} is public: make it private, or use --public")
         _check_own(api, found)
         done = api.upload_folder(
             repo_id=repo,
@@ -212,16 +208,16 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
             commit_message=f"{registry.name} {version.name}, {version.manifest['digest'][:12]}",
         )
     except (OSError, HTTPError, ValueError, RuntimeError) as error:
-        if isinstance(error, PushFailed):
+        if isinstance(error, UserError):
             raise
         reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         happened = "cannot be reached for" if was_not_reached(error) else "refused"
-        raise PushFailed(f"the hub {happened} {repo}: {reason.strip()}") from error
+        raise Failed(f"the hub {happened} {repo}: {reason.strip()}") from error
     return str(done.commit_url)
 
 
 def _check_own(api: HfApi, found: ModelInfo) -> None:
-    """Raise PushFailed if a push would delete files that Kilnworks did not write."""
+    """Raise Failed if a push would delete files that Kilnworks did not write."""
     from huggingface_hub import ModelCard
 
     names = sorted({file.rfilename for file in found.siblings or []} - MADE_BY_HUB)
@@ -230,7 +226,7 @@ def _check_own(api: HfApi, found: ModelInfo) -> None:
         if TAG in (ModelCard.load(path, ignore_metadata_errors=True).data.tags or []):
             return
     if names:
-        raise PushFailed(
+        raise Failed(
             f"the repository {found.id} has files that Kilnworks did not write, such as "
             f"{names[0]}, and a push would delete them: name another repository, or empty this one"
         )

@@ -45,12 +45,8 @@ OF_THE_MACHINE = re.compile(
 )
 
 
-class SmokeTestFailed(ValueError):
-    """The folder is not fit for publication; the message has the reason."""
-
-
-def check(folder: Path, base: Base, recipe: Recipe) -> None:
-    """Raise SmokeTestFailed unless the code of a folder's card draws a finite picture.
+def drawing_fault(folder: Path, base: Base, recipe: Recipe) -> str | None:
+    """The reason why the code of a folder's card draws no finite picture; None if it draws one.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
@@ -74,18 +70,20 @@ def check(folder: Path, base: Base, recipe: Recipe) -> None:
             raise Away(f"smoke test: killed by {name}: run again") from None
         if (lack := OF_THE_MACHINE.search(error.log)) is not None:
             raise Away(f"smoke test: {lack[0]}: run again") from None
-        raise SmokeTestFailed(error.last) from None
+        return error.last
+    return None
 
 
-def check_files(folder: Path, max_bytes: int | None) -> None:
-    """Raise SmokeTestFailed unless a folder has safe files only, of at most `max_bytes`."""
+def files_fault(folder: Path, max_bytes: int | None) -> str | None:
+    """An unsafe file of a folder, or more than `max_bytes`, in words; None without a fault."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     unsafe = [path.name for path in files if path.suffix.lower() in UNSAFE]
     if unsafe:
-        raise SmokeTestFailed(f"{unsafe[0]} is no safetensors file")
+        return f"{unsafe[0]} is no safetensors file"
     size = sum(path.stat().st_size for path in files)
     if max_bytes is not None and size > max_bytes:
-        raise SmokeTestFailed(f"{size:,} bytes exceed publish.max_bytes ({max_bytes:,})")
+        return f"{size:,} bytes exceed publish.max_bytes ({max_bytes:,})"
+    return None
 
 
 def describe(folder: Path, base: Base, recipe: Recipe) -> dict[str, Any]:

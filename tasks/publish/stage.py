@@ -18,7 +18,7 @@ from typing import Any
 from artifacts.models import digest_model
 from artifacts.records import digest_bytes, digest_json
 from artifacts.store import Artifact, Draft, KeyParts
-from configs.errors import Away
+from configs.errors import Away, Failed
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
 from runtimes.adapters.lora import read_adapters
@@ -97,7 +97,7 @@ class Publication:
     force: str | None = None
 
 
-class Rejected(Exception):
+class Rejected(Failed):
     """The model failed a rule of the gate; `verdicts` has all results.
 
     Args:
@@ -388,14 +388,13 @@ def _write_weights(given: Publication, tuned: TrainedWeights, out: Path) -> None
 def _smoke_test(given: Publication, out: Path) -> promotion_gate.Verdict | None:
     """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
     settings = given.recipe.publish
-    try:
-        smoke_test.check_files(out, settings.max_bytes)
-        if settings.smoke_test:
-            log.info("publish: smoke test: diffusers loads the folder and draws a picture")
-            smoke_test.check(out, given.base, given.recipe)
-    except smoke_test.SmokeTestFailed as failure:
-        return promotion_gate.Verdict("smoke test", False, None, None, str(failure))
-    return None
+    fault = smoke_test.files_fault(out, settings.max_bytes)
+    if fault is None and settings.smoke_test:
+        log.info("publish: smoke test: diffusers loads the folder and draws a picture")
+        fault = smoke_test.drawing_fault(out, given.base, given.recipe)
+    if fault is None:
+        return None
+    return promotion_gate.Verdict("smoke test", False, None, None, fault)
 
 
 def read_metrics(artifact: Artifact) -> dict[str, Any]:

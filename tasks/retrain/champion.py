@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from artifacts.store import Artifact, Store
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks.encode.transform import settings_for_key
 from tasks.publish.promotion_gate import needs_champion
 from tasks.publish.stage import registry_of
-from tasks.stage import StageFailed
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _pictures(images: Artifact) -> set[str]:
 
 
 def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> None:
-    """Raise StageFailed if another version is the champion now, for example after a rollback.
+    """Raise Failed if another version is the champion now, for example after a rollback.
 
     Args:
         model: digest of the weights in publication. They may be the champion already, by an attempt
@@ -155,7 +154,7 @@ def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> N
         return
     if now is None or now.name != champion.version:
         name = "none" if now is None else now.name
-        raise StageFailed(
+        raise Failed(
             f"retrain: the champion was {champion.version} at the start and is {name} now: "
             "run again"
         )

@@ -72,7 +72,7 @@ def plan_changes(
         plan: the source's rows as they would be cut for a first training.
 
     Raises:
-        SourceError: the plan's rows cannot be read.
+        Refused: the plan's rows cannot be read.
         Refused: the store lacks the champion's images.
     """
     if champion is None:

@@ -14,6 +14,7 @@ from store_servers import REMOTE, UrlOf
 from waiting import at_once
 
 from artifacts import compare_and_swap as cas
+from configs.errors import Refused
 
 
 @pytest.fixture(params=["local", "memory", *REMOTE])
@@ -114,7 +115,7 @@ def test_an_error_of_the_disk_is_not_an_absence(
 
 
 def test_a_store_without_conditional_writes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(cas.NoSwap, match="dir:// has no conditional writes"):
+    with pytest.raises(Refused, match="dir:// has no conditional writes"):
         cas.read(DirFileSystem(str(tmp_path), url_to_fs(str(tmp_path))[0]), "state.json")
 
 

@@ -8,7 +8,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from store_servers import REMOTE, RequestsTo, UrlOf
 
-from artifacts.remote_stores import AT_ONCE, ask_at_once
+from artifacts.filesystems import AT_ONCE, ask_at_once
 from artifacts.store import KeyParts, Store
 
 SHARDS = 12

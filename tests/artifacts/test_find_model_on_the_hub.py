@@ -70,7 +70,7 @@ def test_a_variant_in_the_cache_of_the_hub_counts_where_it_is_read(tmp_path: Pat
         ("no/such/folder", "no such folder"),
         ("no--such/repository", "'no--such/repository'"),
         ("no/repository", "the hub has no such model visible to you: if it is private, log in"),
-        ("hf://no/repository", "no files there"),
+        ("hf://no/repository", "no such file or folder"),
     ],
 )
 def test_a_missing_model_is_a_one_line_error(url: str, words: str, hub: HubServer) -> None:

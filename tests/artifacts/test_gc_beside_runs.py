@@ -15,11 +15,10 @@ from store_servers import REMOTE, UrlOf
 
 from artifacts import gc
 from artifacts.compare_and_swap import read, remove, swap
-from artifacts.filesystems import Clock, Entry, checksum, delete_tree, files, modified
+from artifacts.filesystems import Clock, Entry, checksum, delete_tree, file_info, files, modified
 from artifacts.gc import PAUSE, Collector, mark
 from artifacts.lock import Lock, hold, read_owner
 from artifacts.records import TICK
-from artifacts.remote_stores import file_info
 from artifacts.store import KeyParts, Store
 
 

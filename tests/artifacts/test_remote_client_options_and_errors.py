@@ -29,11 +29,11 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from store_servers import RequestsTo, UrlOf
 from yarl import URL
 
+from artifacts.errors import StoreRefused, is_of_client, is_outage
 from artifacts.filesystems import delete_tree
-from artifacts.remote_stores import StoreRefused, is_of_client, is_outage
 from artifacts.store import KeyParts, Store
 from configs.errors import Away, Failed
-from runtimes.train.checkpoints import Checkpoints, CheckpointsUnreachable
+from runtimes.train.checkpoints import Checkpoints
 from tasks.publish.registry import Registry
 from tasks.stage import storing
 
@@ -66,7 +66,7 @@ def test_an_answer_that_gcsfs_raises_as_valueerror_is_no_damage(
         ):
             with pytest.raises(StoreRefused, match="invalid at this time"):
                 ask()
-        with pytest.raises(CheckpointsUnreachable, match="invalid at this time"):
+        with pytest.raises(Away, match="invalid at this time"):
             checkpoints.latest()
         with pytest.raises(Away), storing(store):
             artifact.read("a")

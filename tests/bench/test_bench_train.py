@@ -24,7 +24,7 @@ from bench import (
 )
 from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
-from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime
+from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerTime
 from bench.train_rows import ROWS, TINY
 from bench.training_step_workloads import (
     THREADS,
@@ -34,6 +34,7 @@ from bench.training_step_workloads import (
     Workload,
     compare_steps,
 )
+from configs.errors import Failed
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
@@ -259,7 +260,7 @@ def test_recorded_steps_have_equal_losses_in_our_runtime(context: Context, tmp_p
 @pytest.mark.soak
 def test_error_contains_the_output_of_a_failed_script(context: Context, tmp_path: Path) -> None:
     assert context.peer is not None
-    with pytest.raises(PeerFailed, match="out of luck"):
+    with pytest.raises(Failed, match="out of luck"):
         context.peer.run(LORA, tmp_path, tmp_path, tmp_path)
 
 

@@ -29,11 +29,11 @@ from chaos.local_faults import LocalFaults
 from fsspec.exceptions import FSTimeoutError
 
 from artifacts import gc, lock
+from artifacts.errors import is_of_client
 from artifacts.filesystems import Clock, present_time
 from artifacts.gc import RUNS
 from artifacts.lock import LockLost
 from artifacts.records import Damaged
-from artifacts.remote_stores import is_of_client
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from flows.store_commands import collect_garbage, verify_store
@@ -43,7 +43,7 @@ from tasks.publish.registry import AliasNotWritten, Registry
 
 #: Errors after which a user runs the command again, or restores what the message names.
 EXPECTED = (
-    *(stage.StageFailed, Failed, Away, LockLost, Damaged),
+    *(Failed, Away, LockLost, Damaged),
     Refused,
     AliasNotWritten,
     *(OSError, FSTimeoutError),

@@ -82,9 +82,9 @@ def first(published: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that `patiently` asks to wait; it does not. Threads of Prefect sleep, too."""
+    """The seconds that `retrying` asks to wait; it does not. Threads of Prefect sleep, too."""
     found: list[float] = []
-    monkeypatch.setattr("flows.prefect_run.time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr("artifacts.errors.time", SimpleNamespace(sleep=found.append))
     return found
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from prefect.logging.loggers import flow_run_logger, task_run_logger
 
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from flows.prefect_run import log_to_prefect
-from tasks.stage import StageFailed, failing
+from tasks.stage import failing
 
 RUN: Any = SimpleNamespace(
     **{"name": "fox", "id": "1", "flow_run_id": "2", "task_key": "encode"},
@@ -51,12 +51,12 @@ def test_wrong_input_of_a_stage_is_one_line(logged: tuple[Any, StringIO]) -> Non
     try:
         with failing("train"):
             raise Refused("no such layer")
-    except StageFailed:
+    except Failed:
         adapter.exception("failed")
     assert stream.getvalue() == "failed\n"
 
 
-@pytest.mark.parametrize("error", [ValueError("of a library"), StageFailed("by a bug")])
+@pytest.mark.parametrize("error", [ValueError("of a library"), Failed("by a bug")])
 def test_other_errors_keep_their_traceback(logged: tuple[Any, StringIO], error: Exception) -> None:
     adapter, stream = logged
     try:

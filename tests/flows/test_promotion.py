@@ -10,16 +10,15 @@ from reused_runs import commit, published_by, publishing, reused, run_of_digits
 
 from artifacts.compare_and_swap import swap
 from artifacts.store import Artifact, Store
-from configs.errors import Away
+from configs.errors import Away, Failed
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES
 from flows import finetune
 from flows.run import Run, Sent
 from tasks.publish import stage as publish
-from tasks.publish.hub import PushFailed
 from tasks.publish.register import register
 from tasks.publish.registry import AliasNotWritten, Champions, Registry, Version
-from tasks.stage import StageFailed, StageResult
+from tasks.stage import StageResult
 
 
 @pytest.fixture
@@ -82,12 +81,12 @@ def test_a_champion_that_changes_while_a_pool_measures_it_is_no_failure(
     def measured(*_: Any) -> Any:
         def call(_: str) -> None:
             registry.promote("v2")
-            raise StageFailed("the sender expects another key")
+            raise Failed("the sender expects another key")
 
         return call
 
     monkeypatch.setattr(Run, "champion_metrics", measured)
-    for expected in (Away, StageFailed):  # the second time it stays the champion
+    for expected in (Away, Failed):  # the second time it stays the champion
         with pytest.raises(expected):
             finetune._measure_champion(publishing(run), None, trained, evaluated, ())  # type: ignore
 
@@ -196,7 +195,7 @@ def test_a_failed_push_is_a_warning_with_the_command_that_repeats_it(
 
     def push(registry: Registry, version: Version, repo: str, *, private: bool) -> str:
         assert (registry.champion(), private) == (version, True), "after the promotion"
-        raise PushFailed("the hub refused someone/digits")
+        raise Failed("the hub refused someone/digits")
 
     monkeypatch.setattr("tasks.publish.hub.push", push)
     registered = register(run.recipe, run.base, run.store, published_by(run), {})
@@ -275,7 +274,7 @@ def test_a_promotion_is_announced_although_the_store_raised(
 
 def test_a_model_that_cannot_be_signed_is_no_champion(run: Run, tmp_path: Path) -> None:
     run = publishing(run, signing_key=str(tmp_path / "none.pem"))
-    with pytest.raises(StageFailed, match=r"signing key .*none\.pem"):
+    with pytest.raises(Failed, match=r"signing key .*none\.pem"):
         register(run.recipe, run.base, run.store, published_by(run), {})
     assert publish.registry_of(run.recipe).champion() is None
 

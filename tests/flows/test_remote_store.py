@@ -130,8 +130,9 @@ def test_the_error_of_an_unusable_bucket_is_one_line(
     assert said.startswith("kiln: the store cannot be used now (Could not connect to the endpoint")
     closed = url_of("gs")
     monkeypatch.setattr(gcs, "forbidden", "^POST ")
-    for store, words in ((url, f"store: {url} cannot be used now"), (closed, "no permission for")):
-        said = here("run", "digits", overrides={**smallest, "store": store}, code=2, api=api)
+    cases = ((url, f"store: {url} cannot be used now", 1), (closed, "no permission for", 2))
+    for store, words, code in cases:
+        said = here("run", "digits", overrides={**smallest, "store": store}, code=code, api=api)
         assert words in said and len(said.strip().splitlines()) == 1
 
 

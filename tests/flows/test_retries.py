@@ -21,14 +21,13 @@ from artifacts.store import Draft, KeyParts, Store
 from configs.errors import Away, Refused
 from configs.load_recipe import Trial, load_recipe
 from configs.settings.recipe import STAGES
-from tasks.download.rows import SourceAway
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.stage import StageResult
 
 PASSING = [
     *(Away("away"), ConnectionError("reset"), TimeoutError("too long")),
     EndpointConnectionError(endpoint_url="http://127.0.0.1:9"),
-    *(NoCredentialsError(), Away("away"), SourceAway("away")),
+    *(NoCredentialsError(), Away("away"), Away("away")),
 ]
 FULL = OSError(errno.ENOSPC, "full")  # a Away by the time that Prefect sees it
 
@@ -180,7 +179,7 @@ def test_a_stage_fails_after_its_last_retry(stage: Stage) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_permanent_failures_are_not_retried(stage: Stage, error: Exception, words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):  # StageFailed, of wrong input
+    with pytest.raises(RuntimeError, match=words):  # Failed, of wrong input
         stage(error)
     assert stage.tries == 1
 

@@ -16,27 +16,26 @@ from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Completed
 from toy_recipes import base_of
 
+from artifacts.errors import StoreRefused, retrying
 from artifacts.filesystems import Clock
 from artifacts.gc import runs
-from artifacts.remote_stores import StoreRefused
 from artifacts.store import Artifact, KeyParts, Store
-from configs.errors import Away
+from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.data import UrlSource
 from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe
 from flows import cli, finetune, send_stage, work_pools
 from flows.checks import checks_of
-from flows.prefect_run import patiently
 from flows.retrain import continue_from_champion
 from flows.run import Run, Sent
 from tasks.beam.workers import received_recipe
 from tasks.doors import Doors
-from tasks.download import SourceError, shard_plan
+from tasks.download import shard_plan
 from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
-from tasks.stage import StageFailed, StageResult, build_or_reuse
+from tasks.stage import StageResult, build_or_reuse
 
 PARTS = KeyParts("train", 1, {}, {})
 
@@ -73,7 +72,7 @@ def test_a_missing_artifact_is_sent_once_and_found_in_the_store(run: Run, outcom
 
 
 def test_another_artifact_than_that_of_the_sender_is_an_error(run: Run) -> None:
-    with pytest.raises(StageFailed, match="built another artifact: its workers need this version"):
+    with pytest.raises(Failed, match="built another artifact: its workers need this version"):
         build_or_reuse(run.store, PARTS, build, parents={}, send=lambda: "built")
 
 
@@ -97,7 +96,7 @@ def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
     assert sent.send(PARTS, Progress("train"), []) is None
     other = KeyParts("train", 1, {"steps": 2}, {})
     differs = sent.send(other, Progress("train"), [])
-    with pytest.raises(StageFailed, match=f"the sender expects {PARTS.key[:12]}"):
+    with pytest.raises(Failed, match=f"the sender expects {PARTS.key[:12]}"):
         build_or_reuse(run.store, other, build, parents={}, send=differs)
 
 
@@ -131,7 +130,7 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
     if cache == "cache":
         assert rows_of(sent) == expected
     else:
-        with pytest.raises(SourceError, match="it no longer has all rows"):
+        with pytest.raises(Refused, match="it no longer has all rows"):
             sent.plan()
 
 
@@ -172,7 +171,7 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
     (record,) = runs(run.store)
     assert ("encode", latents.key) in record.keys
     run.store.fs.rm(latents.path, recursive=True)
-    with pytest.raises(StageFailed, match=r"encode .*: it was deleted"):
+    with pytest.raises(Failed, match=r"encode .*: it was deleted"):
         work_pools.run_stage.fn(**parameters)
 
 
@@ -239,7 +238,7 @@ def test_a_run_that_counts_as_crashed_but_builds_on_is_waited_for(
 
 @pytest.mark.parametrize("status", [401, 403, 422])
 def test_an_answer_that_waiting_does_not_change_ends_the_wait(status: int) -> None:
-    with pytest.raises(StageFailed, match="train: the Prefect server refuses"):
+    with pytest.raises(Failed, match="train: the Prefect server refuses"):
         send_stage._check_away("train", answer(status))
 
 
@@ -284,7 +283,7 @@ def test_a_run_that_was_deleted_ends_the_stage(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(send_stage, "_start", lambda *_: SimpleNamespace(id=1, name="a-run"))
     monkeypatch.setattr(send_stage, "_tell", lambda *_: None)
     monkeypatch.setattr(send_stage, "_cancel", lambda *_: pytest.fail("cancelled"))
-    with pytest.raises(StageFailed, match="train: run a-run on pool gpu was deleted: run again"):
+    with pytest.raises(Failed, match="train: run a-run on pool gpu was deleted: run again"):
         reached = send_stage._Reached(Progress("train"))
         send_stage._run_once(run.recipe, "train", "gpu", {}, reached)
 
@@ -313,13 +312,13 @@ def test_a_sent_run_waits_for_a_store_that_is_away(run: Run, waited: list[float]
             raise errors.pop()
         return run
 
-    assert patiently(check) is run and waited == [10.0, 60.0]
+    assert retrying(check) is run and waited == [10.0, 60.0]
     errors.append(StoreRefused("Forbidden: no"))
     with pytest.raises(StoreRefused):
-        patiently(check)
+        retrying(check)
     errors += [Away("store: it cannot be used now")] * 9
     with pytest.raises(Away):
-        patiently(check)
+        retrying(check)
     assert waited == [10.0, 60.0, 10.0, 60.0, 300.0]
 
 
@@ -331,7 +330,7 @@ def test_a_sent_run_waits_for_the_hub(run: Run, waited: list[float]) -> None:
             raise errors.pop()
         return run
 
-    assert patiently(check) is run and waited == [10.0]
+    assert retrying(check) is run and waited == [10.0]
 
 
 def test_a_retraining_names_its_champion(run: Run) -> None:

@@ -21,7 +21,7 @@ from flows.run import Run
 from tasks import download
 from tasks.encode import stage as encode
 from tasks.publish import stage as publish
-from tasks.stage import StageFailed, build_or_reuse
+from tasks.stage import build_or_reuse
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_epochs_without_a_step_are_refused_before_a_stage_begins(
     few = Latents({}, [ShardRef("", 0, "", {"train/8x8": 9, "holdout/8x8": 2})])
     monkeypatch.setattr(finetune, "open_latents", lambda _: few)
     encoded = commit(run.store, "encode", 1, {})
-    with pytest.raises(StageFailed, match=r"train: .* of 9 training samples are less than"):
+    with pytest.raises(Failed, match=r"train: .* of 9 training samples are less than"):
         finetune.train.fn(short, reused(encoded))
     assert "train" not in {stage for record in runs(run.store) for stage, _ in record.keys}
 

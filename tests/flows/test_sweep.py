@@ -12,9 +12,10 @@ from kill_training import kill_at_record
 import flows.sweep as sweep_flow
 from artifacts.gc import runs
 from artifacts.store import KeyParts, Store
+from configs.errors import Failed
 from configs.load_recipe import Trial, load_recipe
 from tasks.publish.registry import Registry
-from tasks.stage import METRICS, StageFailed, StageResult
+from tasks.stage import METRICS, StageResult
 
 pytestmark = pytest.mark.slow
 Report = dict[str, Any]
@@ -95,9 +96,7 @@ def test_a_trials_metrics_are_its_evaluations_not_its_losses(
     assert outcome["curve"] == [(1, 0.4), (2, 0.4)]
 
 
-@pytest.mark.parametrize(
-    ("error", "traced"), [(KeyError("a bug"), True), (StageFailed("no"), False)]
-)
+@pytest.mark.parametrize(("error", "traced"), [(KeyError("a bug"), True), (Failed("no"), False)])
 def test_a_bug_in_a_trial_is_logged_with_its_traceback(
     error: Exception,
     traced: bool,

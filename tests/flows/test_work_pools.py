@@ -14,14 +14,13 @@ from prefect_server import Server
 
 from artifacts.filesystems import Clock
 from artifacts.store import Store
-from configs.errors import Away, Refused
+from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import send_stage
 from flows.work_pools import LOST
 from tasks.beam.workers import settings_to_send
 from tasks.progress import Progress, listeners
-from tasks.stage import StageFailed
 
 pytestmark = pytest.mark.soak
 PATIENCE = 300  # seconds, for a machine that does much else
@@ -152,7 +151,7 @@ def test_a_crashed_run_is_sent_again_at_most_so_often(
 def test_a_failed_run_is_one_line_and_not_sent_again(
     server: Server, deployed: str, client: None, recipe: Recipe
 ) -> None:
-    with worker(server, FAILED), pytest.raises(StageFailed) as error:
+    with worker(server, FAILED), pytest.raises(Failed) as error:
         send(recipe)
     assert str(error.value).endswith("failed: Flow run encountered an exception: no memory")
 

@@ -19,10 +19,10 @@ from fuzz.mutations import VALUES, encode, mutate, mutate_tree
 from fuzz.reader import Reader
 
 from artifacts.records import digest_bytes
+from configs.errors import Refused
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
 from tasks.download.folders import Dataset, Folder
 from tasks.download.lists import MalformedList, PictureLocation, Source
-from tasks.download.rows import SourceError
 from tasks.download.sources import UrlList
 from tasks.download.tars import Tars
 
@@ -184,7 +184,7 @@ def _is_right(
         chosen = sorted(rng.sample(range(len(embedded)), min(3, len(embedded))))
         wanted = [embedded[number] for number in chosen]
         pictures = list(source.pictures(PictureLocation(row["file"], row["row"]) for row in wanted))
-    except SourceError as error:
+    except Refused as error:
         assert "\n" not in str(error), "not one line"
         return False
     assert scanned == again

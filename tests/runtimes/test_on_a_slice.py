@@ -18,11 +18,11 @@ from jobs import SETTINGS, MakeJob, outputs
 from training import train
 
 from artifacts.store import Store
-from configs.errors import Refused
+from configs.errors import Away, Refused
 from configs.settings.recipe import Tpu
 from runtimes.process.job import write_job
 from tasks import tpu as tasks_tpu
-from tasks.tpu import SliceUnavailable, code_home, pack_code
+from tasks.tpu import code_home, pack_code
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +162,7 @@ def test_too_many_preemptions_are_an_error(world: Path, make_job: MakeJob, tmp_p
     job = make_job("often", **SETTINGS)
     (world / "run").symlink_to(job.work)
     (world / "spot").touch()
-    with pytest.raises(SliceUnavailable, match="preempted or cut off too often"):
+    with pytest.raises(Away, match="preempted or cut off too often"):
         run_on_slice(job, tmp_path, restarts=0)
 
 

@@ -17,19 +17,12 @@ from gcs_server import GcsServer
 from store_servers import UrlOf
 from waiting import wait_until
 
+from artifacts.errors import classify, may_pass
 from artifacts.lock import read_owner
 from artifacts.records import put_atomic
 from artifacts.store import Draft, KeyParts, Store
 from configs.errors import Away, Failed, Refused
-from flows.prefect_run import may_pass
-from tasks.stage import (
-    StageFailed,
-    StageResult,
-    build_or_reuse,
-    package_versions,
-    storage_error,
-    storing,
-)
+from tasks.stage import StageResult, build_or_reuse, package_versions, storing
 
 SEVEN = f"changed: {', '.join(f'{name} null → true' for name in 'nopqrs')}, …"
 SETTINGS = {"size": 32, "name": "a", "adam": {"rate": 1.0, "decay": 0.0}, "betas": [0.9, 0.99]}
@@ -79,7 +72,7 @@ def test_a_rebuild_that_fails_leaves_no_artifact_with_files_of_two_builds(store:
         draft.write("file", b"newer")
         raise Refused("no more")
 
-    with pytest.raises(StageFailed):
+    with pytest.raises(Failed):
         build_or_reuse(store, parts(), fail, parents={})
     assert list(store.artifacts()) == []
     assert build_or_reuse(store, parts(), write, parents={}).outcome == "built"
@@ -304,7 +297,7 @@ def test_what_the_machine_lacks_is_told_and_waited_for(
 def test_a_full_disk_is_not_said_of_a_remote_store() -> None:
     """A training process has the name of its file in the text alone."""
     full = OSError(errno.ENOSPC, "No space left on device: '/cache/shard'")
-    found = storage_error(Store("memory://bucket"), full)
+    found = classify(full, "memory://bucket")
     assert isinstance(found, Away)
     assert str(found).startswith("no space left on this machine (")
     assert str(found).endswith("'/cache/shard'): free some, then run again")
@@ -319,7 +312,7 @@ def test_a_forbidden_bucket_is_a_storage_error(
     with pytest.raises(Failed, match=rf"^no permission for {bucket.url} \(Forb.*: grant it"):
         build_or_reuse(bucket, parts(), write, parents={})
     denied = PermissionError("Access Denied")  # as S3's client has it: without a number
-    assert "(Access Denied): grant it" in str(storage_error(bucket, denied))
+    assert "(Access Denied): grant it" in str(classify(denied, bucket.url))
 
 
 @pytest.mark.slow
@@ -346,10 +339,10 @@ def test_an_unreachable_bucket_is_a_storage_error(url_of: UrlOf, s3_away: None) 
 
 def test_other_errors_are_not_storage_errors(store: Store) -> None:
     away = ConnectionResetError(errno.ECONNRESET, "reset")
-    assert storage_error(store, away) is away
+    assert classify(away, store.url) is away
     port = PermissionError(errno.EACCES, "Permission denied")
-    assert storage_error(None, port) is port
-    assert "no permission for /a" in str(storage_error(None, PermissionError(13, "", "/a")))
+    assert classify(port) is port
+    assert "no permission for /a" in str(classify(PermissionError(13, "", "/a")))
 
 
 def test_wrong_input_of_ours_is_one_line_and_a_library_s_error_keeps_its_traceback(
@@ -361,7 +354,7 @@ def test_wrong_input_of_ours_is_one_line_and_a_library_s_error_keeps_its_traceba
     def fail(draft: Draft) -> dict[str, Any]:
         return {"shape": np.zeros(3) + np.zeros(2)}
 
-    with pytest.raises(StageFailed, match=r"^encode: raise encode\.resolution$"):
+    with pytest.raises(Failed, match=r"^encode: raise encode\.resolution$"):
         build_or_reuse(store, parts(), refuse, parents={})
     with pytest.raises(ValueError, match="could not be broadcast"):
         build_or_reuse(store, parts(), fail, parents={})

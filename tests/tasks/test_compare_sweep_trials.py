@@ -10,7 +10,7 @@ import pytest
 from toy_recipes import base_of
 
 from artifacts.store import KeyParts, Store
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Sweep
 from tasks import compare_sweep_trials
@@ -23,7 +23,6 @@ from tasks.compare_sweep_trials import (
     tuned_metrics,
 )
 from tasks.panels import Chart, Table, to_markdown
-from tasks.stage import StageFailed
 
 
 def trial(rate: float, value: float | None, curve: Any = ()) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def test_a_score_is_maximized_and_a_loss_or_distance_minimized(metric: str, best
 def test_a_trial_without_the_metric_of_the_sweep_has_failed() -> None:
     metrics = {"holdout_loss": {"base": 2, "tuned": 1}}
     assert tuned_metrics(metrics, Sweep()) == {"holdout_loss": 1}
-    with pytest.raises(StageFailed, match="cmmd was not measured"):
+    with pytest.raises(Failed, match="cmmd was not measured"):
         tuned_metrics(metrics, Sweep(metric="cmmd"))
 
 

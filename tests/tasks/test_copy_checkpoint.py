@@ -13,13 +13,13 @@ from store_servers import REMOTE, UrlOf
 from toy_recipes import base_of
 
 from artifacts.store import Artifact, KeyParts, Store
+from configs.errors import Failed
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoints import Checkpoints
 from tasks import train
 from tasks.progress import Progress
-from tasks.stage import StageFailed
 from tasks.train import copy_checkpoint
 
 
@@ -157,14 +157,14 @@ def test_the_stage_copies_it_where_weights_do_not_depend_on_the_number_of_steps(
 
     def started(job: TrainJob, *_: Any, **__: Any) -> None:
         assert job.train["steps"] == 12 and Checkpoints(job.work, 9)._steps() == steps
-        raise StageFailed("enough")
+        raise Failed("enough")
 
     monkeypatch.setattr(train, "run_job", started)
     monkeypatch.setattr(train, "open_latents", lambda url: SimpleNamespace(training=4))
     given = {"steps": 12, **settings}
     recipe = load_recipe("digits", {f"train.{name}": value for name, value in given.items()})
     latents = Artifact(store, "encode", "0" * 64, {})
-    with pytest.raises(StageFailed, match="enough"):
+    with pytest.raises(Failed, match="enough"):
         train.build(recipe, latents, base_of(recipe), None, draft, Progress("train"))
 
 

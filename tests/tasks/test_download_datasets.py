@@ -11,10 +11,10 @@ from hub_server import HubServer, Repository
 from huggingface_hub import HfFileSystem
 from source_rows import context, make_recipe, parquet, png, rows_of, write_list
 
+from configs.errors import Away, Refused
 from tasks import download
 from tasks.download import folders, sources
 from tasks.download.lists import PictureLocation
-from tasks.download.rows import SourceAway, SourceError
 from tasks.download.shard import download_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -26,7 +26,7 @@ def test_a_picture_that_changes_after_it_was_planned_is_not_committed(tmp_path: 
     shard = download.plan(recipe).shards[0]
     for changed in ([{"image": png(2), "text": ""}] * 9, [{"image": png(1), "text": ""}]):
         write_list(file, changed)
-        with pytest.raises(download.SourceError, match="it changed while it was being read"):
+        with pytest.raises(Refused, match="it changed while it was being read"):
             download_shard(shard, context(recipe))
     assert not (tmp_path / "store/download").exists()
 
@@ -86,7 +86,7 @@ def test_a_number_in_front_of_a_shard_s_is_of_the_split(tmp_path: Path) -> None:
     for split in splits:
         recipe = make_recipe({"kind": "dataset", "path": str(tmp_path), "split": split})
         assert [row.captions for row in rows_of(recipe, tmp_path)] == [(split,)]
-    with pytest.raises(SourceError, match=r"no files of split 'tes' \(test-0.*glob of its files"):
+    with pytest.raises(Refused, match=r"no files of split 'tes' \(test-0.*glob of its files"):
         download.plan(make_recipe({"kind": "dataset", "path": str(tmp_path), "split": "tes"}))
 
 
@@ -117,7 +117,7 @@ def test_a_folder_of_one_split_is_that_split(tmp_path: Path) -> None:
     place.mkdir()
     write_list(place / "0.parquet", [{"image": png(0), "text": "a"}])
     assert rows_of(make_recipe({"kind": "dataset", "path": str(place)}), tmp_path)
-    with pytest.raises(SourceError, match="has no files of split 'test'"):
+    with pytest.raises(Refused, match="has no files of split 'test'"):
         download.plan(make_recipe({"kind": "dataset", "path": str(place), "split": "test"}))
 
 
@@ -196,7 +196,7 @@ def test_an_unavailable_hub_dataset_is_a_one_line_error(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's own attempts
 
-    def refused(error_kind: type[Exception] = SourceError, **source: str) -> str:
+    def refused(error_kind: type[Exception] = Refused, **source: str) -> str:
         HfFileSystem.clear_instance_cache()
         with pytest.raises(error_kind) as error:
             download.plan(make_recipe({"kind": "dataset", "path": "some/pictures", **source}))
@@ -211,7 +211,7 @@ def test_an_unavailable_hub_dataset_is_a_one_line_error(
     hub.fault = 500
     folder = {"kind": "folder", "path": "hf://datasets/a/pictures"}
     for source in ({}, folder):
-        said = refused(SourceAway, **source)
+        said = refused(Away, **source)
         assert "cannot be read now (Server error '500 Internal Server Error'" in said
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert "cannot be read now (" in refused(SourceAway)
+    assert "cannot be read now (" in refused(Away)

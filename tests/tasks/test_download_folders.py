@@ -19,6 +19,7 @@ from source_rows import ROWS, make_recipe, png, rows_of, write_list
 from web_sites import serving
 
 from artifacts.records import digest_bytes
+from configs.errors import Refused
 from tasks import download
 from tasks.download.list_files import list_files
 from tasks.download.rows import Row
@@ -144,7 +145,7 @@ def test_captions_are_read_from_the_tables_of_imagefolder(
     assert (fox.additional["licence"], owl.additional["licence"]) == ("cc0", "by")
     assert [Path(row.file or "").read_bytes() for row in (fox, owl)] == [png(0), png(1)]
     write_list(tmp_path / "in" / place / name, [{"file_name": "fox.png", "prompt": "a fox"}])
-    with pytest.raises(download.SourceError, match=f"{name} has no column 'text'"):
+    with pytest.raises(Refused, match=f"{name} has no column 'text'"):
         download.check(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}))
 
 
@@ -163,7 +164,7 @@ def test_every_table_has_the_columns(tmp_path: Path, name: str) -> None:
     _folder(tmp_path / "in", ["a/1.png", "b/2.png"])
     write_list(tmp_path / "in/a/metadata.jsonl", [{"file_name": "1.png", "text": "one"}])
     write_list(tmp_path / "in/b" / name, [{"file_name": "2.png", "caption": "two"}])
-    with pytest.raises(download.SourceError, match=f"/b/{name} has no column 'text'"):
+    with pytest.raises(Refused, match=f"/b/{name} has no column 'text'"):
         download.check(make_recipe({"kind": "folder", "path": f"{tmp_path}/in"}))
 
 
@@ -223,7 +224,7 @@ def test_a_folder_may_have_metadata_jsonl(tmp_path: Path) -> None:
     assert [row.captions[0] for row in rows] == ["second", "lost", "first"]
     assert rows[1] == Row("", ("lost",))
     write_list(tmp_path / "in/metadata.jsonl", [{"file_name": "../secret.png", "text": ""}])
-    with pytest.raises(download.SourceError, match="leads out of the folder"):
+    with pytest.raises(Refused, match="leads out of the folder"):
         download.plan(make_recipe({"kind": "folder", "path": str(tmp_path / "in")}))
 
 
@@ -242,7 +243,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
 
     monkeypatch.setattr(LocalFileSystem, "ls", failing)
     for path in (tmp_path, f"{tmp_path}/*/*.parquet"):
-        with pytest.raises(download.SourceError, match=r"cannot be read: .*Input/output error"):
+        with pytest.raises(Refused, match=r"cannot be read: .*Input/output error"):
             list_files(str(path), (".parquet",))
 
 
@@ -262,7 +263,7 @@ def test_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
     recipe = make_recipe({"kind": "folder", "path": str(tmp_path / "in")})
     assert len(rows_of(recipe, tmp_path)) == 2
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9.png")).write_bytes(png(3))
-    with pytest.raises(download.SourceError, match=r"caf\\udce9\.png' is not UTF-8: rename"):
+    with pytest.raises(Refused, match=r"caf\\udce9\.png' is not UTF-8: rename"):
         download.plan(recipe)
 
 

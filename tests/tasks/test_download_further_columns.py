@@ -11,11 +11,11 @@ import pytest
 from kiln_command import python
 from source_rows import ROWS, make_recipe, rows_of, write_list
 
+from configs.errors import Refused
 from tasks import download
 from tasks.download import lists
 from tasks.download.lists import FORMATS, read_list
 from tasks.download.lists import read_malformed_list as read_list_in_python
-from tasks.download.rows import SourceError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -147,5 +147,5 @@ def test_further_columns_need_names_of_their_own(columns: tuple[str, ...], words
 def test_a_further_column_that_a_list_lacks_is_named(tmp_path: Path) -> None:
     path = write_list(tmp_path / "a.parquet", WIDE)
     source = {"kind": "urls", "path": path, "additional_columns": ("likes", "lieks")}
-    with pytest.raises(SourceError, match=r"additional_columns\.1: .* has no column 'lieks'"):
+    with pytest.raises(Refused, match=r"additional_columns\.1: .* has no column 'lieks'"):
         download.check(make_recipe(source))

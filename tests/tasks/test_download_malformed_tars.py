@@ -14,6 +14,7 @@ import pytest
 import source_rows
 from tar_sources import add_files, jpg, make_recipe, packed, rows_of, written
 
+from configs.errors import Refused
 from tasks import download
 from tasks.download import tars
 from tasks.download.tars import samples
@@ -26,7 +27,7 @@ def test_a_sample_s_files_that_are_apart_are_an_error_not_another_s_caption(
 ) -> None:
     pictures = [(f"{n}.jpg", jpg(n)) for n in range(3)]
     path = packed(tmp_path / "0.tar", [*pictures, *((f"{n}.txt", b"c") for n in range(3))])
-    with pytest.raises(download.SourceError, match=r"0\.tar: .*sample '0' are not beside"):
+    with pytest.raises(Refused, match=r"0\.tar: .*sample '0' are not beside"):
         download.plan(make_recipe(path))
 
 
@@ -124,7 +125,7 @@ def test_huge_members_and_headers_take_little_memory(tmp_path: Path) -> None:
     tracemalloc.start()
     recipe = make_recipe(tmp_path / "1.tar", caption_column=None)
     assert rows_of(recipe, tmp_path) == [("", None), ("", jpg(0))]
-    with pytest.raises(download.SourceError, match=r"2\.tar: cannot be read: a header is too"):
+    with pytest.raises(Refused, match=r"2\.tar: cannot be read: a header is too"):
         download.plan(make_recipe(tmp_path / "2.tar", caption_column=None))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -136,7 +137,7 @@ def test_a_tar_cut_off_anywhere_is_one_error_that_names_it(tmp_path: Path) -> No
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # of the last member
     for size in [*range(0, end + 1, 512), *range(1, end, 1777)]:
         (tmp_path / "cut.tar").write_bytes(whole[:size])
-        with pytest.raises(download.SourceError, match=r"cut\.tar: .*the tar is cut off") as error:
+        with pytest.raises(Refused, match=r"cut\.tar: .*the tar is cut off") as error:
             download.plan(make_recipe(tmp_path / "cut.tar"))
         assert "\n" not in str(error.value)
 
@@ -185,7 +186,7 @@ def test_an_unusable_tar_is_a_one_line_error(tmp_path: Path) -> None:
         ("{0..9999999}.tar", {}, "it names more than 1,000,000 files"),
     ]
     for name, settings, words in cases:
-        with pytest.raises(download.SourceError, match=words) as error:
+        with pytest.raises(Refused, match=words) as error:
             download.plan(make_recipe(tmp_path / name, **settings))
         assert "\n" not in str(error.value), name
 
@@ -195,7 +196,7 @@ def test_a_setting_with_which_no_sample_has_one_picture_is_an_error(tmp_path: Pa
     files = [(f"{n}.{kind}", data) for n in range(3) for kind, data in masked.items()]
     path = packed(tmp_path / "0.tar", files)
     words = r"source\.image_extension: .*0\.tar has no sample .*set it to one of jpg, png$"
-    with pytest.raises(download.SourceError, match=words):
+    with pytest.raises(Refused, match=words):
         download.plan(make_recipe(path))
     found = rows_of(make_recipe(path, image_extension="jpg"), tmp_path)
     assert found == [("a cat", jpg(1))] * 3
@@ -204,11 +205,11 @@ def test_a_setting_with_which_no_sample_has_one_picture_is_an_error(tmp_path: Pa
 def test_errors_about_hostile_tars_are_short_and_name_the_sample(tmp_path: Path) -> None:
     values = json.dumps({f"{n}" + "k" * 200: 1 for n in range(4000)}).encode()
     keys = packed(tmp_path / "keys.tar", [("1.jpg", jpg(1)), ("1.json", values)])
-    with pytest.raises(download.SourceError, match=r"3,980 others\)$") as error:
+    with pytest.raises(Refused, match=r"3,980 others\)$") as error:
         download.plan(make_recipe(keys, caption_column="caption"))
     assert len(str(error.value)) < 4000
     files = [(f"a/2019.{n:03}.jpg", jpg(1)) for n in range(101)]
     path = packed(tmp_path / "files.tar", files)
     words = r"files\.tar: .*sample 'a/2019' has more than 100 files: name"
-    with pytest.raises(download.SourceError, match=words):
+    with pytest.raises(Refused, match=words):
         download.plan(make_recipe(path, image_extension="000.jpg"))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from source_rows import ROWS, context, make_recipe, many_rows, rows_of, write_list
 
-from configs.errors import Failed
+from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe
 from tasks import download
 from tasks.download import shard_plan, sources
@@ -61,7 +61,7 @@ def test_rows_of_another_shard_are_not_committed(tmp_path: Path) -> None:
     path = write_list(tmp_path / "a.parquet", many_rows(40))
     recipe = make_recipe({"kind": "urls", "path": path}, tmp_path / "store")
     first, second, *_ = download.plan(recipe).shards
-    with pytest.raises(download.SourceError, match=r"plan .* is damaged: run again"):
+    with pytest.raises(Refused, match=r"plan .* is damaged: run again"):
         download_shard(replace(first, spans=second.spans), context(recipe))
     assert not (tmp_path / "store/download").exists()
 
@@ -106,7 +106,7 @@ def test_a_damaged_plan_is_built_again_by_the_next_run(tmp_path: Path) -> None:
         data[40] ^= 1
         file.write_bytes(data)
         os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
-    with pytest.raises(download.SourceError):
+    with pytest.raises(Refused):
         rows_of(recipe, tmp_path)
     assert rows_of(recipe, tmp_path) == whole
 
@@ -136,7 +136,7 @@ def test_a_damaged_key_of_plans_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cache/kilnworks/plan.key"
     for damaged in ("", "AAAA", "\xff" * 44):
         path.write_bytes(damaged.encode("latin-1"))
-        with pytest.raises(download.SourceError, match=r"plan\.key is damaged: delete it"):
+        with pytest.raises(Refused, match=r"plan\.key is damaged: delete it"):
             shard_plan.plan_key()
     path.unlink()
     assert shard_plan.plan_key() == shard_plan.plan_key()

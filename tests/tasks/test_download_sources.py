@@ -18,11 +18,12 @@ from loopback_server import LoopbackServer
 from source_rows import ROWS, make_recipe, many_rows, parquet, png, rows_of, write_list
 from store_servers import REMOTE, UrlOf
 
+from configs.errors import Away, Refused
 from tasks import download
 from tasks.download import lists as download_lists
 from tasks.download.list_files import reading
 from tasks.download.lists import FORMATS, read_list
-from tasks.download.rows import Row, SourceAway, SourceError
+from tasks.download.rows import Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -87,7 +88,7 @@ def test_a_damaged_footer_of_a_parquet_file_affects_no_other_list(tmp_path: Path
             path.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
             try:
                 tables = list(read_list(str(path), FORMATS["parquet"], columns, None, ()))
-            except SourceError as error:
+            except Refused as error:
                 errors |= {word for word in ("INTERNAL", "statistics") if word in str(error)}
             else:
                 assert not any(
@@ -171,7 +172,7 @@ def test_a_web_server_without_range_requests_is_named(tmp_path: Path) -> None:
 
     with LoopbackServer(Whole) as server:
         source = {"kind": "urls", "path": f"{server.url}/a.parquet"}
-        with pytest.raises(SourceError, match=r"its web server gives no parts of a file"):
+        with pytest.raises(Refused, match=r"its web server gives no parts of a file"):
             download.plan(make_recipe(source))
 
 
@@ -231,7 +232,7 @@ def test_lists_and_pictures_are_read_from_a_bucket(
     rows = rows_of(make_recipe({"kind": "folder", "path": f"{url}/pictures"}), tmp_path)
     assert [row.captions for row in rows] == [("a cat",), ("",)]
     assert [Path(row.file or "").read_bytes() for row in rows] == [png(1), png(2)]
-    with pytest.raises(download.SourceError, match=r"gone: no such file|gone: no such folder"):
+    with pytest.raises(Refused, match=r"gone: no such file|gone: no such folder"):
         download.plan(make_recipe({"kind": "folder", "path": f"{url}/gone"}))
 
 
@@ -321,7 +322,7 @@ def _unusable_sources(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
 
 def test_an_unusable_source_is_a_one_line_error(tmp_path: Path) -> None:
     for name, (source, words) in _unusable_sources(tmp_path).items():
-        with pytest.raises(download.SourceError, match=words) as error:
+        with pytest.raises(Refused, match=words) as error:
             download.plan(make_recipe(source))
         assert "\n" not in str(error.value), name
         assert "secret" not in str(error.value), name
@@ -339,7 +340,7 @@ def test_an_unusable_source_is_a_one_line_error(tmp_path: Path) -> None:
 def test_an_unreachable_source_is_a_one_line_error(error: Exception) -> None:
     url = "https://example.org/list.parquet?signature=secret"
     error.args = (f"{error.args[0]} in {url}\n", *error.args[1:])
-    with pytest.raises(SourceAway) as raised, reading(url):
+    with pytest.raises(Away) as raised, reading(url):
         raise error
     where = "https://example.org/list.parquet?signature=..."
     assert str(raised.value).startswith(f"source: {where}: cannot be read now (cut off")
@@ -354,12 +355,12 @@ def test_a_bug_is_not_reported_as_an_unreachable_source() -> None:
 def test_a_port_in_use_is_reported_before_any_work() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(download.SourceError, match=f"port {port} is in use"):
+        with pytest.raises(Refused, match=f"port {port} is in use"):
             download.check(make_recipe({"kind": "digits", "port": port}))
     download.check(make_recipe({"kind": "digits", "port": port}))
 
 
 def test_encode_quality_of_png_has_its_own_range(tmp_path: Path) -> None:
     source = {"kind": "urls", "path": write_list(tmp_path / "a.parquet", ROWS)}
-    with pytest.raises(download.SourceError, match="for png it is the compression"):
+    with pytest.raises(Refused, match="for png it is the compression"):
         download.check(make_recipe(source, encode_format="png"))

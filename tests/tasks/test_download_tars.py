@@ -15,6 +15,7 @@ from tar_sources import add_files, jpg, make_recipe, packed, rows_of, written
 
 from artifacts.image_shards import read_rows
 from artifacts.store import Store
+from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import tars
@@ -116,9 +117,9 @@ def test_of_tars_in_a_bucket_only_new_ones_are_read(
     assert read == ["0", "3"]
     assert grown.shards[: len(first.shards) - 1] == first.shards[:-1]
     missing = r"source\.path: \S*/4\.tar, \S*/5\.tar: no such file"
-    with pytest.raises(download.SourceError, match=missing):
+    with pytest.raises(Refused, match=missing):
         download.plan(make_recipe(f"{url}/{{0..5}}.tar", tmp_path / "store"))
-    with pytest.raises(download.SourceError, match=r"/23\.tar, and 76 others: no such file"):
+    with pytest.raises(Refused, match=r"/23\.tar, and 76 others: no such file"):
         download.plan(make_recipe(f"{url}/{{0..99}}.tar", tmp_path / "store"))
     mixed = make_recipe(f"{url}{{,/[12].tar,/3.tar}}").source  # a folder, a glob and a file
     assert [file.name for file in tars.Tars(mixed)._files()] == [  # type: ignore[arg-type]
@@ -185,11 +186,11 @@ def test_long_names_belong_to_their_samples(tmp_path: Path) -> None:
 def test_a_caption_is_a_file_and_other_columns_are_of_the_json(tmp_path: Path) -> None:
     """Otherwise every caption, or every value, would be missing without an error."""
     only_json = packed(tmp_path / "a.tar", [("1.jpg", jpg(1)), ("1.json", b'{"txt": "a cat"}')])
-    with pytest.raises(download.SourceError, match=r"source\.caption_column: .*no column 'txt'"):
+    with pytest.raises(Refused, match=r"source\.caption_column: .*no column 'txt'"):
         download.plan(make_recipe(only_json))
     only_file = packed(tmp_path / "b.tar", [("1.jpg", jpg(1)), ("1.txt", b"a cat")])
     for setting in {"additional_columns": ["txt"]}, {"aesthetic_column": "txt"}:
-        with pytest.raises(download.SourceError, match="no column 'txt'"):
+        with pytest.raises(Refused, match="no column 'txt'"):
             download.plan(make_recipe(only_file, **setting))
     values = b'{"txt": 5.5}'
     both = packed(tmp_path / "c.tar", [("1.jpg", jpg(1)), ("1.txt", b"a cat"), ("1.json", values)])
@@ -215,7 +216,7 @@ def test_a_first_picture_named_like_a_compressed_file_is_read(tmp_path: Path) ->
 
 def test_ranges_are_counted_before_they_are_expanded(tmp_path: Path) -> None:
     for braces in ("{0..9999999999}", "{x,{0..9999}{0..9999}}", "{00..99}{0..99999}"):
-        with pytest.raises(download.SourceError, match="it names more than 1,000,000 files"):
+        with pytest.raises(Refused, match="it names more than 1,000,000 files"):
             download.plan(make_recipe(f"{tmp_path}/{braces}.tar"))
     for braces in ("{a}", "{a,{b,c}d}", "{5..1}", "{0..9..3}x{01..10}", "{a-{0..9},b}"):
         source = tars.Tars(make_recipe(f"/{braces}.tar").source)  # type: ignore[arg-type]
@@ -255,7 +256,7 @@ def test_a_tar_of_hidden_files_alone_is_an_error(tmp_path: Path) -> None:
     packed(tmp_path / "1.tar", [("home/u/LICENSE", b""), (hidden, jpg(1))])
     said = rf"1\.tar: cannot be read: its samples are all hidden, the first is '{hidden}': write"
     for path in (tmp_path, tmp_path / "1.tar"):
-        with pytest.raises(download.SourceError, match=said):
+        with pytest.raises(Refused, match=said):
             download.plan(make_recipe(path, caption_column=None))
 
 
@@ -264,7 +265,7 @@ def test_a_tar_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path
     plan = download.plan(recipe)
     draft = Store(recipe.store).draft(download.key_parts(recipe, plan))
     written(tmp_path / "0.tar", range(1, 7))
-    with pytest.raises(download.SourceError, match="changed while it was being read: run again"):
+    with pytest.raises(Refused, match="changed while it was being read: run again"):
         download.build(recipe, plan, draft, lambda *_: None)
     again = build(recipe)
     names = [entry.path for entry in again.files if entry.path.endswith(".parquet")]

@@ -17,13 +17,13 @@ from kiln_command import ROOT
 from artifacts.image_shards import Sample, write_tar
 from artifacts.records import Damaged, digest_bytes
 from bench.stand_in_encoder import NAME, registered
-from configs.errors import Away, Refused
+from configs.errors import Away, Failed, Refused
 from runtimes import registry as devices
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from runtimes.registry import encoder_devices, interpreter
 from runtimes.torch_models.encoders import Encoder
-from tasks.encode.encoders import EncoderFailed, EncoderProcess, EncodingPlan
+from tasks.encode.encoders import EncoderProcess, EncodingPlan
 from tasks.run_job import ProcessLost
 
 CAPTIONS = ["a red cat", "", "a dog"]
@@ -69,9 +69,9 @@ def test_an_error_of_a_shard_ends_no_process(
     with pytest.raises(Damaged, match=r"shard\.tar is damaged"):
         encode(tar[0], "0" * 64, path)
     Path(tar[0]).write_bytes(b"no tar" * 1000)
-    with pytest.raises(EncoderFailed, match=r"ValueError: .*not a readable tar"):
+    with pytest.raises(Failed, match=r"ValueError: .*not a readable tar"):
         encode(tar[0], digest_bytes(b"no tar" * 1000), path)
-    with pytest.raises(EncoderFailed, match="FileNotFoundError"):
+    with pytest.raises(Failed, match="FileNotFoundError"):
         encode(f"{tmp_path}/absent.tar", tar[1], path)
 
 

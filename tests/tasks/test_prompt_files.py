@@ -24,9 +24,9 @@ def test_a_store_that_refuses_a_prompt_file_may_give_it_later(refusing_url: str)
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        (503, Away, r"cannot be read \(503.*\): run again later$"),
-        (None, Away, r"cannot be read \(.*\): run again later$"),
-        (404, Refused, "prompts.txt: no such file$"),
+        (503, Away, r"cannot be read now \(503.*\): run again later$"),
+        (None, Away, r"cannot be read now \(.*\): run again later$"),
+        (404, Refused, "prompts.txt: no such file or folder$"),
         (403, Refused, "cannot be read: 403"),
         (401, Refused, "cannot be read: 401"),
     ],

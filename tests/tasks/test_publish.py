@@ -290,7 +290,7 @@ def test_the_smoke_test_uses_the_recipes_vae(
     publish: Publish, tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(smoke_test, "check", lambda *given: asked.append(given))
+    monkeypatch.setattr(smoke_test, "drawing_fault", lambda *given: asked.append(given))
     recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
     publish(recipe, vae=vae)
     assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), recipe)]

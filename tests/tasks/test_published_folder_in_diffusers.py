@@ -154,7 +154,7 @@ def test_the_code_of_cards_and_pages_draws_offline(
         weights = Weights.of(TrainedWeights(lora=lora), Base.open(base), folder, merged=False)
         card = write_card(recipe, base, {"metrics": {}, "differences": {}}, [], {}, weights)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        smoke_test.check(folder, Base.open(base), recipe)
+        assert smoke_test.drawing_fault(folder, Base.open(base), recipe) is None
         (registry / name).mkdir(parents=True)
         (registry / name / "champion").symlink_to(folder)
     page, readme = (

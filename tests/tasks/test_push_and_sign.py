@@ -20,7 +20,7 @@ from store_servers import REMOTE, UrlOf
 from tiny_adapters import make_lora
 
 from artifacts.store import KeyParts
-from configs.errors import Away, Refused
+from configs.errors import Away, Failed, Refused
 from configs.settings.generate import Generate
 from flows.cli import main
 from runtimes.pipeline_folder.folder import Base
@@ -30,7 +30,6 @@ from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.hub import (
     PASSWORD,
     SIGNATURE,
-    PushFailed,
     _token,
     check_key,
     push,
@@ -171,7 +170,7 @@ def test_a_registry_that_is_away_is_no_refusal_of_the_hub(
     hub: HubServer, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(uri: str) -> Path:
-        raise Away(f"model {uri}: cannot be fetched now")
+        raise Away(f"model {uri}: cannot be read now")
 
     monkeypatch.setattr("tasks.publish.hub.resolve_model", away)
     with pytest.raises(Away):
@@ -185,7 +184,7 @@ def test_a_push_deletes_no_files_of_others(
 ) -> None:
     files = {"notes/a.txt": b"a"} | ({} if card is None else {"README.md": card})
     hub.repositories[REPO] = Repository(dict(files), private=True)
-    with pytest.raises(PushFailed, match="has files that Kilnworks did not write, such as "):
+    with pytest.raises(Failed, match="has files that Kilnworks did not write, such as "):
         push(registry, small(registry), REPO)
     assert hub.repositories[REPO].files == files
 
@@ -220,7 +219,7 @@ def test_adapters_and_trained_text_encoders_of_the_hub_are_those_that_were_pushe
 def test_an_interrupted_push_continues(hub: HubServer, registry: Registry) -> None:
     version = small(registry)
     hub.stop_after = 1
-    with pytest.raises(PushFailed, match="the hub refused someone/digits"):
+    with pytest.raises(Failed, match="the hub refused someone/digits"):
         push(registry, version, REPO)
     assert not hub.repositories[REPO].files
     hub.stop_after = None
@@ -232,7 +231,7 @@ def test_an_interrupted_push_continues(hub: HubServer, registry: Registry) -> No
 def test_a_public_repository_receives_no_private_model(hub: HubServer, registry: Registry) -> None:
     version = small(registry)
     hub.repositories[REPO] = Repository({})
-    with pytest.raises(PushFailed, match=r"is public: .*--public"):
+    with pytest.raises(Failed, match=r"is public: .*--public"):
         push(registry, version, REPO)
     assert not hub.repositories[REPO].files
     push(registry, version, REPO, private=False)
@@ -244,11 +243,11 @@ def test_a_refused_token_and_a_damaged_model_are_one_line(
 ) -> None:
     version = small(registry)
     hub.writers.clear()
-    with pytest.raises(PushFailed, match=r"the hub refused someone/digits: .*403") as refused:
+    with pytest.raises(Failed, match=r"the hub refused someone/digits: .*403") as refused:
         push(registry, version, REPO)
     assert TOKEN not in str(refused.value) and "\n" not in str(refused.value)
     flip(Path(version.uri, "unet/model.safetensors"))
-    with pytest.raises(PushFailed, match="digits v1 is damaged"):
+    with pytest.raises(Failed, match="digits v1 is damaged"):
         push(registry, version, REPO)
 
 
@@ -259,7 +258,7 @@ def test_a_hub_that_was_not_reached_has_not_refused(
         raise ConnectError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr(HfApi, "create_repo", no_route)
-    with pytest.raises(PushFailed, match=r"cannot be reached for someone/digits: .*Name or"):
+    with pytest.raises(Failed, match=r"cannot be reached for someone/digits: .*Name or"):
         push(registry, small(registry), REPO)
 
 

@@ -14,7 +14,7 @@ from toy_recipes import base_of
 from waiting import wait_until
 
 from artifacts.store import Artifact, KeyParts, Store
-from configs.errors import Away, Refused
+from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
@@ -29,7 +29,7 @@ from tasks.publish.register import register
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
 from tasks.retrain.changes import Changes
-from tasks.stage import StageFailed, StageResult, build_or_reuse
+from tasks.stage import StageResult, build_or_reuse
 
 pytestmark = pytest.mark.slow
 
@@ -150,7 +150,7 @@ def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
     compare(had / 2)  # a part of the pictures that the champion did not see
     compare(had)
     refused = pytest.raises(
-        StageFailed, match=f"holdout: 0.3 holds out .* champion was trained on: set {had:g}, as it"
+        Failed, match=f"holdout: 0.3 holds out .* champion was trained on: set {had:g}, as it"
     )
     with refused if is_refused else nullcontext():
         compare(had * 2)
@@ -192,7 +192,7 @@ def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
     if case["stored"]:
         commit(run, "train", "weights")
     had = run.recipe.encode.holdout
-    for holdout, error in ((had, Trained), (had * 2, StageFailed if is_refused else Trained)):
+    for holdout, error in ((had, Trained), (had * 2, Failed if is_refused else Trained)):
         given = {"store": run.recipe.store, "publish.gate": case["gate"], "encode.holdout": holdout}
         other = replace(run, recipe=load_recipe("digits", given), **chosen)
         images = commit(run, "download", case["source"])
@@ -213,7 +213,7 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
     started = replace(run, champion=find_champion(run.recipe, run.store))
     started.check_start_is_champion("a model")
     publish_model(run, "second", start=first)
-    with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
+    with pytest.raises(Failed, match="the champion was v1 at the start and is v2 now"):
         started.check_start_is_champion("a model")
     results = [result_of(one) for one in (*first.values(), commit(run, "publish", "third"))]
     with pytest.raises(Away, match="v2 became the champion meanwhile"):
@@ -230,7 +230,7 @@ def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> N
     started = replace(run, champion=find_champion(run.recipe, run.store))
     second = publish_model(run, "second", start=first)
     started.check_start_is_champion(second["train"].digest)
-    with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
+    with pytest.raises(Failed, match="the champion was v1 at the start and is v2 now"):
         started.check_start_is_champion(first["train"].digest)
 
 

@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from toy_recipes import digits
 from transformers import CLIPImageProcessor
 
@@ -21,7 +17,7 @@ from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
-from tasks.publish.smoke_test import SmokeTestFailed, check_files
+from tasks.publish.smoke_test import drawing_fault, files_fault
 from tasks.stage import BASE
 
 pytestmark = pytest.mark.slow
@@ -61,8 +57,7 @@ def test_the_code_of_the_card_is_what_draws_offline(tmp_path: Path, tiny_sdxl: P
     with pytest.raises(ValueError, match="the code fails"):
         smoke_test.draw(job)
     insert("pipe.load_lora_weights('nobody/none')")
-    with pytest.raises(SmokeTestFailed, match="offline mode"):
-        smoke_test.check(folder, Base.open(folder), recipe)
+    assert "offline mode" in (drawing_fault(folder, Base.open(folder), recipe) or "")
 
 
 def test_the_card_of_a_unet_with_extra_inputs_draws(
@@ -114,7 +109,7 @@ def test_the_smoke_test_has_the_packages_of_pythonpath(
     (tmp_path / "script.py").write_text("import only_there; print('{}')")
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    smoke_test.check(tiny_sdxl, Base.open(tiny_sdxl), digits(tmp_path))
+    assert drawing_fault(tiny_sdxl, Base.open(tiny_sdxl), digits(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
@@ -188,17 +183,16 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     with pytest.raises(Away, match=said):
-        smoke_test.check(tmp_path, Base.open(tmp_path), digits(tmp_path))
+        drawing_fault(tmp_path, Base.open(tmp_path), digits(tmp_path))
 
 
 def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "weights.safetensors").write_bytes(bytes(100))
-    with pytest.raises(SmokeTestFailed, match=r"100 bytes exceed publish\.max_bytes \(99\)"):
-        check_files(folder, 99)
+    assert files_fault(folder, 99) == "100 bytes exceed publish.max_bytes (99)"
+    assert files_fault(folder, 100) is None
     for name in ("weights.bin", "WEIGHTS.PKL"):
         (folder / name).write_bytes(b"")
-        with pytest.raises(SmokeTestFailed, match=rf"{name} is no safetensors file"):
-            check_files(folder, None)
+        assert files_fault(folder, None) == f"{name} is no safetensors file"
         (folder / name).unlink()

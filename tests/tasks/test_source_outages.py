@@ -15,10 +15,10 @@ from loopback_server import refusing
 from source_rows import make_recipe, many_rows, parquet, png, write_list
 from web_sites import reply, serving
 
-from flows.prefect_run import may_pass
+from artifacts.errors import may_pass
+from configs.errors import Away, Refused
 from tasks import download
 from tasks.download.list_files import reading
-from tasks.download.rows import SourceAway, SourceError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 Failure = Callable[[BaseHTTPRequestHandler, int, bytes], None]
@@ -68,7 +68,7 @@ def test_an_outage_of_a_list_s_web_server_may_pass_at_each_request(
             source = {"kind": "urls", "path": f"http://{host}/a.{kind}", "format": kind}
             try:
                 download.plan(make_recipe(source, tmp_path / f"{after}"))
-            except SourceAway as error:
+            except Away as error:
                 assert may_pass(error)
                 words = f"source: {source['path']}: cannot be read now ("
                 assert str(error).startswith(words) and str(error).endswith("): run again later")
@@ -83,7 +83,7 @@ def test_what_a_web_server_lacks_or_forbids_is_final(tmp_path: Path, status: int
     for after in (0, 5):
         content = parquet([{"url": "a", "caption": ""}])
         lists = Lists(content, lambda handler, *_: reply(handler, status), after)
-        with serving(lists) as host, pytest.raises(SourceError) as found:
+        with serving(lists) as host, pytest.raises(Refused) as found:
             source = {"kind": "urls", "path": f"http://{host}/a.parquet"}
             download.plan(make_recipe(source, tmp_path / "store"))
         assert "no such file" in str(found.value) or f": {status}, " in str(found.value)
@@ -94,7 +94,7 @@ def test_a_web_server_that_nobody_reaches_may_come_back() -> None:
         for kind in ("urls", "folder", "tars", "dataset"):
             url = f"http://user:secret@{host}/a.parquet?signature=secret"
             words = r"a\.parquet\?signature=\.\.\.: cannot be read now \(Cannot connect"
-            with pytest.raises(SourceAway, match=words) as found:
+            with pytest.raises(Away, match=words) as found:
                 download.check(make_recipe({"kind": kind, "path": url}))
             assert "secret" not in str(found.value)
 
@@ -109,7 +109,7 @@ def test_an_outage_while_pictures_are_copied_may_pass(tmp_path: Path) -> None:
         download.plan(recipe)
         plan, lists.after = download.plan(recipe), 0
         draft = plan.artifact.store.draft(download.key_parts(recipe, plan))
-        with pytest.raises(SourceAway, match=r"^source: http://.*: cannot be read now \(503"):
+        with pytest.raises(Away, match=r"^source: http://.*: cannot be read now \(503"):
             download.build(recipe, plan, draft, lambda *_: None)
 
 
@@ -135,13 +135,13 @@ def test_an_outage_is_no_folder_without_pictures(tmp_path: Path) -> None:
             away = {path}
             pictures |= listed if path == "/p/metadata.jsonl" else {}
             recipe = make_recipe(recipe.source.model_dump(), tmp_path / f"store{path}")
-            with pytest.raises(SourceAway, match="cannot be read now"):
+            with pytest.raises(Away, match="cannot be read now"):
                 download.plan(recipe)
 
 
 def test_a_source_without_credentials_says_how_to_log_in() -> None:
     words = "cannot be read now .*locate credentials.: log in by its cloud's tool, or set"
-    with pytest.raises(SourceAway, match=words), reading("s3://bucket/list.parquet"):
+    with pytest.raises(Away, match=words), reading("s3://bucket/list.parquet"):
         raise NoCredentialsError
 
 
@@ -149,5 +149,5 @@ def test_a_host_without_an_address_may_be_misspelt() -> None:
     key: Any = SimpleNamespace(host="exmaple.org", port=443, ssl=True)
     unknown = OSError(socket.EAI_NONAME, "Name or service not known")
     words = r"exmaple\.org:443 .*: correct the host's name, or run again later$"
-    with pytest.raises(SourceAway, match=words), reading("https://exmaple.org/a.csv"):
+    with pytest.raises(Away, match=words), reading("https://exmaple.org/a.csv"):
         raise FileNotFoundError from ClientConnectorDNSError(key, unknown)

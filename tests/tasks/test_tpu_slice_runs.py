@@ -15,7 +15,7 @@ from configs.settings.recipe import Tpu
 from runtimes.process.job import TrainJob
 from tasks import tpu as gcloud
 from tasks.run_job import JobFailed, JobStopped
-from tasks.tpu import Slice, SliceUnavailable
+from tasks.tpu import Slice
 
 OWNER = hashlib.sha256(b"gs://bucket/run").hexdigest()[:20]  # of Cloud.job
 SLICE: dict[str, Any] = {"name": "kiln", "zone": "us-east5-a", "accelerator_type": "v5p-16"}
@@ -202,7 +202,7 @@ def test_a_slice_whose_creation_does_not_end_is_deleted(cloud: Cloud, end: str) 
         cloud.fails = ["create"]
     else:
         cloud.interrupted = "create"
-    with pytest.raises((SliceUnavailable, KeyboardInterrupt)):
+    with pytest.raises((Away, KeyboardInterrupt)):
         cloud.attempt()
     assert cloud.told[-1] == "delete" and not cloud.state
 
@@ -229,7 +229,7 @@ def test_a_lost_connection_or_an_outage_gives_no_slice_up(
 
 def test_a_cloud_that_never_answered_is_not_waited_for(cloud: Cloud) -> None:
     cloud.fails = ["describe"]
-    with pytest.raises(SliceUnavailable, match="does not answer"):
+    with pytest.raises(Away, match="does not answer"):
         cloud.attempt()
     assert cloud.told == ["describe"]
 
@@ -275,7 +275,7 @@ def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(
 
 def test_a_slice_of_another_training_is_refused_and_stays(cloud: Cloud) -> None:
     cloud.state, cloud.owner = "READY", "another"
-    with pytest.raises(SliceUnavailable, match=r"of another training.*tpu-vm delete kiln"):
+    with pytest.raises(Away, match=r"of another training.*tpu-vm delete kiln"):
         cloud.attempt()
     assert cloud.told == ["describe"]
 
@@ -291,7 +291,7 @@ def test_what_another_run_made_after_a_preemption_stays(
     if queued:
         cloud.state, cloud.request, cloud.owner = "READY", "ACTIVE", OWNER
     monkeypatch.setattr(gcloud._SliceRun, "_train", preempted)
-    with pytest.raises(SliceUnavailable, match="of another training"):
+    with pytest.raises(Away, match="of another training"):
         cloud.attempt(queued=queued)
     assert "delete" not in cloud.told
 
@@ -305,7 +305,7 @@ def test_a_slice_that_somebody_else_creates_first_stays(
         return cloud.run(command)
 
     monkeypatch.setattr(gcloud, "run_command", exists)
-    with pytest.raises(SliceUnavailable, match="did not create"):
+    with pytest.raises(Away, match="did not create"):
         cloud.attempt()
     assert "delete" not in cloud.told
 

@@ -18,7 +18,7 @@ from toy_recipes import base_of
 
 from artifacts.lock import LockLost
 from artifacts.store import Artifact, KeyParts, Store
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
@@ -27,7 +27,6 @@ from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.stage import StageFailed
 from tasks.train import Watch, _summary, key_parts, settings_for, settings_for_key, show
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
@@ -219,12 +218,12 @@ def test_the_job_checks_the_lock_of_its_builder(
         assert isinstance(sent, TrainJob)
         sent.check_lock()
         jobs.append(sent)
-        raise StageFailed("enough")
+        raise Failed("enough")
 
     monkeypatch.setattr(train, "run_job", started)
     monkeypatch.setattr(train, "open_latents", lambda url: SimpleNamespace(training=4))
     parts, latents = KeyParts("train", 1, {}, {}), Artifact(store, "encode", "0" * 64, {})
-    with store.lock("train", parts.key) as lock, pytest.raises(StageFailed, match="enough"):
+    with store.lock("train", parts.key) as lock, pytest.raises(Failed, match="enough"):
         draft = store.draft(parts, lock)
         train.build(recipe, latents, base_of(recipe), None, draft, Progress("train"))
     with pytest.raises(LockLost):  # released

@@ -17,9 +17,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from gcsfs.retry import HttpError, validate_response
 
+from artifacts.errors import StoreRefused
 from artifacts.latent_shards import LatentShard, open_latents
 from artifacts.records import open_checked
-from artifacts.remote_stores import StoreRefused
 from configs.errors import Refused
 from runtimes.data import shard_cache
 from runtimes.data.loader import open_job_latents

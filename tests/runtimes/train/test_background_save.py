@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from runtimes.process.job import SilentEvents
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
+from runtimes.train.checkpoints import CheckpointError, Checkpoints
 from runtimes.train.trackers import Trackers
 from runtimes.train.training_run import Saver
 
@@ -29,6 +29,6 @@ def test_a_write_that_failed_leaves_the_state_s_memory_to_the_next_one(tmp_path:
         del arrays
         error = saver.wait()
         saver.close()
-        assert isinstance(error, CheckpointNotWritten) and kept() is None
+        assert isinstance(error, CheckpointError) and kept() is None
     finally:
         gc.enable()

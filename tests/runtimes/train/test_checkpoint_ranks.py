@@ -24,7 +24,7 @@ from runtimes.contract import Owners, State
 from runtimes.optimizer_step import owned_copies, read_state_arrays, shapes_of
 from runtimes.process.collectives import free_port
 from runtimes.train import checkpoints as train_checkpoints
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints, array_files, files_by_rank
+from runtimes.train.checkpoints import CheckpointError, Checkpoints, array_files, files_by_rank
 
 FACTS = {"seed": 1, "train": {}}
 #: Bytes of a file: the state below has 11 files.
@@ -61,7 +61,7 @@ def by_ranks(url: str, world: int, work: Callable[[Checkpoints], Any]) -> list[A
         writers = Threads(rank, barrier, reports)
         try:
             return work(Checkpoints(url, 2, shard_bytes=MOST, writers=writers))
-        except CheckpointNotWritten as error:
+        except CheckpointError as error:
             return error
 
     with ThreadPoolExecutor(world) as pool:
@@ -134,7 +134,7 @@ def test_machines_without_a_shared_folder_commit_no_checkpoint(tmp_path: Path) -
         checkpoints = Checkpoints(str(tmp_path / str(rank)), 2, shard_bytes=MOST, writers=writers)
         try:
             return save_part(checkpoints, 1)
-        except CheckpointNotWritten as error:
+        except CheckpointError as error:
             return str(error)
 
     with ThreadPoolExecutor(2) as pool:
@@ -175,7 +175,7 @@ import numpy as np
 from runtimes.process.collectives import HostCollectives, join
 from runtimes.process.launcher import Ranks
 from runtimes.train import checkpoints as module
-from runtimes.train.checkpoints import CheckpointNotWritten
+from runtimes.train.checkpoints import CheckpointError
 from runtimes.train.checkpoints import Checkpoints
 from runtimes.optimizer_step import owned_copies, shapes_of
 
@@ -197,7 +197,7 @@ checkpoints.save(1, own, ["{}"], {}, shapes=shapes)
 module.THREADS, module.write_arrays = 1, killed
 try:
     checkpoints.save(2, own, ["{}"], {}, shapes=shapes)
-except CheckpointNotWritten as error:
+except CheckpointError as error:
     assert "the last good one is of step 1" in str(error)
     sys.exit(3)
 """

@@ -12,14 +12,13 @@ import pytest
 from jobs import SETTINGS, MakeJob, outputs
 from training import RecordedEvents, newest
 
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from configs.settings.train import Train
 from runtimes.data.loader import Loader
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
-from runtimes.train.recorder import Diverged
+from runtimes.train.checkpoints import CheckpointError, Checkpoints
 from runtimes.train.training_loop import train
 from runtimes.train.training_run import check_same_run
 
@@ -86,7 +85,7 @@ def test_events_say_how_it_goes(make_job: MakeJob) -> None:
 
 def test_a_loss_of_nan_ends_the_run_before_it_is_saved(make_job: MakeJob) -> None:
     job = make_job(steps=20, learning_rate=1e18, max_grad_norm=None, checkpointing_steps=1)
-    with pytest.raises(Diverged, match=r"at step \d+: lower train\.learning_rate"):
+    with pytest.raises(Failed, match=r"at step \d+: lower train\.learning_rate"):
         train(job, RecordedEvents(), Stop())
     saved = Checkpoints(job.work, 9).latest()
     assert saved is not None and "NaN" not in "".join(saved.history)
@@ -133,7 +132,7 @@ def test_stopped_without_room_for_a_checkpoint_is_no_clean_stop(make_job: MakeJo
     job = make_job(**SETTINGS)
     Path(job.work).mkdir(parents=True)
     Path(job.work, "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointNotWritten, match=r"could not be written: .*; there is none"):
+    with pytest.raises(CheckpointError, match=r"could not be written: .*; there is none"):
         stopping_at(4, job)
 
 

@@ -20,7 +20,7 @@ from jobs import MakeJob, curve, outputs
 from training import RecordedEvents, history
 
 from artifacts.safetensors import write_arrays
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader
 from runtimes.pipeline_folder.folder import Base
@@ -28,8 +28,7 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step import Update
 from runtimes.train import measurements, training_run
-from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
-from runtimes.train.recorder import Diverged
+from runtimes.train.checkpoints import CheckpointError, Checkpoints
 from runtimes.train.training_loop import train
 from runtimes.train.training_run import Profiling, Saver
 from tasks.run_job import JobFailed, run_job
@@ -98,7 +97,7 @@ def test_a_full_disk_costs_the_checkpoint_but_not_the_run(
     assert "step-00000004 could not be written: No space left on device" in first
     assert "the last good one is of step 2" in first and "step-00000006" in second
     heard = RecordedEvents(("progress", 3))
-    with pytest.raises(CheckpointNotWritten, match="the last good one is of step 2"):
+    with pytest.raises(CheckpointError, match="the last good one is of step 2"):
         train(job, heard, heard.stop)
     monkeypatch.undo()
     assert run(job).of("start")[0]["step"] == 2
@@ -310,9 +309,9 @@ def test_a_run_that_diverged_goes_on_with_other_settings_of_recovery(
 ) -> None:
     poison(monkeypatch, 5)
     settings = {"steps": 9, "logging_steps": 1, "checkpointing_steps": 3}
-    with pytest.raises(Diverged, match=r": lower train\.learning_rate$"):
+    with pytest.raises(Failed, match=r": lower train\.learning_rate$"):
         run(make_job(**settings))
-    with pytest.raises(Diverged, match=r"or set train\.mixed_precision to no$"):
+    with pytest.raises(Failed, match=r"or set train\.mixed_precision to no$"):
         run(make_job("half", **settings, mixed_precision="bf16"))
     heard = run(make_job(**settings, divergence={"action": "skip"}))
     assert heard.of("start")[0]["step"] == 3
@@ -340,7 +339,7 @@ def test_too_many_ruinous_batches_end_the_run(
 ) -> None:
     poison(monkeypatch, 2, 3, 4)
     job = make_job(**SKIP, logging_steps=1)
-    with pytest.raises(Diverged, match=r"at step 3, and 2 batches have been left out already"):
+    with pytest.raises(Failed, match=r"at step 3, and 2 batches have been left out already"):
         run(job)
 
 
@@ -368,7 +367,7 @@ def test_a_loss_far_above_the_mean_is_gone_back_from_too(
     stopped = replace(
         job, work=f"{job.work}-2", train={**job.train, "divergence": {**policy, "action": "stop"}}
     )
-    with pytest.raises(Diverged, match=r"times the recent mean at step 14: lower train"):
+    with pytest.raises(Failed, match=r"times the recent mean at step 14: lower train"):
         run(stopped)
 
 

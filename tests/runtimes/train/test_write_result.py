@@ -11,13 +11,13 @@ from gcsfs.retry import HttpError
 from store_servers import UrlOf
 
 from artifacts.compare_and_swap import read
+from artifacts.errors import WAITS
 from artifacts.lock import Claim, LockLost, hold, seize
 from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, read_floats, write_arrays
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
-from runtimes.train.checkpoints import RETRY_SECONDS
 from runtimes.train.training_run import write_result
 
 BASE = Path(__file__).parents[3] / "demo" / "base"
@@ -65,14 +65,14 @@ def test_trained_weights_outlast_a_store_that_does_not_respond(
 
     monkeypatch.setattr("runtimes.train.training_run.write_arrays", unreachable)
     monkeypatch.setattr(time, "sleep", waited.append)
-    if failures > len(RETRY_SECONDS):
+    if failures > len(WAITS):
         with pytest.raises(HttpError):
             write_result(job, Base.of(job), state, ["{}"])
     else:
         assert "unet/diffusion_pytorch_model.safetensors" in paths(
             write_result(job, Base.of(job), state, ["{}"])
         )
-    assert waited == list(RETRY_SECONDS[:failures])
+    assert waited == list(WAITS[:failures])
 
 
 def test_expired_credentials_are_no_outage(

@@ -1,25 +1,27 @@
-"""Remote stores: their clients, errors, local caches and concurrent requests.
+"""Errors of libraries: what they mean for a run, in the words of Kilnworks, and another try.
 
-A local cache has errors of its own: its disk is full, or its folder cannot be written. Many
-requests are sent at once, since each answer takes tens of milliseconds.
+The libraries are the clients of remote stores and of web servers, and the operating system. A local
+cache has errors of its own: its disk is full, or its folder cannot be written.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
+import os
 import socket
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from inspect import signature
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsspec import AbstractFileSystem
-from fsspec.implementations.local import LocalFileSystem
+from configs.errors import Away, Failed, Refused, UserError
+from configs.secrets import one_line
 
-from configs.errors import Away, Failed
+log = logging.getLogger("kiln")
+T = TypeVar("T")
 
 #: Packages that the clients of remote stores are made of; not all their errors are an OSError.
 _CLIENTS = (
@@ -28,6 +30,8 @@ _CLIENTS = (
 )
 #: Clients of web servers and of the hub.
 _WEB_CLIENTS = ("aiohttp", "httpx", "httpx2", "huggingface_hub", "requests")
+#: Readers of formats, whose errors are those of a file's content.
+_READERS = ("_csv", "_duckdb", "duckdb", "pyarrow", "zlib")
 #: The answers 4xx that may pass. All others are final, and 501.
 _PASSING = {408, 425, 429}
 #: Codes of S3's answers 400 and 409 that may pass, also of a body that was damaged on its way.
@@ -47,6 +51,10 @@ _NO_LOG_IN = {
     *("LoginRefreshRequired", "LoginTokenLoadError"),
 }
 
+#: Errors of botocore and the hub's client: a wrong name of a bucket, no network by a setting, and
+#: an answer that lacks what the hub's answers have.
+_FINAL = {"FileMetadataError", "OfflineModeIsEnabled", "ParamValidationError"}
+
 MEMORY = (
     "this machine has too little memory: free some, raise the limit (`ulimit -v`, or the "
     "container's), or have fewer processes run here at once"
@@ -65,52 +73,130 @@ SHORTAGES = {
 }
 
 
-def protocols(fs: AbstractFileSystem) -> set[str]:
-    """The URL schemes of a filesystem."""
-    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+def classify(error: Exception, url: str | None = None, *, reads: str | None = None) -> Exception:
+    """What an error means for a run: a Refused, an Away or a Failed of one line, with its remedy.
 
+    Args:
+        url: of the store, or of the input, that was used; None: of a store that is not known here.
+            An error of the system must then name a file.
+        reads: the input in words, such as `model s3://bucket/sdxl`; what it lacks or forbids is
+            wrong input. None: the place is a store, which is written, too.
 
-def find_files(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """Every file below a folder, by path, as `find` with its details. Raises as the filesystem.
-
-    On a web server `find` would leave out the folders that cannot be listed now.
+    Returns:
+        The error itself if it is one of Kilnworks, has another cause than the place, or is a bug.
     """
-
-    def unless_missing(error: Exception) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise error
-
-    more = {"on_error": unless_missing} if protocols(fs) & {"http", "https"} else {}
-    return dict(fs.find(path, detail=True, **more))
-
-
-def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
-    """Make the folder of a file. An object store has none: s3fs would ask for the bucket."""
-    if not protocols(fs) & {"gs", "s3"}:
-        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    if isinstance(error, UserError):
+        return error
+    if lacking := shortage(error):
+        return Away(f"{lacking}, then run again ({one_line(error)})")
+    if reads is not None:
+        return _of_input(error, url or "", reads)
+    return _of_store(error, url)
 
 
-def read_small_file(fs: AbstractFileSystem, path: str) -> bytes:
-    """The bytes of a file, by one request: s3fs would ask for the size first.
+def _of_input(error: Exception, url: str, name: str) -> Exception:
+    if is_full(error) or _is_of_cache(error, url):
+        return error
+    cause = web_cause(url, error)
+    if isinstance(cause, FileNotFoundError):
+        return Refused(f"{name}: no such file or folder")
+    why = one_line(cause)
+    if is_outage(cause):
+        return Away(f"{name}: cannot be read now ({why})", remedy=remedy(cause))
+    if "support range requests" in why:
+        what = f"{name}: its web server gives no parts of a file (range requests)"
+        return Refused(what, remedy="download the file and name its path")
+    is_of_content = isinstance(cause, OSError | ValueError | ImportError | EOFError)
+    if is_of_content or is_of_client(cause) or _is_of(_READERS, type(cause).__module__):
+        return Refused(f"{name}: cannot be read: {why}")
+    return error
 
-    Raises as the filesystem does.
+
+def _is_of_cache(error: Exception, url: str) -> bool:
+    """Whether an error names a file of this machine, while a remote input was read."""
+    is_local = "://" not in url or "::" in url or url.startswith(("file:", "local:"))
+    return not is_local and os.path.isabs(target_of(error) or "")
+
+
+def _of_store(error: Exception, url: str | None) -> Exception:
+    number = getattr(error, "errno", None)
+    file = target_of(error)
+    is_client = is_of_client(error)
+    is_remote = url is not None and "://" in url
+    store = url or "the store"
+    if is_full(error):
+        if file is None and is_remote:  # of the cache or of temporary files: no bucket is full
+            why = getattr(error, "strerror", None) or one_line(error)
+            what = f"no space left on this machine ({why})"
+            return Away(what, remedy="free some, then run again")
+        place = file or f"{store}, or for temporary files in {tempfile.gettempdir()}"
+        advice = "free some (try `kiln gc`), then run again"
+        return Away(f"no space left for {place}", remedy=advice)
+    if url is None and number is not None and file is None and not is_client:
+        return error
+    if lacks_credentials(error):
+        kind = Away if is_outage(error) else Failed
+        what = f"no valid credentials for {store} ({one_line(error)})"
+        return kind(what, remedy=remedy(error))
+    if is_forbidden(error) or number in (errno.EPERM, errno.EROFS):
+        place = file or f"{store} ({one_line(error)})"  # an error of a bucket names no file
+        advice = "grant it, or choose another folder or URL"
+        return Failed(f"no permission for {place}", remedy=advice)
+    if is_client and (is_remote or url is None):
+        if not is_outage(error):
+            return Failed(f"{store} cannot be used ({one_line(error)})", remedy="correct its URL")
+        return Away(f"{store} cannot be used now ({one_line(error)})", remedy=remedy(error))
+    return error
+
+
+@contextmanager
+def reading(name: str, url: str) -> Iterator[None]:
+    """Raise what the errors of reading an input mean, see `classify`.
+
+    Args:
+        name: the input in words.
     """
-    known = signature(fs._cat_file).parameters if "s3" in protocols(fs) else {}
-    # s3fs 2025.10, of runtime mindspore's environment, has one request and no such argument.
-    alone = {"max_concurrency": 1} if "max_concurrency" in known else {}
-    return bytes(fs.cat_file(path, **alone))
+    try:
+        yield
+    except Exception as error:  # each filesystem's client has errors of its own
+        meaning = classify(error, url, reads=name)
+        if meaning is error:
+            raise
+        raise meaning from None
 
 
-def file_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """What fsspec describes of a file, by one request: gcsfs would also list the bucket.
+def may_pass(error: BaseException) -> bool:
+    """Whether another try may succeed."""
+    return isinstance(error, Away) or is_outage(error)
 
-    Raises as the filesystem does.
+
+#: Seconds before each further try, besides those of a store's own client.
+WAITS = (10.0, 60.0, 300.0)
+
+
+def retrying(
+    work: Callable[[], T],
+    waits: Iterable[float] = WAITS,
+    *,
+    passes: Callable[[Exception], bool] = may_pass,
+    words: Callable[[Exception], str] = one_line,
+) -> T:
+    """The result of `work`, which is tried again after an error that may pass.
+
+    Args:
+        waits: seconds before each further try.
+        passes: whether another try may succeed after an error.
+        words: an error in the log.
     """
-    if "gs" not in protocols(fs):
-        return dict(fs.info(path))
-    bucket, key, _ = fs.split_path(path)
-    found = fs.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
-    return {**found, "size": int(found["size"])}
+    for seconds in waits:
+        try:
+            return work()
+        except Exception as error:  # clients of remote stores define their own exception types
+            if not passes(error):
+                raise
+            log.warning("%s; next attempt in %g seconds", words(error), seconds)
+            time.sleep(seconds)
+    return work()
 
 
 class StoreRefused(OSError):
@@ -173,6 +259,8 @@ def is_outage(error: BaseException) -> bool:
     Credentials that are not found may come back. The checks before a run, which tell first that
     there are none, have no retries.
     """
+    if type(error).__name__ == "LocalEntryNotFoundError":  # the hub's; its cause is why it asked
+        return error.__cause__ is not None and is_outage(error.__cause__)
     if is_forbidden(error) or _is_final(error):
         return False
     return isinstance(error, ConnectionError | TimeoutError) or is_of_client(error)
@@ -227,7 +315,7 @@ def _reply_of_s3(error: BaseException) -> dict[str, Any]:
 
 def _is_final(error: BaseException) -> bool:
     """Whether a server would answer the same again, or the URL is none."""
-    if type(error).__name__ == "ParamValidationError":  # botocore's, of a bucket's name
+    if type(error).__name__ in _FINAL:
         return True
     if _reply_of_s3(error).get("Error", {}).get("Code") in _PASSING_OF_S3:
         return False
@@ -235,8 +323,13 @@ def _is_final(error: BaseException) -> bool:
     is_web = _is_of(_WEB_CLIENTS, type(error).__module__)
     if answer == 401 and not is_web:  # of gcsfs without credentials, which may come back
         return False
-    refused = isinstance(answer, int) and 400 <= answer < 500 and answer not in _PASSING
-    return refused or answer == 501 or (is_web and isinstance(error, ValueError))
+    refused = isinstance(answer, int) and answer >= 400 and not is_passing(answer)
+    return refused or (is_web and isinstance(error, ValueError))
+
+
+def is_passing(answer: int) -> bool:
+    """Whether a server that answers so may answer otherwise later."""
+    return answer in _PASSING or (answer >= 500 and answer != 501)
 
 
 def _is_of(packages: tuple[str, ...], module: str) -> bool:
@@ -281,30 +374,3 @@ def _is_cause_of(folder: Path, error: OSError) -> bool:
     """Whether an error names a file of the folder, or a folder above, which has to be made."""
     place = Path(str(error.filename or "."))
     return place.is_absolute() and (place.is_relative_to(folder) or folder.is_relative_to(place))
-
-
-#: Requests in flight. S3's client opens so many connections, see `Store`.
-AT_ONCE = 64
-#: Items that are submitted together, which bounds the memory.
-BATCH = 1024
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-
-
-def ask_at_once(
-    fs: AbstractFileSystem,
-    ask: Callable[[Item], Answer],
-    items: Iterable[Item],
-    at_once: int = AT_ONCE,
-) -> Iterator[Answer]:
-    """`ask(item)` for each item, in order; up to `at_once` threads ask a remote store.
-
-    A local filesystem is asked one item after another. Raises as `ask` does.
-    """
-    if isinstance(fs, LocalFileSystem):
-        yield from map(ask, items)
-        return
-    pending = iter(items)
-    with ThreadPoolExecutor(at_once, thread_name_prefix="store") as pool:
-        while batch := list(islice(pending, BATCH)):
-            yield from pool.map(ask, batch)
