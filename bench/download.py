@@ -229,8 +229,9 @@ def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> N
     )
     plan = download.plan(recipe)
     store = Store(recipe.store)
-    draft = store.draft(download.key_parts(recipe, plan))
-    draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
+    stage = download.DownloadStage(recipe, plan)
+    draft = store.draft(stage.parts)
+    draft.commit(stage.build(draft, lambda *_: None), {})
 
 
 def _img2dataset(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> None:

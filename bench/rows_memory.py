@@ -111,9 +111,10 @@ def _download(folder: Path) -> dict[str, Any]:
     plan = download.plan(recipe)
     store = Store(recipe.store)
     planned = _peak_mib()
-    parts = download.key_parts(recipe, plan)
+    stage = download.DownloadStage(recipe, plan)
+    parts = stage.parts
     draft = store.draft(parts)
-    summary = download.build(recipe, plan, draft, lambda *_: None)
+    summary = stage.build(draft, lambda *_: None)
     draft.commit(summary, {})
     (folder / "images").write_text(parts.key)
     return {
@@ -129,7 +130,7 @@ def _encode(folder: Path) -> dict[str, Any]:
     """Peak memory (MiB) of the encoding of the downloaded pictures, and its seconds."""
     from artifacts.store import Store
     from runtimes.pipeline_folder.folder import Base
-    from tasks.encode import stage as encode
+    from tasks.encode.stage import EncodeStage
 
     recipe = _recipe(folder)
     store = Store(recipe.store)
@@ -138,8 +139,9 @@ def _encode(folder: Path) -> dict[str, Any]:
     images = store.find("download", (folder / "images").read_text())
     assert images is not None
     base = Base.open(BASE)
-    draft = store.draft(encode.key_parts(recipe, images, base))
-    draft.commit(encode.build(recipe, images, base, draft, lambda *_: None), {})
+    stage = EncodeStage(recipe, images, base)
+    draft = store.draft(stage.parts)
+    draft.commit(stage.build(draft, lambda *_: None), {})
     return {
         "encode_peak_mib": _peak_mib(),
         "encode_seconds": round(time.perf_counter() - begun, 1),

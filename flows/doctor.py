@@ -39,7 +39,6 @@ from configs.settings.recipe import (
     with_defaults_without_effect,
 )
 from flows.checks import check_gate_and_prompts, devices_here, must_fit_one_gpu, stages_without_pool
-from flows.run import free_bytes
 from flows.runner import check_home, check_server, configured_server
 from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
@@ -62,6 +61,7 @@ from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
 from tasks import download
 from tasks.evaluate.inception import fidelity_folder
+from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, memory_of, shipped_plans
 from tasks.publish.promotion_gate import warnings_of_few_prompts
 from tasks.stage import package_versions, storage_error

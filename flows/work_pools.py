@@ -73,21 +73,21 @@ def run_stage(
 
         def check() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
-            run = replace(_with_champion(run, champion), sent=sent, retry_run=retry_run)
-            return run, [] if stage == "download" else run.results_before()
+            run = replace(_with_champion(run, champion), scope=sent, retry_run=retry_run)
+            return run, [] if stage == "download" else sent.results_before(run)
 
-        run, given = patiently(check)
-    state = _task(recipe, stage, champion)(without_edges(run), *given)
-    report = report_of([*given, state.result()])
+        run, results = patiently(check)
+    state = _task(run, stage)(without_edges(run), *results)
+    report = report_of([*results, state.result()])
     if state.name == REUSED:
         return Completed(name=REUSED, message=state.message, data=report)
     return report
 
 
-def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
+def _task(run: Run, stage: PlacedStage) -> Any:
     """The Prefect task that builds the stage."""
     if stage == "train":
-        return training_task(recipe, champion)
+        return training_task(run)
     return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
 
 
@@ -98,7 +98,7 @@ def _with_champion(run: Run, version: str | None) -> Run:
     champion = find_champion(run.recipe, run.store)
     if champion is None or champion.version != version:
         raise StageFailed(f"retrain: the champion is no longer {version}: run again")
-    return replace(run, champion=champion)
+    return run.from_champion(champion)
 
 
 LOST = "kiln: lost stages"

@@ -93,7 +93,7 @@ def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
 
 
 def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
-    sent = replace(run, sent=Sent("train", PARTS.key, {}))
+    sent = replace(run, scope=Sent("train", PARTS.key, {}))
     assert sent.send(PARTS, Progress("train"), []) is None
     other = KeyParts("train", 1, {"steps": 2}, {})
     differs = sent.send(other, Progress("train"), [])
@@ -121,7 +121,7 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
     recipe = run.recipe.model_copy(update={"source": source, "download": download})
     run = replace(run, recipe=recipe)
     given, expected = sending(run, "download", run.plan().artifact)["before"], rows_of(run)
-    sent = replace(run, sent=Sent("download", PARTS.key, given))
+    sent = replace(run, scope=Sent("download", PARTS.key, given))
 
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / cache))
     assert rows_of(sent) == expected
@@ -179,7 +179,7 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
 def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
     made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in reversed(STAGES[:4])}
     keys = {stage: artifact.key for stage, artifact in made.items()}
-    before = replace(run, sent=Sent("evaluate", PARTS.key, keys)).results_before()
+    before = Sent("evaluate", PARTS.key, keys).results_before(run)
     assert [one.stage for one in before] == ["download", "encode", "train", "evaluate"]
     assert [one.digest for one in before] == [made[one.stage].digest for one in before]
 
@@ -332,7 +332,7 @@ def test_a_sent_run_waits_for_the_hub(run: Run, waited: list[float]) -> None:
 
 def test_a_retraining_names_its_champion(run: Run) -> None:
     champion = Champion("v3", *[""] * 7)
-    assert sending(replace(run, champion=champion), "train")["champion"] == "v3"
+    assert sending(run.from_champion(champion), "train")["champion"] == "v3"
     assert sending(run, "train")["champion"] is None
 
 

@@ -400,7 +400,7 @@ def test_summary_counts_buckets_and_caption_lengths(make: Callable[..., Artifact
     assert summary["groups"] == {"train/12x20": 1, "train/16x16": 1, "train/20x12": 1}
     assert summary["caption_tokens"] == {"0": 2, "96": 1} and summary["truncated"] == 1
     assert summary["captions"] == 2 and summary["shards"] == 1
-    rows = encode.show(make(shards, **settings))[1].rows
+    rows = encode.EncodeStage.show(make(shards, **settings))[1].rows
     assert {"height x width": "64x64", "samples": 1} in rows
 
 

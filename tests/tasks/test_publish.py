@@ -33,14 +33,11 @@ from tasks.publish.model_card import (
     shown_license,
 )
 from tasks.publish.stage import (
-    Publication,
+    PublishStage,
     Rejected,
     _compared,
-    build,
-    key_parts,
     registry_of,
     settings_for_key,
-    show,
 )
 from tasks.train import STAGE as TRAIN
 
@@ -74,17 +71,16 @@ def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
     }
     evaluated = commit(store, "evaluate", files)
     opened = Base.open(base, more.get("vae"))
-    draft = store.draft(key_parts(recipe, trained, evaluated, opened, more.get("force")))
-    more.get("before_build", lambda: None)()
     metrics = more.get("champion_metrics", lambda url: {})
 
     def champion(url: str) -> PublishedMetrics:
         return PublishedMetrics(metrics(url))
 
-    lineage = {"images": "abc"}
-    about = (recipe, trained, evaluated, lineage, opened, more.get("force"))
-    progress = more.get("progress", lambda *a: None)
-    summary = build(Publication(*about), champion, draft, progress)
+    about = (recipe, opened, trained, evaluated, more.get("force"))
+    stage = PublishStage(*about, {"images": "abc"}, champion)
+    draft = store.draft(stage.parts)
+    more.get("before_build", lambda: None)()
+    summary = stage.build(draft, more.get("progress", lambda *a: None))
     assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
 
@@ -111,7 +107,7 @@ def test_the_published_folder_loads_with_the_tuned_unet(
         assert torch.equal(weight, want[name].half().float()), name
     stored = load_file(Path(version.uri) / "vae/diffusion_pytorch_model.safetensors")
     assert {w.dtype for w in stored.values()} == {torch.float16}
-    assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+    assert {panel.title for panel in PublishStage.show(artifact)} >= {"Gate", "Model"}
 
 
 def test_the_code_of_the_card_runs(publish: Publish, tmp_path: Path) -> None:
@@ -322,7 +318,7 @@ def test_a_part_that_is_copied_without_being_read_is_in_the_key(
 
     def inputs(**settings: Any) -> dict[str, str]:
         recipe = digits(tmp_path, **settings)
-        return dict(key_parts(recipe, trained, evaluated, Base.open(base)).inputs)
+        return PublishStage(recipe, Base.open(base), trained, evaluated).inputs
 
     plain = inputs()
     index = json.loads((base / "model_index.json").read_text())

@@ -50,7 +50,7 @@ def read(spec: ShardSpec) -> list[bytes]:
 def publish(recipe: Recipe, plan: download.DownloadPlan, scratch: Path) -> Champion:
     """A champion of the plan's shards, whose pictures all failed."""
     store = Store(recipe.store)
-    parts = download.key_parts(recipe, plan)
+    parts = download.DownloadStage(recipe, plan).parts
     with store.lock(STAGE, parts.key) as lock:
         draft = store.draft(parts, lock)
         for spec in plan.shards:

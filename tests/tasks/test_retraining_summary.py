@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from picture_server import picture
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
-from tasks.publish import rejection as rejection_artifact
 from tasks.publish.promotion_gate import Verdict
+from tasks.publish.rejection import VerdictStage
 from tasks.publish.stage import Rejected
 from tasks.retrain.champion import Champion
 from tasks.retrain.changes import Changes
@@ -74,8 +75,10 @@ def test_a_champion_has_the_metrics_that_the_gate_compared(
     if status == "rejected":
         failed = Verdict("cmmd < champion", False, 0.05, 0.01)
         rejection = Rejected([failed], {"metrics": {"cmmd": cmmd}}, "v1")
-        draft = store.draft(rejection_artifact.key_parts(KeyParts("publish", 1, {}, {}), rejection))
-        summary = rejection_artifact.build(rejection, draft)
+        publication: Any = SimpleNamespace(parts=KeyParts("publish", 1, {}, {}))
+        stage = VerdictStage(publication, rejection)
+        draft = store.draft(stage.parts)
+        summary = stage.build(draft, None)
         stored = draft.commit(summary, {"parents": summary.pop("parents")})
         report |= {"gate": rejection.as_json(), "verdict": {"key": stored.key, "uri": stored.uri}}
     else:

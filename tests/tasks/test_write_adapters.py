@@ -34,7 +34,7 @@ from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import has_vae_folder
-from tasks.publish.stage import Publication, build, registry_of, settings_for_key, show
+from tasks.publish.stage import PublishStage, registry_of, settings_for_key
 from tasks.stage import local_weights, weights_content
 from tasks.train import STAGE as TRAIN
 
@@ -77,8 +77,8 @@ def publish(folder: Path, recipe: Recipe, vae: Path | None = None, **more: bytes
     draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
     trained = train(folder, recipe, **more)
     base = Base.open(Path(recipe.model.path), vae)
-    given = Publication(recipe, trained, evaluated, {"base": "b"}, base)
-    summary = build(given, lambda v: {}, draft, lambda *a: None)
+    stage = PublishStage(recipe, base, trained, evaluated, lineage={"base": "b"})
+    summary = stage.build(draft, lambda *a: None)
     return draft.commit(summary, {"parents": {}})
 
 
@@ -108,7 +108,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     stored = load_file(Path(version.uri) / LORA_WEIGHTS)["unet.conv_in.lora_A.weight"]
     assert stored.dtype == torch.float16
     assert torch.equal(layer.lora_A["default_0"].weight, stored.float())
-    assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+    assert {panel.title for panel in PublishStage.show(artifact)} >= {"Gate", "Model"}
     assert "| ComfyUI | `digits_kohya.safetensors` |" in artifact.read("README.md").decode()
 
 
