@@ -285,7 +285,7 @@ def prepare(
     _check_workers(recipe, stages)
     base = check_models(recipe)
     if "train" in stages:
-        train.warn_of_kohya(recipe, base)
+        train.warn_of_kohya(recipe.train, base)
         _check_memory(recipe, base, stages)
     _check_license(recipe, base.folder)
     run_id = run_id or str(uuid.uuid4())
@@ -361,7 +361,7 @@ def writable_store(recipe: Recipe) -> Store:
 def _stages_here(recipe: Recipe, stages: Sequence[StageName]) -> Sequence[StageName]:
     """The stages that are not sent to a work pool. Raises Refused for one that cannot be."""
     check_places(recipe, stages)
-    check_deployments(recipe, stages)
+    check_deployments(recipe.place, stages)
     return stages_without_pool(recipe, stages)
 
 
@@ -446,11 +446,11 @@ def must_fit_one_gpu(recipe: Recipe) -> bool:
 
 
 def _check_license(recipe: Recipe, base: Path) -> None:
-    if recipe.publish.require_license and shown_license(recipe, base) == UNKNOWN_LICENSE:
+    if recipe.publish.require_license and shown_license(recipe.publish, base) == UNKNOWN_LICENSE:
         raise Refused(
             "publish.require_license: neither publish.license nor the base's card has a licence"
         )
-    if (conflict := license_conflict(recipe, base)) is not None:
+    if (conflict := license_conflict(recipe.publish, base)) is not None:
         log.warning("%s", conflict)
 
 

@@ -178,13 +178,13 @@ def finetune(
 
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
-    recipe = run.recipe
+    place = run.recipe.place
     given = without_edges(run)
-    yield (images := run_task(download, recipe, given))
-    yield (latents := run_task(encode, recipe, given, images))
-    yield (trained := run_task(train, recipe, given, latents))
-    yield (evaluated := run_task(evaluate, recipe, given, images, latents, trained))
-    yield run_task(publish, recipe, given, images, latents, trained, evaluated)
+    yield (images := run_task(download, place, given))
+    yield (latents := run_task(encode, place, given, images))
+    yield (trained := run_task(train, place, given, latents))
+    yield (evaluated := run_task(evaluate, place, given, images, latents, trained))
+    yield run_task(publish, place, given, images, latents, trained, evaluated)
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:

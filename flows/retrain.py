@@ -18,7 +18,6 @@ from artifacts.lock import hold, owner_in_words
 from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
-from configs.settings.recipe import Recipe
 from flows.checks import check_gate_rules, prepare
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.prefect_run import (
@@ -37,6 +36,7 @@ from flows.run import Retraining, Run
 from flows.send_stage import run_task
 from tasks import download as download_stage
 from tasks.progress import artifact_key, show_in_prefect
+from tasks.publish.registry import Registry
 from tasks.publish.rejection import VerdictStage
 from tasks.publish.stage import registry_of
 from tasks.retrain.champion import Champion, check_held_out, find_champion
@@ -62,11 +62,12 @@ class Compared(NamedTuple):
 def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
     with failing("retrain"):
-        champion = find_champion(run.recipe, run.store)
+        registry = registry_of(run.recipe)
+        champion = find_champion(registry, run.store)
         if champion is not None:  # its registry may have moved since the publication
-            record_registry(run.store, registry_of(run.recipe).store)
+            record_registry(run.store, registry.store)
         plan = download_stage.plan(run.recipe, run.begin)
-        _, changes = plan_changes(run.recipe, run.store, champion, plan)
+        _, changes = plan_changes(run.recipe.download, run.store, champion, plan)
         decision = DecisionStage(run.recipe, changes, champion, run.model_digests())
         if champion is None or changes.new_rows >= run.recipe.retrain.min_new_rows:
             # Before it is looked for: `kiln gc` keeps what recent runs need.
@@ -131,14 +132,14 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, revealed(overrides))
-        with _announced_again(checked):
+        with _announced_again(registry_of(checked)):
             run = prepare(checked, run_id=run_id)
-            with one_at_a_time(run.recipe):
+            with one_at_a_time(registry_of(run.recipe)):
                 return _retrain(run)
 
 
 @contextmanager
-def _announced_again(recipe: Recipe) -> Iterator[None]:
+def _announced_again(registry: Registry) -> Iterator[None]:
     """After an outage the next watch announces the source again: its rows wait for a retraining.
 
     Another failure needs a person first; each watch would start an equal one.
@@ -148,31 +149,31 @@ def _announced_again(recipe: Recipe) -> Iterator[None]:
     except Exception as failure:
         try:
             if may_pass(failure):
-                forget(recipe)
+                forget(registry)
         except Exception as error:  # of any type; the failure itself matters more
             log.warning("retrain: the next watch does not repeat the event: %s", one_line(error))
         raise
 
 
 def _retrain(run: Run) -> Any:
-    champion, changes, unchanged = run_task(compare, run.recipe, run)
+    champion, changes, unchanged = run_task(compare, run.recipe.place, run)
     run = run.from_champion(champion)
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
         return _unchanged(run, champion, changes, unchanged, facts)
     given = without_edges(run)
-    images = run_task(download, run.recipe, given)
-    latents = run_task(encode, run.recipe, given, images)
+    images = run_task(download, run.recipe.place, given)
+    latents = run_task(encode, run.recipe.place, given, images)
     if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
         return _unchanged(run, champion, changes, why, facts)
-    trained = run_task(training_task(run), run.recipe, given, latents)
-    evaluated = run_task(evaluate, run.recipe, given, images, latents, trained)
-    published = run_task(publish, run.recipe, given, images, latents, trained, evaluated)
+    trained = run_task(training_task(run), run.recipe.place, given, latents)
+    evaluated = run_task(evaluate, run.recipe.place, given, images, latents, trained)
+    published = run_task(publish, run.recipe.place, given, images, latents, trained, evaluated)
     states: list[Any] = [images, latents, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
     try:
-        run_task(conclude, run.recipe, run, champion, changes, report)
+        run_task(conclude, run.recipe.place, run, champion, changes, report)
     except Exception as error:  # the model is published, or measured and rejected: that stands
         again = "the decision is not recorded: an equal retraining may run again"
         log.warning("retrain: %s: %s", again, one_line(error))
@@ -209,18 +210,17 @@ def _unchanged(
 
 
 def _show(run: Run, champion: Champion | None, changes: Changes, report: dict[str, Any]) -> None:
-    panels = partial(show_retraining, run.recipe, run.store, champion, changes, report)
+    panels = partial(show_retraining, run.model_name, run.store, champion, changes, report)
     key = artifact_key(run.model_name, DecisionStage.name)
     show_in_prefect(key, f"{run.model_name}: {report['status']}", panels)
 
 
 @contextmanager
-def one_at_a_time(recipe: Recipe) -> Iterator[None]:
+def one_at_a_time(registry: Registry) -> Iterator[None]:
     """Wait until no other retraining of the model runs, on this server or another."""
-    registry = registry_of(recipe)
 
     def waits(owner: dict[str, Any]) -> None:
         log.info("retrain: %s retrains %s; waiting", owner_in_words(owner), registry.name)
 
-    with hold(registry.fs, lock_path(recipe), on_wait=waits):
+    with hold(registry.fs, lock_path(registry), on_wait=waits):
         yield

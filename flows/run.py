@@ -51,8 +51,9 @@ class Whole:
         before: Sequence[StageResult | Artifact],
     ) -> Callable[[], str] | None:
         """A call that lets the stage's work pool build it; None for a stage that is built here."""
+        pools = run.recipe.place.pools()
         stage = next((placed for placed in PLACED_STAGES if placed == progress.stage), None)
-        if stage is None or stage not in run.recipe.place.pools():
+        if stage is None or stage not in pools:
             return None
         parameters = {
             "stage": stage,
@@ -63,7 +64,8 @@ class Whole:
             "retry_run": run.retry_run if stage == "download" else None,
             "champion": run.start,
         }
-        return partial(send_stage, run.recipe, run.store, stage, parameters, progress)
+        about = (pools[stage], run.model_name, run.store, stage)
+        return partial(send_stage, *about, parameters, progress)
 
 
 WHOLE = Whole()
@@ -241,7 +243,7 @@ class Retraining(Run):
 
     def changed(self, plan: download.DownloadPlan) -> download.DownloadPlan:
         """The plan with the shards of the champion, and new ones for new rows."""
-        return plan_changes(self.recipe, self.store, self.champion, plan)[0]
+        return plan_changes(self.recipe.download, self.store, self.champion, plan)[0]
 
     def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:
         """The champion's held-out pictures, where it encodes alike."""
@@ -255,4 +257,4 @@ class Retraining(Run):
 
     def check_start(self, model: str) -> None:
         """As `check_start_is_champion`."""
-        check_start_is_champion(self.recipe, self.champion, model)
+        check_start_is_champion(publish.registry_of(self.recipe), self.champion, model)

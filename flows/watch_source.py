@@ -25,6 +25,7 @@ from flows.prefect_run import (
     revealed,
     run_name,
 )
+from tasks.publish.stage import registry_of
 from tasks.retrain.changes import EVENT, is_retraining, last_stamp, remember, source_resource, stamp
 from tasks.stage import storing
 
@@ -50,18 +51,19 @@ def watch_source(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRI
     with redacted_errors():
         checked = load_recipe(recipe, revealed(overrides))
         resource = source_resource(checked.publish.name)
+        registry = registry_of(checked)
         with storing(Store(checked.store)):
-            found = stamp(checked)
-            if last_stamp(checked) == found:
+            seen = stamp(checked.source)
+            if last_stamp(registry) == seen:
                 report = {"source": resource, "changed": False, "waits": False}
                 return Completed(name="Unchanged", data=report)
-            if is_retraining(checked):  # asked after the stamp: a later one reads the change
+            if is_retraining(registry):  # asked after the stamp: a later one reads the change
                 log.info("watch: %s has changed, and a retraining runs: waiting", resource)
                 report = {"source": resource, "changed": False, "waits": True}
                 return Completed(name="Waiting", data=report)
             writable_store(checked)  # else each run would announce the change
-            _announce(resource, found)
-            remember(checked, found)  # an event that was refused is emitted again
+            _announce(resource, seen)
+            remember(registry, seen)  # an event that was refused is emitted again
     log.info("watch: %s has changed", resource)
     return {"source": resource, "changed": True, "waits": False}
 

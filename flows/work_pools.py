@@ -24,7 +24,7 @@ from prefect.utilities.callables import parameter_schema
 from configs.errors import Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
-from configs.settings.recipe import PlacedStage, Recipe
+from configs.settings.recipe import Place, PlacedStage
 from flows.checks import prepare
 from flows.finetune import download, encode, evaluate, report_of
 from flows.prefect_run import (
@@ -40,6 +40,7 @@ from flows.run import Run, Sent
 from flows.runner import check_server, lasting_server
 from flows.send_stage import FLOW
 from tasks.beam.workers import received_recipe
+from tasks.publish.stage import registry_of
 from tasks.retrain.champion import find_champion
 from tasks.stage import StageFailed, StageResult
 
@@ -95,7 +96,7 @@ def _with_champion(run: Run, version: str | None) -> Run:
     """The run of a retraining. Raises StageFailed if the champion is another one by now."""
     if version is None:
         return run
-    champion = find_champion(run.recipe, run.store)
+    champion = find_champion(registry_of(run.recipe), run.store)
     if champion is None or champion.version != version:
         raise StageFailed(f"retrain: the champion is no longer {version}: run again")
     return run.from_champion(champion)
@@ -107,8 +108,8 @@ HEARTBEAT = 30
 SILENCE = 90
 
 
-def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) -> None:
-    """Let each work pool of a recipe run its stages; what exists is updated.
+def deploy_stages(place: Place, folder: str | None, accelerators: int | None) -> None:
+    """Let each work pool that a recipe names run its stages; what exists is updated.
 
     Args:
         folder: folder of Kilnworks on the workers' machines; default: that of this checkout.
@@ -118,7 +119,7 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         Refused: the recipe names no pool, or one that the server does not have.
         Refused: no lasting Prefect server is configured, or it does not answer.
     """
-    pools = sorted({pool.partition("/")[0] for pool in recipe.place.pools().values()})
+    pools = sorted({pool.partition("/")[0] for pool in place.pools().values()})
     if not pools:
         raise Refused("place: no stage has a work pool, such as place.train=gpu")
     check_server(lasting_server("place: work pools need"))

@@ -33,6 +33,7 @@ from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train, key_settings
+from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
@@ -156,7 +157,7 @@ def check(recipe: Recipe, base: Base) -> None:
     settings = recipe.train
     family = base.family
     if settings.method == "lora":
-        _adapted_layers(recipe, base)
+        _adapted_layers(settings.lora, base)
     if settings.guidance_scale != 1 and not family.takes_guidance(base.denoiser):
         raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
@@ -176,21 +177,20 @@ def check(recipe: Recipe, base: Base) -> None:
         _check_makes_denoiser(replacement)
 
 
-def warn_of_kohya(recipe: Recipe, base: Base) -> None:
+def warn_of_kohya(settings: Train, base: Base) -> None:
     """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
-    if recipe.train.method != "lora":
+    if settings.method != "lora":
         return
-    outputs = _adapted_layers(recipe, base)
-    if why := without_kohya(base.family, base.denoiser, outputs, dora=recipe.train.lora.dora):
+    outputs = _adapted_layers(settings.lora, base)
+    if why := without_kohya(base.family, base.denoiser, outputs, dora=settings.lora.dora):
         log.warning("train.lora: no file in kohya's layout will be published: %s", why)
 
 
-def _adapted_layers(recipe: Recipe, base: Base) -> dict[str, int]:
+def _adapted_layers(lora: Lora, base: Base) -> dict[str, int]:
     """Layer of the denoiser with an adapter -> number of its outputs. Raises Refused."""
     family = base.family
     shapes = weight_shapes(base.denoiser_folder)
     layers = layers_of(shapes)
-    lora = recipe.train.lora
     chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
     return {name: shapes[f"{name}.weight"][0] for name in chosen}
 
@@ -348,7 +348,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         settings["best_checkpoint"] |= {
             **sampler_settings(recipe.evaluate),
             "scores": sample_metrics(recipe.evaluate.judges),
-            "prompts": [*sample_prompts(recipe)],
+            "prompts": [*sample_prompts(recipe.evaluate)],
         }
     return settings
 
@@ -412,7 +412,7 @@ class TrainStage(Stage):
         settings = settings_for(recipe.train, open_latents(self.latents.uri).training)
         if not settings.weights_depend_on_steps:
             copy_checkpoint(draft, settings)
-        prompts = () if self.clip is None else sample_prompts(recipe)
+        prompts = () if self.clip is None else sample_prompts(recipe.evaluate)
         judges = recipe.evaluate.judges
         score = None if self.clip is None else SampleScorer(judges, self.clip, prompts)
         job = TrainJob(

@@ -67,9 +67,9 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     return {
         **settings,
         **order,
-        "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+        "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe.evaluate).items()},
         "judges": judge_names(recipe.evaluate.judges),
-        "compared": compared_sets(recipe),
+        "compared": compared_sets(recipe.evaluate),
         "reference": TransformSettings.of(recipe).for_key(),
         **recipe.train.holdout_loss_inputs,
     }
@@ -82,7 +82,7 @@ def check(recipe: Recipe) -> None:
         names = by_set(judge, recipe.evaluate.prompts)
         if judge in LOWER_IS_BETTER or any(known[name] > 1 for name in names):
             raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
-    check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
+    check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe.evaluate)))
 
 
 def check_drawn_size(recipe: Recipe, base: Base) -> None:

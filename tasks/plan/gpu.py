@@ -171,7 +171,7 @@ class Planner:
         held = sum(state.values())
         drawn = 0
         if settings.sample_every_n_steps:
-            batch = min(recipe.evaluate.batch_size, len(sample_prompts(recipe)))
+            batch = min(recipe.evaluate.batch_size, len(sample_prompts(recipe.evaluate)))
             within = self._get(self._sampling(settings.compute_dtype)).peak(batch)
             # Autocast keeps a copy of each trained weight until all pictures are drawn.
             casts = 0 if settings.compute_dtype == "float32" else 2 * step.parameters
@@ -469,7 +469,7 @@ def plan_gpu_training(
         PlanFailed: the planner failed.
     """
     there = parse_gpu(gpu)
-    return plan_for(recipe, there, open_configs(recipe), say, search=search)
+    return plan_for(recipe, there, open_configs(recipe.model), say, search=search)
 
 
 def plan_for(
@@ -581,7 +581,7 @@ def digest_settings(recipe: Recipe) -> str:
             "train": recipe.train.model_dump(mode="json", include=TRAIN_SETTINGS),
             "resolution": recipe.encode.resolution,
             "evaluate": [
-                *(evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe))),
+                *(evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe.evaluate))),
                 *(evaluate.height, evaluate.width),
             ],
             "models": [None if path is None else _without_checkout(path) for path in models],

@@ -142,7 +142,7 @@ def plan_slice_training(
     """
     where = parse_slice(topology)
     size = _size(recipe, where)
-    base = open_configs(recipe)
+    base = open_configs(recipe.model)
     measure = partial(_load_or_compile, recipe, base, say)
     found = SlicePlan(recipe, where, size, measure(size), base.encoders)
     if found.step_fits and not search:

@@ -234,7 +234,7 @@ class PublishStage(Stage):
         if not passed and self.force is None:
             raise reject(verdicts)
         forced = None if passed else self.force
-        shown_license = model_card.shown_license(recipe, self.base.folder)
+        shown_license = model_card.shown_license(recipe.publish, self.base.folder)
         if shown_license == model_card.UNKNOWN_LICENSE:
             log.warning("publish: the licence is unknown: set publish.license")
         failed = ", ".join(verdict.rule for verdict in verdicts if not verdict.passed)

@@ -17,7 +17,7 @@ from artifacts.lock import is_alive
 from artifacts.records import Damaged, FileEntry, digest_json, parse_json, read_checked
 from artifacts.remote_stores import make_folder_of
 from artifacts.store import SHARDS, Artifact, Store
-from configs.settings.recipe import Recipe
+from configs.settings.data import Download, Source
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE, shard_key
 from tasks.download.shard_plan import (
@@ -29,7 +29,7 @@ from tasks.download.shard_plan import (
     rows_digest,
 )
 from tasks.download.sources import SOURCES
-from tasks.publish.stage import registry_of
+from tasks.publish.registry import Registry
 from tasks.retrain.champion import Champion
 
 Rows = dict[bytes, Span]  # row hash -> its place in the source
@@ -53,7 +53,7 @@ class Changes:
 class _Compared:
     """A source beside the champion's shards."""
 
-    recipe: Recipe
+    settings: Download
     kept: dict[str, ShardSpec]  # key -> a shard that the champion has, too
     rest: Rows  # rows outside the kept shards
 
@@ -61,7 +61,7 @@ class _Compared:
         """Keep an old shard with other neighbours now, if the source has all of its rows."""
         if not hashes or not all(row_hash in self.rest for row_hash in hashes):
             return False
-        spec = _spec(self.recipe, [(row_hash, self.rest[row_hash]) for row_hash in hashes])
+        spec = _spec(self.settings, [(row_hash, self.rest[row_hash]) for row_hash in hashes])
         if spec.key != key:  # other settings
             return False
         self.kept[key] = spec
@@ -69,7 +69,7 @@ class _Compared:
 
 
 def plan_changes(
-    recipe: Recipe, store: Store, champion: Champion | None, plan: DownloadPlan
+    settings: Download, store: Store, champion: Champion | None, plan: DownloadPlan
 ) -> tuple[DownloadPlan, Changes]:
     """The shards to train on, and what changed since the champion.
 
@@ -94,15 +94,15 @@ def plan_changes(
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
         rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
-    found = _Compared(recipe, kept, rest)
+    compared = _Compared(settings, kept, rest)
     matched = set[bytes]()
     lost = set[bytes]()
     for key in sorted(old.keys() - kept.keys()):
         hashes = _row_hashes(images, old[key])
-        (matched if found.match(key, hashes) else lost).update(hashes)
+        (matched if compared.match(key, hashes) else lost).update(hashes)
     fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
-    cut = _cut(recipe, fetch)
-    shards = (*found.kept.values(), *cut)
+    cut = _cut(settings, fetch)
+    shards = (*compared.kept.values(), *cut)
     layout = digest_json(sorted(shard.key for shard in shards))
     count = sum(shard.rows for shard in shards)
     return replace(plan, rows=count, shards=shards, layout=layout), Changes(
@@ -111,23 +111,23 @@ def plan_changes(
         new_rows=len(fetch.keys() - lost),
         removed_rows=len(lost - rest.keys()),
         rows_to_fetch=len(fetch),
-        kept_shards=len(found.kept),
+        kept_shards=len(compared.kept),
         new_shards=len(cut),
     )
 
 
-def _cut(recipe: Recipe, rows: Rows) -> list[ShardSpec]:
+def _cut(settings: Download, rows: Rows) -> list[ShardSpec]:
     """Shards of rows, the last of which may be small."""
     prefixes = [int.from_bytes(row_hash[:4], "big") for row_hash in rows]
-    ends = shard_ends(np.array(prefixes, np.uint32), recipe.download.shard_size)
+    ends = shard_ends(np.array(prefixes, np.uint32), settings.shard_size)
     items = list(rows.items())
     starts = [0, *ends]
     parts = [items[a:b] for a, b in zip(starts, [*ends, len(items)], strict=True)]
-    return [_spec(recipe, part) for part in parts if part]
+    return [_spec(settings, part) for part in parts if part]
 
 
-def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
-    key = shard_key(recipe.download)(rows_digest(row_hash for row_hash, _ in rows))
+def _spec(settings: Download, rows: list[tuple[bytes, Span]]) -> ShardSpec:
+    key = shard_key(settings)(rows_digest(row_hash for row_hash, _ in rows))
     return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
 
 
@@ -157,32 +157,31 @@ def source_resource(model: str) -> str:
     return f"kiln.source.{model}"
 
 
-def stamp(recipe: Recipe) -> str:
+def stamp(source: Source) -> str:
     """sha256 (hex) over the source's settings, and name, size and etag or time of its files.
 
     Raises SourceError if the files cannot be listed.
     """
-    pieces = SOURCES[recipe.source.kind](recipe.source).pieces()
+    pieces = SOURCES[source.kind](source).pieces()
     identities = [piece.identity for piece in pieces]
-    return digest_json([recipe.source.model_dump(mode="json"), identities])
+    return digest_json([source.model_dump(mode="json"), identities])
 
 
-def lock_path(recipe: Recipe) -> str:
+def lock_path(registry: Registry) -> str:
     """The lock of a model's retrainings; a retraining reads its source under it."""
-    return f"{registry_of(recipe).root}/{LOCK}"
+    return f"{registry.root}/{LOCK}"
 
 
-def is_retraining(recipe: Recipe) -> bool:
+def is_retraining(registry: Registry) -> bool:
     """Whether a retraining of the model runs.
 
     One that begins later reads the source after the stamp of this call's process.
     """
-    return is_alive(registry_of(recipe).fs, lock_path(recipe))
+    return is_alive(registry.fs, lock_path(registry))
 
 
-def last_stamp(recipe: Recipe) -> str | None:
+def last_stamp(registry: Registry) -> str | None:
     """The stamp of the last `remember`; None without one, or if it is damaged."""
-    registry = registry_of(recipe)
     data = read(registry.fs, f"{registry.root}/{FILE}").data
     try:
         return None if data is None else str(parse_json(data)["stamp"])
@@ -190,20 +189,19 @@ def last_stamp(recipe: Recipe) -> str | None:
         return None
 
 
-def remember(recipe: Recipe, found: str) -> None:
+def remember(registry: Registry, seen: str) -> None:
     """Store a stamp. Raises OSError if the registry cannot be written."""
-    registry = registry_of(recipe)
     path = f"{registry.root}/{FILE}"
-    data = json.dumps({"stamp": found}).encode()
+    data = json.dumps({"stamp": seen}).encode()
     make_folder_of(registry.fs, path)
     while not swap(registry.fs, path, read(registry.fs, path), data):
         pass  # another watcher stored its stamp at this moment
 
 
-def forget(recipe: Recipe) -> None:
+def forget(registry: Registry) -> None:
     """Let the next watch announce the source again, if one has announced it.
 
     Raises OSError if the registry cannot be written.
     """
-    if last_stamp(recipe) is not None:
-        remember(recipe, "")
+    if last_stamp(registry) is not None:
+        remember(registry, "")

@@ -109,7 +109,7 @@ def _few(changes: Changes, champion: Champion, least: int) -> str:
 
 
 def show_retraining(
-    recipe: Recipe,
+    model: str,
     store: Store,
     champion: Champion | None,
     changes: Changes,
@@ -137,7 +137,7 @@ def show_retraining(
     if (verdicts := _verdicts(report)) is not None:
         panels.append(Table("Gate", promotion_gate.as_rows(verdicts)))
     panels += _champions_picture(champion)
-    return [*panels, stage_links(recipe.publish.name, stages)]
+    return [*panels, stage_links(model, stages)]
 
 
 def _source_facts(changes: Changes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from prefect_server import Server, deployed
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows.retrain import one_at_a_time
+from tasks.publish.stage import registry_of
 
 #: Two workers of one pool would start each other's runs.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployed")]
@@ -99,7 +100,8 @@ def test_a_changed_source_starts_a_retraining_after_the_one_that_runs(
     def ended(name: str) -> str:
         return server.ended(server.run(name, small))
 
-    with one_at_a_time(load_recipe("digits", small)):  # retrainings wait, so they are running
+    registry = registry_of(load_recipe("digits", small))
+    with one_at_a_time(registry):  # retrainings wait, so they are running
         running = [server.run("retrain/digits", small) for _ in range(2)]
         for run in running:
             server.wait(run, lambda run=run: server.state(run) == "Running", PATIENCE)

@@ -80,7 +80,7 @@ def test_another_artifact_than_that_of_the_sender_is_an_error(run: Run) -> None:
 def sending(run: Run, stage: str, *before: Artifact) -> Any:
     """The parameters that a stage is sent with; None if it is not sent."""
     found: Any = run.send(KeyParts(stage, 1, {}, {}), Progress(stage), before)
-    return found and found.args[3]
+    return found and found.args[4]
 
 
 def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
@@ -203,7 +203,7 @@ class Pool:
         self.slept.append(seconds)
 
     def send(self, run: Run) -> None:
-        given = (run.recipe, run.store, "train", {"key": PARTS.key}, Progress("train"))
+        given = ("gpu", "digits", run.store, "train", {"key": PARTS.key}, Progress("train"))
         send_stage.send_stage(*given, clock=Clock(sleep=self.sleep))  # type: ignore[arg-type]
 
 
@@ -267,7 +267,7 @@ def test_an_interrupt_right_after_the_sending_cancels_the_run(
     monkeypatch.setattr(send_stage, "url_for", interrupted)
     monkeypatch.setattr(send_stage, "_cancel", lambda _, sent: cancelled.append(sent))
     monkeypatch.setattr(send_stage, "_tell", interrupted)
-    given: Any = (run.recipe, run.store, "train", {"key": PARTS.key}, Progress("train"))
+    given: Any = ("gpu", "digits", run.store, "train", {"key": PARTS.key}, Progress("train"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             send_stage.send_stage(*given)
@@ -286,7 +286,7 @@ def test_a_run_that_was_deleted_ends_the_stage(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(send_stage, "_cancel", lambda *_: pytest.fail("cancelled"))
     with pytest.raises(StageFailed, match="train: run a-run on pool gpu was deleted: run again"):
         reached = send_stage._Reached(Progress("train"))
-        send_stage._run_once(run.recipe, "train", "gpu", {}, reached)
+        send_stage._run_once("train", "digits", "gpu", {}, reached)
 
 
 def test_pools_of_stages_after_the_last_need_no_lasting_server() -> None:
@@ -352,7 +352,7 @@ def test_a_stage_that_waits_holds_no_slot_of_its_limit(
 def tags_of_run(task: Task[Any, Any], recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as patch:
         patch.setattr(Task, "__call__", lambda task: task.tags)
-        return set(send_stage.run_task(task, recipe))
+        return set(send_stage.run_task(task, recipe.place))
 
 
 def test_a_stage_begins_once_the_server_is_back(
@@ -371,12 +371,12 @@ def test_a_stage_begins_once_the_server_is_back(
 
     monkeypatch.setattr(Task, "__call__", call)
     recipe = load_recipe("digits")
-    assert send_stage.run_task(finetune.train, recipe, 1, 2, name="train 3") == "trained"
+    assert send_stage.run_task(finetune.train, recipe.place, 1, 2, name="train 3") == "trained"
     assert waited == [10.0, 60.0]
     answers += [answer(401), Away("of the stage, which Prefect has tried again")]
     for kind in (PrefectHTTPStatusError, Away):
         with pytest.raises(kind):
-            send_stage.run_task(finetune.train, recipe, 1, 2)
+            send_stage.run_task(finetune.train, recipe.place, 1, 2)
 
 
 def test_devices_of_sent_stages_are_not_checked_here(

@@ -110,7 +110,7 @@ def test_token_ids_are_stored_without_a_text_encoder(
     for shard in (LatentShard(ref.url) for ref in latents.shards):
         names |= {name for name in shard._tensors if name.startswith("text/")}
         np.testing.assert_array_equal(shard.input_ids(0), encoder.input_ids([""])[0])
-        assert shard.input_ids(0).nbytes == caption_bytes(recipe, encoder.info)
+        assert shard.input_ids(0).nbytes == caption_bytes(recipe.encode, encoder.info)
         for group, count in shard.groups.items():
             for sample in (shard.sample(group, i) for i in range(count)):
                 ids = np.stack([shard.input_ids(row) for row in sample.caption_rows])

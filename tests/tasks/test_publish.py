@@ -356,7 +356,7 @@ def test_the_card_has_the_bases_licence(publish: Publish, tmp_path: Path, tiny_s
         in card.replace("\\", "")
     )
     assert "`abc`" in card
-    assert license_of(digits(tmp_path), tiny_sdxl) == "other"
+    assert license_of(digits(tmp_path).publish, tiny_sdxl) == "other"
 
 
 def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
@@ -365,8 +365,8 @@ def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
     base = base_with_card(tiny_sdxl, tmp_path, NAMED)
     (base / "LICENSE.md").write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path)
-    assert shown_license(recipe, base) == "some-non-commercial"
-    assert shown_license(recipe, tiny_sdxl) == "other"
+    assert shown_license(recipe.publish, base) == "some-non-commercial"
+    assert shown_license(recipe.publish, tiny_sdxl) == "other"
     artifact = publish(recipe, base)
     assert NAMED in artifact.read("README.md").decode()
     assert artifact.read("LICENSE.md") == b"terms\n"
@@ -382,10 +382,10 @@ def test_an_own_licence_has_neither_name_nor_link_of_the_bases(
     for name in ("LICENCE", "License.txt", "NOTICE", "notes.txt"):
         (base / name).write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path, license="apache-2.0")
-    conflict = license_conflict(recipe, base)
+    conflict = license_conflict(recipe.publish, base)
     assert conflict is not None and "apache-2.0 differs from the base's licence, some" in conflict
-    assert license_conflict(recipe, tiny_sdxl) is None
-    assert license_conflict(digits(tmp_path, license="other"), base) is None
+    assert license_conflict(recipe.publish, tiny_sdxl) is None
+    assert license_conflict(digits(tmp_path, license="other").publish, base) is None
     artifact = publish(recipe, base)
     assert base_card(Path(artifact.path)) == {"license": "apache-2.0"}
     copied = {path.name for path in license_files(Path(artifact.path))}

@@ -88,10 +88,10 @@ def publish_model(
 
 
 def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) -> None:
-    assert find_champion(run.recipe, run.store) is None
+    assert find_champion(publish.registry_of(run.recipe), run.store) is None
     first = publish_model(run, "first")
     second = publish_model(run, "second", start=first)
-    champion = find_champion(run.recipe, run.store)
+    champion = find_champion(publish.registry_of(run.recipe), run.store)
     assert champion is not None and champion.version == "v2"
     assert champion.images == second["images"].key and champion.latents == second["latents"].key
     assert champion.trained == second["train"].key
@@ -207,12 +207,12 @@ def test_a_champion_of_another_store_is_refused(run: Run) -> None:
     trained = publish_model(run, "first")["train"]
     run.store.fs.rm(trained.path, recursive=True)
     with pytest.raises(Refused, match=r"no artifact train .* of the champion v1: publish a model"):
-        find_champion(run.recipe, run.store)
+        find_champion(publish.registry_of(run.recipe), run.store)
 
 
 def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -> None:
     first = publish_model(run, "first")
-    started = run.from_champion(find_champion(run.recipe, run.store))
+    started = run.from_champion(find_champion(publish.registry_of(run.recipe), run.store))
     started.check_start("a model")
     publish_model(run, "second", start=first)
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
@@ -229,7 +229,7 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
 def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> None:
     """The task is retried after a promotion whose answer was lost."""
     first = publish_model(run, "first")
-    started = run.from_champion(find_champion(run.recipe, run.store))
+    started = run.from_champion(find_champion(publish.registry_of(run.recipe), run.store))
     second = publish_model(run, "second", start=first)
     started.check_start(second["train"].digest)
     with pytest.raises(StageFailed, match="the champion was v1 at the start and is v2 now"):
@@ -250,11 +250,11 @@ def test_a_second_retraining_of_a_model_waits_for_the_first(
     entered = threading.Event()
 
     def second() -> None:
-        with one_at_a_time(run.recipe):
+        with one_at_a_time(publish.registry_of(run.recipe)):
             entered.set()
 
     thread = threading.Thread(target=second)
-    with one_at_a_time(run.recipe):
+    with one_at_a_time(publish.registry_of(run.recipe)):
         thread.start()
         wait_until(lambda: "retrains digits; waiting" in caplog.text)
         assert not entered.is_set()
@@ -273,7 +273,11 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
     run: Run, report: dict[str, Any], why: str
 ) -> None:
     publish_model(run, "first")
-    recipe, store, champion = run.recipe, run.store, find_champion(run.recipe, run.store)
+    recipe, store, champion = (
+        run.recipe,
+        run.store,
+        find_champion(publish.registry_of(run.recipe), run.store),
+    )
     stage = DecisionStage(recipe, CHANGES, champion, MODELS, report)
     assert stage.why_unchanged(store) is None
     run.build(stage)
@@ -304,7 +308,7 @@ def test_a_decision_is_made_again_with_another_version_of_a_stage(
 
 def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
     publish_model(run, "first")
-    champion = find_champion(run.recipe, run.store)
+    champion = find_champion(publish.registry_of(run.recipe), run.store)
     more = run.recipe.retrain.model_copy(update={"min_new_rows": 40})
     recipe = run.recipe.model_copy(update={"retrain": more})
     assert DecisionStage(recipe, CHANGES, champion, MODELS).why_unchanged(run.store) == (

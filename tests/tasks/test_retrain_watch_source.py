@@ -21,6 +21,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import watch_source as flow
 from flows.retrain import _announced_again, one_at_a_time
+from tasks.publish.stage import registry_of
 from tasks.retrain.changes import is_retraining, last_stamp, remember, stamp
 from tasks.stage import StageFailed
 
@@ -51,40 +52,40 @@ def test_a_stamp_changes_with_a_file_of_the_source(tmp_path: Path, source: dict[
     for file in files:
         file.write_text("url,caption\n")
     recipe = recipe_of(tmp_path, {**source, "path": str(folder)})
-    found = [stamp(recipe), stamp(recipe)]
+    found = [stamp(recipe.source), stamp(recipe.source)]
     for file in files:
         os.utime(file, (1, 1))  # another time, the same size
-        found.append(stamp(recipe))
+        found.append(stamp(recipe.source))
     assert found[0] == found[1] and len(set(found[1:])) == 1 + len(files)
 
 
 def test_other_settings_of_a_source_are_another_stamp(tmp_path: Path) -> None:
-    stamps = {stamp(recipe_of(tmp_path, {"kind": "digits", "count": n})) for n in (60, 90)}
+    stamps = {stamp(recipe_of(tmp_path, {"kind": "digits", "count": n}).source) for n in (60, 90)}
     assert len(stamps) == 2
 
 
 def test_a_stamp_is_remembered_in_the_registry(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
-    assert last_stamp(recipe) is None
+    assert last_stamp(registry_of(recipe)) is None
     for found in ("one", "two"):
-        remember(recipe, found)
-        assert last_stamp(recipe) == found
+        remember(registry_of(recipe), found)
+        assert last_stamp(registry_of(recipe)) == found
 
 
 def test_after_an_outage_in_a_retraining_the_next_watch_repeats_its_event(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
     for before, after in ((None, None), ("one", "")):
         if before is not None:
-            remember(recipe, before)
-        with pytest.raises(Away), _announced_again(recipe):
+            remember(registry_of(recipe), before)
+        with pytest.raises(Away), _announced_again(registry_of(recipe)):
             raise Away("away")
-        assert last_stamp(recipe) == after
-    remember(recipe, "two")
-    with _announced_again(recipe):
+        assert last_stamp(registry_of(recipe)) == after
+    remember(registry_of(recipe), "two")
+    with _announced_again(registry_of(recipe)):
         pass
-    with pytest.raises(StageFailed), _announced_again(recipe):
+    with pytest.raises(StageFailed), _announced_again(registry_of(recipe)):
         raise StageFailed("wrong input")
-    assert last_stamp(recipe) == "two"
+    assert last_stamp(registry_of(recipe)) == "two"
 
 
 def test_a_stamp_is_not_remembered_in_a_missing_bucket(
@@ -93,19 +94,19 @@ def test_a_stamp_is_not_remembered_in_a_missing_bucket(
     monkeypatch.setattr(gcs, "absent", "buckte")
     for url in ("s3://buckte/store", "gs://buckte/store"):
         with pytest.raises(FileNotFoundError):
-            remember(load_recipe("digits", {"store": url}), "one")
+            remember(registry_of(load_recipe("digits", {"store": url})), "one")
     assert "buckte" not in Store("s3://buckte").fs.ls("")
 
 
 def test_a_damaged_stamp_is_a_change(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
-    remember(recipe, "one")
+    remember(registry_of(recipe), "one")
     (file,) = Path(recipe.store).glob("registry/*/watched.json.*")
     for data in (b'{"stamp', b"[]", b"{}", b"\xff"):
         file.write_bytes(data)
-        assert last_stamp(recipe) is None
-    remember(recipe, "two")
-    assert last_stamp(recipe) == "two"
+        assert last_stamp(registry_of(recipe)) is None
+    remember(registry_of(recipe), "two")
+    assert last_stamp(registry_of(recipe)) == "two"
 
 
 class Events(BaseHTTPRequestHandler):
@@ -162,12 +163,12 @@ def test_a_change_is_remembered_only_after_the_server_accepted_its_event(
         pytest.raises(Away, match="refused"),
     ):
         watch(store, 60)
-    assert last_stamp(recipe) is None and server.accepted == []
+    assert last_stamp(registry_of(recipe)) is None and server.accepted == []
     assert watch(store, 60)["changed"] and not watch(store, 60)["changed"]
     (event,) = server.accepted
     assert event["event"] == "kiln.source.changed"
     assert event["resource"] == {"prefect.resource.id": "kiln.source.digits"}
-    assert event["payload"] == {"stamp": last_stamp(recipe)}
+    assert event["payload"] == {"stamp": last_stamp(registry_of(recipe))}
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -193,7 +194,7 @@ def test_a_change_during_a_retraining_is_announced_after_it(
     recipe, emitted = recipe_of(tmp_path, {"kind": "digits"}), server.accepted
     store = recipe.store
     assert watch(store, 60)["changed"] and not watch(store, 60)["changed"] and len(emitted) == 1
-    with one_at_a_time(recipe):
+    with one_at_a_time(registry_of(recipe)):
         assert not watch(store, 60)["waits"], "nothing has changed"
         for _ in range(2):
             assert (watch(store, 90)["changed"], watch(store, 90)["waits"]) == (False, True)
@@ -203,13 +204,14 @@ def test_a_change_during_a_retraining_is_announced_after_it(
 
 def test_a_retraining_that_was_killed_delays_no_event(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"kind": "digits"})
-    assert not is_retraining(recipe), "there is no registry yet"
+    assert not is_retraining(registry_of(recipe)), "there is no registry yet"
     script = f"""
 import os
 from configs.load_recipe import load_recipe
 from flows.retrain import one_at_a_time
-with one_at_a_time(load_recipe("digits", {{"store": {recipe.store!r}}})):
+from tasks.publish.stage import registry_of
+with one_at_a_time(registry_of(load_recipe("digits", {{"store": {recipe.store!r}}}))):
     os._exit(0)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
-    assert not is_retraining(recipe)
+    assert not is_retraining(registry_of(recipe))

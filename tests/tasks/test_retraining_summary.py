@@ -9,7 +9,6 @@ import pytest
 from picture_server import picture
 
 from artifacts.store import Artifact, KeyParts, Store
-from configs.load_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
 from tasks.publish.promotion_gate import Verdict
 from tasks.publish.rejection import VerdictStage
@@ -86,7 +85,7 @@ def test_a_champion_has_the_metrics_that_the_gate_compared(
         metrics = json.dumps({"metrics": {"cmmd": cmmd}})
         (tmp_path / "v2" / "metrics.json").write_text(metrics)
         report["model"] = str(tmp_path / "v2")
-    panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
+    panels = show_retraining("digits", store, before, CHANGES, report)
     tables = {panel.title: panel.rows for panel in panels if isinstance(panel, Table)}
     first = tables["Metrics on equal held-out pictures"][0]
     assert first == {"metric": "cmmd", "base": 1.3, "champion": shown, "new": 0.05}
@@ -98,7 +97,7 @@ def test_the_samples_closest_to_training_pictures_are_shown(tmp_path: Path) -> N
     evaluated, before = evaluation(store), champion(tmp_path / "v1", "now")
     report = {"status": "published", "start": "v1", "model": before.uri}
     report |= {"stages": {"evaluate": {"key": evaluated.key}}}
-    panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
+    panels = show_retraining("digits", store, before, CHANGES, report)
     (found,) = [p for p in panels if isinstance(p, PicturePanel) and "closest" in p.title]
     assert found.png == picture(2)
     titles = [panel.title for panel in panels if isinstance(panel, PicturePanel)]
