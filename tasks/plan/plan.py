@@ -24,6 +24,7 @@ from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
 from configs.errors import Failed, Refused
 from configs.settings.data import Download, Encode
+from configs.settings.publish import Publish
 from configs.settings.recipe import Model, Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
@@ -254,7 +255,10 @@ def estimate_disk(
     drawn = int(PIXEL_BYTES["png"] * encode.resolution**2)
     sampled = len(sample_prompts(recipe.evaluate)) * drawn
     measured = sum(map(len, prompt_sets(recipe.evaluate).values())) * drawn
-    published = (_published_bytes(trial, base.folder, numbers) for trial, numbers in trained)
+    published = (
+        _published_bytes(recipe.publish, trial.train.method, base.folder, numbers)
+        for trial, numbers in trained
+    )
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe.download),
         "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
@@ -293,15 +297,13 @@ def moment_bytes(settings: Train, trained: int) -> float:
     return trained * {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.01}[settings.optimizer]
 
 
-def _published_bytes(recipe: Recipe, folder: Path, trained: int) -> int:
+def _published_bytes(publish: Publish, method: str, folder: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
-    publish = recipe.publish
-    train = recipe.train
     width = 4 if publish.dtype == "float32" else 2
     parts = sorted(part for part in folder.iterdir() if part.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
-    adapters = width * trained if train.method == "lora" else 0
-    size = adapters if train.method == "lora" and not publish.merge else whole + adapters
+    adapters = width * trained if method == "lora" else 0
+    size = adapters if method == "lora" and not publish.merge else whole + adapters
     return size * (2 if publish.registry is None else 1)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from configs.settings.recipe import Recipe
+    from configs.settings.recipe import Model
     from runtimes.pipeline_folder.folder import Base
 
 #: Formats that can execute code when they are loaded.
@@ -51,18 +51,20 @@ class SmokeTestFailed(ValueError):
     """The folder is not fit for publication; the message has the reason."""
 
 
-def check(folder: Path, base: Base, recipe: Recipe) -> None:
+def check(folder: Path, base: Base, model: Model, device: str) -> None:
     """Raise SmokeTestFailed unless the code of a folder's card draws a finite picture.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
+        model: the places of `base` and its VAE, as the card names them.
+        device: of the drawing.
 
     Raises:
         Away: the process was killed, or ran out of memory or time, on a busy machine.
     """
     from configs.errors import Away
 
-    job = json.dumps(describe(folder, base, recipe))
+    job = json.dumps(describe(folder, base, model, device))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
     try:
         result = subprocess.run(
@@ -96,7 +98,7 @@ def check_files(folder: Path, max_bytes: int | None) -> None:
         raise SmokeTestFailed(f"{size:,} bytes exceed publish.max_bytes ({max_bytes:,})")
 
 
-def describe(folder: Path, base: Base, recipe: Recipe) -> dict[str, Any]:
+def describe(folder: Path, base: Base, model: Model, device: str) -> dict[str, Any]:
     """The job of `draw`; arguments as for `check`."""
     from runtimes.pipeline_folder.weights import weight_shapes
     from tasks.publish.model_card import FOLDER, VAES, has_vae_folder, place_in_code
@@ -104,16 +106,16 @@ def describe(folder: Path, base: Base, recipe: Recipe) -> dict[str, Any]:
     pipeline = folder if (folder / INDEX).is_file() else base.folder
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
-    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base.folder)}
+    places = {FOLDER: str(folder), place_in_code(model.path): str(base.folder)}
     vae = base.vae_folder
-    if vae is not None and recipe.model.vae is not None:
-        is_part = has_vae_folder(recipe.model.vae, vae)
-        places[place_in_code(recipe.model.vae, VAES)] = str(vae.parent if is_part else vae)
+    if vae is not None and model.vae is not None:
+        is_part = has_vae_folder(model.vae, vae)
+        places[place_in_code(model.vae, VAES)] = str(vae.parent if is_part else vae)
     return {
         "card": str(folder / CARD),
         "places": places,
         "float32_bytes": 4 * sum(map(math.prod, shapes)),
-        "device": recipe.evaluate.device,
+        "device": device,
     }
 
 

@@ -339,7 +339,7 @@ class PublishStage(Stage):
             smoke_test.check_files(out, settings.max_bytes)
             if settings.smoke_test:
                 log.info("publish: smoke test: diffusers loads the folder and draws a picture")
-                smoke_test.check(out, self.base, self.recipe)
+                smoke_test.check(out, self.base, self.recipe.model, self.recipe.evaluate.device)
         except smoke_test.SmokeTestFailed as failure:
             return promotion_gate.Verdict("smoke test", False, None, None, str(failure))
         return None

@@ -1,7 +1,7 @@
 """A stage with a work pool is sent only if its artifact is missing, and never by its own run."""
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from toy_recipes import base_of
 from artifacts.filesystems import Clock
 from artifacts.gc import runs
 from artifacts.remote_stores import StoreRefused
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.errors import Away
 from configs.load_recipe import load_recipe
 from configs.settings.data import UrlSource
@@ -36,7 +36,7 @@ from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, r
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
-from tasks.stage import StageFailed, StageResult, build_or_reuse
+from tasks.stage import Stage, StageFailed, StageResult, build_or_reuse
 
 PARTS = KeyParts("train", 1, {}, {})
 
@@ -99,6 +99,37 @@ def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
     differs = sent.send(other, Progress("train"), [])
     with pytest.raises(StageFailed, match=f"the sender expects {PARTS.key[:12]}"):
         build_or_reuse(run.store, other, build, parents={}, send=differs)
+
+
+@dataclass(frozen=True)
+class Selection(Stage):
+    """An artifact of a placed stage that a training needs besides."""
+
+    share: float
+
+    name = "encode"
+    version = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"replay": self.share}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        return {}
+
+    def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        return {}
+
+
+def test_what_a_stage_needs_besides_is_built_where_the_stage_is(run: Run) -> None:
+    """Neither its own pool nor the sender waits for it."""
+    place = run.recipe.place.model_copy(update={"encode": "cpu"})
+    placed = replace(run, recipe=run.recipe.model_copy(update={"place": place}))
+    assert sending(placed, "encode") is not None
+    assert placed.build(Selection(0.3)).outcome == "built"
+    sent = replace(run, scope=Sent("train", PARTS.key, {}))
+    assert sent.build(Selection(0.5)).outcome == "built"
 
 
 def rows_of(run: Run) -> list[tuple[str, list[str]]]:

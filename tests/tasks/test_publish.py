@@ -13,7 +13,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from store_drafts import commit
-from toy_recipes import digits
+from toy_recipes import digits, drawn_by
 
 from artifacts.store import Artifact, Store
 from configs.errors import Away, Refused
@@ -289,7 +289,7 @@ def test_the_smoke_test_uses_the_recipes_vae(
     monkeypatch.setattr(smoke_test, "check", lambda *given: asked.append(given))
     recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
     publish(recipe, vae=vae)
-    assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), recipe)]
+    assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), *drawn_by(recipe))]
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(

@@ -13,7 +13,7 @@ from diffusers import (
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
-from toy_recipes import digits
+from toy_recipes import digits, drawn_by
 from transformers import CLIPImageProcessor
 
 from configs.errors import Away
@@ -33,7 +33,7 @@ def job_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
     measured: dict[str, Any] = {"metrics": {}, "differences": {}}
     card = write_card(recipe, folder, measured, [], {}, weights)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    return smoke_test.describe(folder, Base.open(folder), recipe)
+    return smoke_test.describe(folder, Base.open(folder), *drawn_by(recipe))
 
 
 def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_code_of_the_card_is_what_draws_offline(tmp_path: Path, tiny_sdxl: P
         smoke_test.draw(job)
     insert("pipe.load_lora_weights('nobody/none')")
     with pytest.raises(SmokeTestFailed, match="offline mode"):
-        smoke_test.check(folder, Base.open(folder), recipe)
+        smoke_test.check(folder, Base.open(folder), *drawn_by(recipe))
 
 
 def test_the_card_of_a_unet_with_extra_inputs_draws(
@@ -114,7 +114,7 @@ def test_the_smoke_test_has_the_packages_of_pythonpath(
     (tmp_path / "script.py").write_text("import only_there")
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    smoke_test.check(tiny_sdxl, Base.open(tiny_sdxl), digits(tmp_path))
+    smoke_test.check(tiny_sdxl, Base.open(tiny_sdxl), *drawn_by(digits(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     with pytest.raises(Away, match=said):
-        smoke_test.check(tmp_path, Base.open(tmp_path), digits(tmp_path))
+        smoke_test.check(tmp_path, Base.open(tmp_path), *drawn_by(digits(tmp_path)))
 
 
 def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:

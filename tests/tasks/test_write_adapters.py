@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from store_drafts import commit
 from tiny_adapters import RANK, make_lora
+from toy_recipes import drawn_by
 
 from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
@@ -100,7 +101,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
         "recipe.yaml",
     }
     version = registry_of(recipe).publish(artifact)
-    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(tiny_sdxl), recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(tiny_sdxl), *drawn_by(recipe)))
     pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipe.load_lora_weights(version.uri)
     layer = pipe.unet.conv_in
@@ -386,7 +387,8 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     assert run["pipe"].scheduler.config.prediction_type == "v_prediction"
     model = load_published_model(Path(alone.path))
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
-    job = smoke_test.describe(Path(alone.path), Base.open(tiny_sdxl), digits(tmp_path, tiny_sdxl))
+    recipe = digits(tmp_path, tiny_sdxl)
+    job = smoke_test.describe(Path(alone.path), Base.open(tiny_sdxl), *drawn_by(recipe))
     smoke_test.draw(job)
     Path(alone.path, name).unlink()
     with pytest.raises(OSError, match=r"scheduler_config\.json"):
@@ -422,7 +424,7 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_text_encoders_in_half_preci
         file.write_text(json.dumps(config), encoding="utf-8")
     recipe = digits(tmp_path, tiny_sdxl)
     version = registry_of(recipe).publish(publish(tmp_path, recipe))
-    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half), recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half), *drawn_by(recipe)))
 
 
 def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_vae(
@@ -439,7 +441,7 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_
     vae = (half / "vae").rename(tmp_path / "other/half")  # of the base's name
     recipe = digits(tmp_path, half, **{"model.vae": str(vae)})
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vae))
-    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half, vae), recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half, vae), *drawn_by(recipe)))
 
 
 def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -452,7 +454,7 @@ def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Pa
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vaes / "vae"))
     card = Path(version.uri, "README.md").read_text(encoding="utf-8")
     assert ".from_pretrained('path/to/vae/other', subfolder=\"vae\", torch_dtype=" in card
-    job = smoke_test.describe(Path(version.uri), Base.open(base, vaes / "vae"), recipe)
+    job = smoke_test.describe(Path(version.uri), Base.open(base, vaes / "vae"), *drawn_by(recipe))
     smoke_test.draw(job)
     assert "pipe(prompt='path/to/tiny'" in ast.unparse(smoke_test.card_code(job)[-1])
 
