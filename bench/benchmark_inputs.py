@@ -12,27 +12,48 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.published_configs import write_published_configs
 from configs.load_recipe import CHECKOUT
+from configs.settings.recipe import Recipe
 
 BASE = CHECKOUT / "demo/base"
 TOKENS = 77
 CAPTIONS = 16  # of random latents
+#: Folders of published configs, by the last part of the hub id: enough for `kiln plan`.
+MODELS = CHECKOUT / "bench/models"
 #: A UNet in SDXL's layout with 39.9 M parameters; the demo's has 2.7 M, SDXL's 2,567 M.
-MIDDLE_UNET: dict[str, Any] = {
-    "sample_size": 16,
-    "block_out_channels": (128, 256, 256),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "layers_per_block": 2,
-    "transformer_layers_per_block": 1,
-    "attention_head_dim": (2, 4, 4),  # number of heads (diffusers' name is wrong): 64 channels each
-    "use_linear_projection": True,
-    "cross_attention_dim": 128,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 32,
-    "projection_class_embeddings_input_dim": 6 * 32 + 64,
-}
+MIDDLE_UNET = MODELS / "mid/unet"
+
+
+def published(path: str) -> Path:
+    """The config folder of a published model by its hub id; any other path as it is."""
+    folder = MODELS / path.rpartition("/")[2]
+    return folder if folder.is_dir() else Path(path)
+
+
+def list_recipe(
+    folder: Path, *, path: str, format: str | None = None, **sections: dict[str, Any]
+) -> Recipe:
+    """A recipe of a list of URLs, to run its first stages; its store is a new folder.
+
+    Args:
+        folder: has the store.
+        path: of the list, in `format`; None: by its suffix.
+        sections: of the recipe, such as `download`.
+    """
+    store = folder / "store"
+    store.mkdir(exist_ok=True)
+    source = {"kind": "urls", "path": path} | ({} if format is None else {"format": format})
+    return Recipe.model_validate(
+        {
+            "name": "bench",
+            "model": {"path": str(BASE)},
+            "store": str(store),
+            "source": source,
+            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
+            "publish": {"name": "unused"},
+            **sections,
+        }
+    )
 
 
 def write_images(folder: Path, count: int, size: int) -> Path:
@@ -55,15 +76,15 @@ def write_images(folder: Path, count: int, size: int) -> Path:
     return folder
 
 
-def write_pipeline(folder: Path, unet: dict[str, Any] | None = None) -> Path:
-    """Write the demo's base in float32, or with a random UNet of the config `unet`."""
+def write_pipeline(folder: Path, unet: Path | None = None) -> Path:
+    """Write the demo's base in float32, or with a random UNet of the config in a folder."""
     import torch
     from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 
     parts = {}
     if unet is not None:
         torch.manual_seed(0)
-        parts["unet"] = UNet2DConditionModel(**unet)
+        parts["unet"] = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(unet))
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         BASE, torch_dtype=torch.float32, add_watermarker=False, **parts
     )
@@ -80,66 +101,30 @@ def count_parameters(folder: Path) -> int:
         return sum(math.prod(shape) for shape in slices)
 
 
-def write_full_size(folder: Path, config: Path) -> Path:
-    """Write a pipeline in bf16 whose UNet has random weights and the config.json `config`.
+def write_full_size(folder: Path, model: Path) -> Path:
+    """Write a pipeline in bf16 with random weights and small encoders; its folder.
 
-    The VAE (f = 8) and the text encoders are small, with outputs of the published shapes: a
-    training step costs the same, encoding does not.
+    VAE (f = 8) and text encoders have outputs of the published shapes: a training step costs the
+    same, encoding does not.
+
+    Args:
+        model: config folder; `-small-encoders` beside it has the configs of the encoders.
     """
-    import torch
-    from diffusers import (
-        DDPMScheduler,
-        StableDiffusionPipeline,
-        StableDiffusionXLPipeline,
-        UNet2DConditionModel,
-    )
-    from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
-
-    from runtimes.torch.device import free_memory
-
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # initialization of SDXL is slow on CPU
-    with torch.device(device):
-        unet = UNet2DConditionModel.from_config(json.loads(config.read_text(encoding="utf-8")))
-    scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
-    tokenizer = CLIPTokenizer.from_pretrained(BASE / "tokenizer", local_files_only=True)
-    width = unet.config.cross_attention_dim
-    parts: dict[str, Any] = {"unet": unet, "vae": _small_vae(), "scheduler": scheduler}
-    if unet.config.addition_embed_type == "text_time":
-        first = width * 3 // 8  # SDXL: 768 of 2048
-        sizes = 6 * unet.config.addition_time_embed_dim
-        pooled = unet.config.projection_class_embeddings_input_dim - sizes
-        pipeline: Any = StableDiffusionXLPipeline(
-            **parts,
-            text_encoder=CLIPTextModel(_text_config(tokenizer, first, first)),
-            text_encoder_2=CLIPTextModelWithProjection(
-                _text_config(tokenizer, width - first, pooled)
-            ),
-            tokenizer=tokenizer,
-            tokenizer_2=tokenizer,
-            add_watermarker=False,
-        )
-    else:
-        pipeline = StableDiffusionPipeline(
-            **parts,
-            text_encoder=CLIPTextModel(_text_config(tokenizer, width, width)),
-            tokenizer=tokenizer,
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
-    pipeline.to(device="cpu", dtype=torch.bfloat16).save_pretrained(folder)
-    free_memory()  # of this process, which lives while others are measured
-    return folder
+    copytree(model, folder)
+    copytree(model.with_name(f"{model.name}-small-encoders"), folder, dirs_exist_ok=True)
+    encoders = [path.name for path in sorted(folder.glob("text_encoder*"))]
+    return write_weights(folder, ["unet", "vae", *encoders])
 
 
 def write_published(folder: Path, hub_id: str, parts: Sequence[str]) -> Path:
-    """Write a published pipeline's configs, and random bf16 weights of some components.
+    """Write a published pipeline's configs and some components' random weights; its folder."""
+    return write_weights(copytree(published(hub_id), folder), parts)
 
-    Args:
-        folder: of the pipeline's folder, which is returned.
-        hub_id: a key of published_configs.write_published_configs.
-        parts: components, such as `unet`; CLIP's tokenizer is the demo's.
+
+def write_weights(pipeline: Path, parts: Sequence[str]) -> Path:
+    """Write random bf16 weights of some components, such as `unet`; returns the pipeline's folder.
+
+    The tokenizers are the demo's.
     """
     import diffusers
     import torch
@@ -147,7 +132,6 @@ def write_published(folder: Path, hub_id: str, parts: Sequence[str]) -> Path:
 
     from runtimes.torch.device import free_memory
 
-    pipeline = write_published_configs(folder)[hub_id]
     index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"  # initialization is slow on CPU
@@ -171,43 +155,16 @@ def write_published(folder: Path, hub_id: str, parts: Sequence[str]) -> Path:
     return pipeline
 
 
-def _small_vae() -> Any:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        mid_block_add_attention=False,
-        latent_channels=4,
-        norm_num_groups=4,
-        scaling_factor=0.18215,
-    )
-
-
-def _text_config(tokenizer: Any, width: int, projection: int) -> Any:
-    from transformers import CLIPTextConfig
-
-    return CLIPTextConfig(
-        hidden_size=width,
-        intermediate_size=width,
-        num_attention_heads=4,
-        num_hidden_layers=2,
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        projection_dim=projection,
-    )
-
-
-def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> str:
+def write_random_latents(
+    folder: Path, model: Path, samples: int, size: int, shards: int = 1, captions: int = CAPTIONS
+) -> str:
     """Write a latents artifact of random numbers for a pipeline; its URL.
 
     A step takes as long as with encoded pictures of `size` x `size` pixels.
 
     Args:
         model: pipeline folder; its config files suffice.
+        captions: of each shard; its pictures share them in turns.
     """
     from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
     from artifacts.store import KeyParts, Store
@@ -219,6 +176,8 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
     side = size // info["vae_scale_factor"]
     channels = info["latent_channels"]
     encoders = len(family_named(info["family"]).clip_encoders)
+    count = samples // shards
+    texts = 1 + min(captions, count)
 
     def normal(*shape: int) -> Any:
         return random.standard_normal(shape, dtype=np.float32)
@@ -232,21 +191,22 @@ def write_random_latents(folder: Path, model: Path, samples: int, size: int) -> 
             crop_top_left=(0, 0),
             target_size=(size, size),
             flip=False,
-            caption_rows=(1 + number % CAPTIONS,),
+            caption_rows=(1 + number % (texts - 1),),
         )
 
-    texts = Texts(
-        normal(1 + CAPTIONS, info["tokens"], info["prompt_dim"]),
-        normal(1 + CAPTIONS, info["pooled_dim"]) if info["pooled_dim"] else None,
-        random.integers(512, size=(1 + CAPTIONS, encoders, TOKENS)),
-    )
     group = f"train/{side}x{side}"
     store = Store(str(folder / "store"))
     draft = store.draft(KeyParts("encode", 1, {"info": info, "samples": samples}, {}))
     path = folder / "shard.safetensors"
-    write_latent_shard(path, {group: [sample(number) for number in range(samples)]}, texts)
-    counts = {"groups": {group: samples}, "bad": 0}
-    shard = store.commit_shard("encode", f"{0:064x}", {".safetensors": str(path)}, counts)
-    draft.add_shard(shard)
+    for shard in range(shards):
+        rows = Texts(
+            normal(texts, info["tokens"], info["prompt_dim"]),
+            normal(texts, info["pooled_dim"]) if info["pooled_dim"] else None,
+            random.integers(512, size=(texts, encoders, TOKENS)),
+        )
+        write_latent_shard(path, {group: [sample(number) for number in range(count)]}, rows)
+        counts = {"groups": {group: count}, "bad": 0}
+        files = {".safetensors": str(path)}
+        draft.add_shard(store.commit_shard("encode", f"{shard:064x}", files, counts))
     draft.write("latents.json", json.dumps(info).encode())
     return str(draft.commit({}, {}).uri)

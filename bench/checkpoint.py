@@ -7,7 +7,6 @@ a read. GB are 10^9 bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from bench.report import Row, machine, publish, spread, versions
+from bench.report import Row, finish, option_parser, spread
 from runtimes.contract import StateShapes
 from runtimes.optimizer_step import owned_copies, read_state_arrays
 from runtimes.process.collectives import HostCollectives, free_port, join
@@ -97,19 +96,14 @@ def _empty_page_cache(folder: str) -> None:
 
 def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
     """Rates in GB/s of a run of some processes."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), RANK: "1"}
+    shared["WORLD_SIZE"] = str(processes)
     command = [sys.executable, "-m", "bench.checkpoint", folder, "--gigabytes", str(gigabytes)]
     command += ["--rounds", str(rounds)]
     children = [
         subprocess.Popen(
             command,
-            env={
-                **os.environ,
-                **shared,
-                "WORLD_SIZE": str(processes),
-                "RANK": str(rank),
-                RANK: "1",
-            },
+            env={**os.environ, **shared, "RANK": str(rank)},
             stdout=subprocess.PIPE,
         )
         for rank in range(processes)
@@ -127,11 +121,10 @@ def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, as the parent of the ranks or as one of them."""
-    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__)
+    parser = option_parser("checkpoint", __doc__, ROUNDS)
     parser.add_argument("folder", nargs="?", help="on the disk to measure; default: a new one")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args(arguments)
     if RANK in os.environ:
         print(json.dumps(measure(given.folder, given.gigabytes, given.rounds)))
@@ -140,9 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     for count in given.processes:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             rows.append(row(folder, given.gigabytes, given.rounds, count))
-    facts = {"machine": machine(1), "versions": versions(("kilnworks", "torch", "numpy"))}
-    publish("checkpoint", rows, facts, None)
-    return 1 if any(found.failed for found in rows) else 0
+    return finish("checkpoint", rows, given, ("kilnworks", "torch", "numpy"))
 
 
 if __name__ == "__main__":

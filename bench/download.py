@@ -19,14 +19,17 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
-from bench.report import Row, log, machine, publish, spread, versions
+from bench.benchmark_inputs import list_recipe
+from bench.report import Rounds, Row, finish, log, option_parser, spread
 
 ROUNDS = 5
 IMAGE_SIZE = 256  # pixels; img2dataset's default
@@ -70,12 +73,10 @@ WORKLOADS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Compare and print; 1 if a side lacks pictures."""
-    parser = argparse.ArgumentParser(prog="python -m bench.download", description=__doc__)
+    parser = option_parser("download", __doc__, ROUNDS)
     parser.add_argument("--row", action="append", choices=WORKLOADS, help="default: all")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--pictures", type=int, help="instead of 6,000 or 1,000")
     parser.add_argument("--quick", action="store_true", help="few small pictures, once")
-    parser.add_argument("--json", type=Path, help="file for the JSON line")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -97,12 +98,8 @@ def main(arguments: Sequence[str]) -> int:
             rows.append(
                 _row(name, chosen, host, Path(scratch), 1 if options.quick else options.rounds)
             )
-    facts = {
-        "machine": machine(os.cpu_count() or 1),
-        "versions": versions(("kilnworks", "img2dataset", "aiohttp", "opencv-python-headless")),
-    }
-    publish("download", rows, facts, options.json)
-    return int(any(row.failed for row in rows))
+    packages = ("kilnworks", "img2dataset", "aiohttp", "opencv-python-headless")
+    return finish("download", rows, options, packages)
 
 
 def _row(name: str, workload: Workload, host: str, scratch: Path, rounds: int) -> Row:
@@ -115,12 +112,14 @@ def _row(name: str, workload: Workload, host: str, scratch: Path, rounds: int) -
     pq.write_table(
         pa.table({"url": urls, "caption": [f"picture {n}" for n in range(len(urls))]}), listed
     )
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for number in range(rounds):
-        for side in sorted(SIDES, reverse=bool(number % 2)):
-            with tempfile.TemporaryDirectory(dir=scratch) as out:
-                log(f"{name}: {side}, round {number + 1}")
-                found[side].append(_measured(side, workload, listed, Path(out), host))
+
+    def measured(side: str, out: Path) -> dict[str, float]:
+        log(f"{name}: {side}")
+        return _measured(side, workload, listed, out, host)
+
+    sides = sorted(SIDES)
+    results = Rounds(scratch, rounds).alternate(*(partial(measured, side) for side in sides))
+    found = dict(zip(sides, results, strict=True))
     row = Row(name)
     pairs = list(zip(found["ours"], found["img2dataset"], strict=True))
     row.ratios[workload.ratio] = spread([b["seconds"] / a["seconds"] for a, b in pairs])["median"]
@@ -180,57 +179,33 @@ def _pictures(out: Path) -> int:
 def _watch_memory(child: subprocess.Popen[bytes], peak: list[float]) -> None:
     """Proportional memory of the child and its descendants, in MiB, twice a second."""
     while child.poll() is None:
-        peak[0] = max(peak[0], sum(map(_proportional_mib, _tree(child.pid))))
+        total = 0
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(child.pid)
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):  # it ended
+                    total += process.memory_full_info().pss
+        peak[0] = max(peak[0], total / 2**20)
         time.sleep(0.5)
-
-
-def _tree(root: int) -> Iterator[int]:
-    yield root
-    try:
-        for task in Path(f"/proc/{root}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from _tree(int(child))
-    except OSError:
-        return  # it ended
-
-
-def _proportional_mib(pid: int) -> float:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0.0
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
 
 
 def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> None:
     from artifacts.store import Store
-    from configs.settings.recipe import Recipe
     from tasks import download
 
-    (out / "store").mkdir()
-    recipe = Recipe.model_validate(
-        {
-            "name": "bench-download",
-            "model": {"path": "unused"},
-            "store": str(out / "store"),
-            "source": {"kind": "urls", "path": str(listed)},
-            "download": {
-                "image_size": workload.image_size,
-                "resize_mode": workload.resize_mode,
-                "max_connections": workload.connections,
-                "max_connections_per_host": workload.connections,
-                "max_requests_per_host": None,
-                "allow_hosts": [job["host"]],
-                "shard_size": workload.shard_size,
-            },
-            "evaluate": {"clip": "unused", "prompts": {"all": {"prompts": ["a"]}}},
-            "publish": {"name": "unused"},
-        }
-    )
+    settings = {
+        "image_size": workload.image_size,
+        "resize_mode": workload.resize_mode,
+        "max_connections": workload.connections,
+        "max_connections_per_host": workload.connections,
+        "max_requests_per_host": None,
+        "allow_hosts": [job["host"]],
+        "shard_size": workload.shard_size,
+    }
+    recipe = list_recipe(out, path=str(listed), download=settings)
     plan = download.plan(recipe)
-    store = Store(recipe.store)
     stage = download.DownloadStage(recipe, plan)
-    draft = store.draft(stage.parts)
+    draft = Store(recipe.store).draft(stage.parts)
     draft.commit(stage.build(draft, lambda *_: None), {})
 
 

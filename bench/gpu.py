@@ -7,7 +7,6 @@ them load and compile side by side; steps are still timed one variant at a time.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -18,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench import benchmark_inputs, report, run_kilnworks
-from bench.job_command_line import read_train_job
+from bench.job_steps import BareSteps, read_train_job
 from bench.report import Row
-from bench.train_cuda import BF16, batch_size
+from bench.train_rows import BF16, batch_size
 from bench.training_step_workloads import METHODS, OURS
 from configs.load_recipe import CHECKOUT
 from runtimes.process.job import TrainJob, write_job
@@ -106,11 +105,9 @@ def measure(job: TrainJob, steps: int, warm_up: int, lock: Path) -> dict[str, An
     Args:
         steps: timed steps.
         warm_up: steps before them.
-        lock: file of `_shared` and `_alone`.
+        lock: file whose lock all variants share.
     """
-    from bench.overhead import BareSteps
-
-    with _shared(lock):
+    with _locked(lock, fcntl.LOCK_SH):  # no other variant is timed
         begin = time.perf_counter()
         bare = BareSteps(job)
         loaded = time.perf_counter()
@@ -118,7 +115,7 @@ def measure(job: TrainJob, steps: int, warm_up: int, lock: Path) -> dict[str, An
         warm = time.perf_counter()
         flops = bare.runtime.flops(bare.batch)
         peak = bare.runtime.peak_flops()
-    with _alone(lock):
+    with _locked(lock, fcntl.LOCK_EX):  # no other variant uses the device
         bare.seconds(1)  # the device may have been idle
         seconds = bare.seconds(steps) / steps
         images = job.train["global_batch_size"]
@@ -143,16 +140,6 @@ def _locked(lock: Path, kind: int) -> Iterator[None]:
     with lock.open("a") as file:
         fcntl.flock(file, kind)
         yield
-
-
-def _shared(lock: Path) -> AbstractContextManager[None]:
-    """Context of loading and compiling: no other variant is timed."""
-    return _locked(lock, fcntl.LOCK_SH)
-
-
-def _alone(lock: Path) -> AbstractContextManager[None]:
-    """Context of timed steps: no other variant uses the device."""
-    return _locked(lock, fcntl.LOCK_EX)
 
 
 def _profile(bare: Any) -> str:
@@ -256,7 +243,7 @@ def job_maker(
 
     @cache
     def pipeline(hub_id: str, denoiser: str) -> Path:
-        return write(folder / "models", hub_id, [denoiser])
+        return write(folder / "models" / hub_id, hub_id, [denoiser])
 
     @cache
     def files(model: Model) -> tuple[Path, str]:
@@ -302,7 +289,7 @@ def main(arguments: list[str]) -> int:
         lock = Path(tempfile.gettempdir(), "kiln-bench-gpu.lock")  # also of other benchmarks
         print(json.dumps(measure(read_train_job(job), int(steps), int(warm_up), lock)))
         return 0
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser = report.option_parser("gpu", __doc__)
     parser.add_argument("pieces", nargs="+", metavar="PIECE", choices=PIECES, help=" ".join(PIECES))
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="only these variants")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
@@ -326,7 +313,6 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         help="variants that load and compile side by side (default: %(default)s)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help=f"page whose table gets the rows, such as {PAGE}"
     )
@@ -340,18 +326,14 @@ def main(arguments: list[str]) -> int:
         variants = {name: variants[name] for name in options.only}
     if options.page and TABLE not in options.page.read_text(encoding="utf-8"):
         parser.error(f"{options.page} has no table {TABLE}")
-    facts = {"machine": report.machine(os.cpu_count() or 1), "versions": report.versions()}
     with tempfile.TemporaryDirectory(prefix="kiln-gpu-") as temporary:
         folder = Path(temporary)
         make = job_maker(folder)
-        steps = options.steps
-        warm_up = options.warm_up
-        limit = options.limit
-        rows = run_piece(variants, make, folder, steps, warm_up, limit, options.together)
-    report.publish("gpu", rows, facts, options.json)
+        counts = (options.steps, options.warm_up, options.limit, options.together)
+        rows = run_piece(variants, make, folder, *counts)
     if options.page:
-        add_to_table(options.page, rows, facts["machine"]["gpu"] or "CPU", date.today())
-    return int(any(row.failed for row in rows))
+        add_to_table(options.page, rows, report.gpu_name() or "CPU", date.today())
+    return report.finish("gpu", rows, options)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ arrays in float32; grain reads with a thread per core. A sample of SDXL at 1024 
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import sys
 import tarfile
@@ -23,59 +21,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from artifacts.latent_shards import (
-    LatentSample,
     LatentShard,
-    Texts,
     open_latents,
     stack_rows,
-    write_latent_shard,
 )
-from artifacts.store import KeyParts, Store
-from bench.report import Row, log, machine, publish, spread, versions
-from bench.training_step_workloads import Context
+from bench.benchmark_inputs import MODELS, write_random_latents
+from bench.report import Rounds, Row, finish, log, option_parser, spread
 from runtimes.data.loader import BatchReader, Loader, latent_moments
 from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import LatentScale, Objective
 
+SDXL = MODELS / "stable-diffusion-xl-base-1.0"
 NAMES = ("mean", "logvar", "prompt_embeds", "pooled_prompt_embeds")
 Batch = dict[str, NDArray[Any]]
 Epoch = Callable[[], Iterator[Batch]]  # returns the batches of an epoch
 Rows = dict[str, NDArray[np.uint16]]  # of one sample, bf16 bits
-TOKENS = 77
-WIDTH = 2048
-POOLED = 1280  # of SDXL's embeddings
 SHUFFLED = 256  # samples of WebDataset's shuffle buffer
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure the three loaders in turns and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench.loader", description=__doc__)
+    parser = option_parser("loader", __doc__, rounds=5)
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="work folder; default: a temporary one")
     parser.add_argument("--quick", action="store_true", help="64 pixels, 64 samples, one round")
-    parser.add_argument("--json", type=Path, help="also write the last line to this file")
     options = parser.parse_args(arguments)
     samples, rounds = (64, 1) if options.quick else (options.samples, options.rounds)
     with tempfile.TemporaryDirectory(prefix="kiln-", dir=options.folder) as scratch:
         log("writing the shards")
-        url = write_shards(Path(scratch), samples, 8 if options.quick else 128, shards=4)
+        size = 64 if options.quick else 1024
+        url = write_random_latents(Path(scratch), SDXL, samples, size, shards=4, captions=samples)
         loaders = {
             "ours": our_batches(url, options.batch_size, samples // options.batch_size),
             "webdataset": webdataset_batches(url, Path(scratch), options.batch_size),
             "grain": grain_batches(url, Path(scratch), options.batch_size),
         }
-        context = Context(Path(scratch), None, rounds, samples // options.batch_size)
-        row = compare(loaders, context.steps, options.batch_size, context)
-    packages = ("numpy", "webdataset", "grain", "array_record")
-    facts = {"machine": machine(os.cpu_count() or 1), "versions": versions(packages)}
-    publish("loader", [row], facts, options.json)
-    return 0
+        steps = samples // options.batch_size
+        row = compare(loaders, steps, options.batch_size, Rounds(Path(scratch), rounds))
+    return finish("loader", [row], options, ("numpy", "webdataset", "grain", "array_record"))
 
 
-def compare(loaders: dict[str, Epoch], steps: int, size: int, context: Context) -> Row:
+def compare(loaders: dict[str, Epoch], steps: int, size: int, turns: Rounds) -> Row:
     """Samples per second of each loader, over an epoch per round, after an epoch to warm up.
 
     An epoch begins anew in each round, so that nobody reads ahead while others are measured.
@@ -91,7 +79,7 @@ def compare(loaders: dict[str, Epoch], steps: int, size: int, context: Context) 
 
     for name in loaders:
         rate(name)
-    found = context.alternate(*(partial(rate, name) for name in loaders))
+    found = turns.alternate(*(partial(rate, name) for name in loaders))
     rates = dict(zip(loaders, found, strict=True))
     figures = {f"{name}_samples_per_second": spread(rates[name]) for name in loaders}
     ratios = {}
@@ -202,51 +190,6 @@ def _shards(url: str) -> Iterator[list[Rows]]:
 def _stack(rows: Sequence[Rows]) -> Batch:
     """The arrays of a batch, as the objective and the denoiser need them."""
     return {name: stack_rows([row[name] for row in rows]) for name in NAMES}
-
-
-def write_shards(folder: Path, samples: int, side: int, shards: int) -> str:
-    """Write an artifact of random latents [4, side, side] and SDXL's embeddings; its URL."""
-    random = np.random.default_rng(0)
-    store = Store(str(folder / "store"))
-    draft = store.draft(KeyParts("encode", 1, {"samples": samples, "side": side}, {}))
-    count = samples // shards
-    group = f"train/{side}x{side}"
-    path = folder / "shard.safetensors"
-
-    def bits(*shape: int) -> NDArray[np.uint16]:
-        return random.integers(0x3F00, 0x4000, shape, np.uint16)  # bf16 of 0.5 to 2
-
-    for number in range(shards):
-        found = [
-            LatentSample(
-                mean=bits(4, side, side),
-                logvar=bits(4, side, side),
-                id=random.bytes(32),
-                original_size=(8 * side, 8 * side),
-                crop_top_left=(0, 0),
-                target_size=(8 * side, 8 * side),
-                flip=False,
-                caption_rows=(1 + row,),
-            )
-            for row in range(count)
-        ]
-        texts = Texts(
-            list(bits(1 + count, TOKENS, WIDTH)),
-            list(bits(1 + count, POOLED)),
-            random.integers(512, size=(1 + count, 2, TOKENS)),
-        )
-        write_latent_shard(path, {group: found}, texts)
-        facts = {"groups": {group: count}}
-        files = {".safetensors": str(path)}
-        draft.add_shard(store.commit_shard("encode", f"{number:064x}", files, facts))
-    info = {
-        **{"family": "sdxl", "latent_channels": 4, "vae_scale_factor": 8, "size_step": 8},
-        **{"scaling_factor": 0.13025, "shift_factor": 0.0, "empty_prompt": "zeros"},
-        **{"latents_mean": None, "latents_std": None, "tokens": TOKENS},
-        **{"caption_tokens": TOKENS, "prompt_dim": WIDTH, "pooled_dim": POOLED},
-    }
-    draft.write("latents.json", json.dumps(info).encode())
-    return str(draft.commit({}, {}).uri)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import benchmark_inputs
-from bench.train_cuda import SD2_UNET, SDXL_UNET
+from bench.train_rows import SD2_CONFIGS, SDXL_CONFIGS
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.pipeline_folder.folder import Base
@@ -121,10 +121,9 @@ def main() -> None:
         prog="python -m bench.planned_and_real_memory", description=__doc__
     )
     parser.add_argument("--cuda", action="store_true", help="SD2 and SDXL at full size")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for name, model, resolution, batch, train in _cases(
-            Path(scratch), parser.parse_args().cuda
-        ):
+        for name, model, resolution, batch, train in _cases(Path(scratch), options.cuda):
             for variant, changes in VARIANTS.items():
                 found = compare(model, resolution, batch, **{**train, **changes})
                 row = {"model": name, "variant": variant, **found}
@@ -135,17 +134,12 @@ def main() -> None:
 def _cases(scratch: Path, cuda: bool) -> Iterator[tuple[str, Path, int, int, dict[str, Any]]]:
     if not cuda:
         yield "tiny", benchmark_inputs.write_pipeline(scratch / "tiny"), 32, 32, {}
-        yield (
-            "mid",
-            benchmark_inputs.write_pipeline(scratch / "mid", benchmark_inputs.MIDDLE_UNET),
-            64,
-            8,
-            {},
-        )
+        middle = benchmark_inputs.write_pipeline(scratch / "mid", benchmark_inputs.MIDDLE_UNET)
+        yield "mid", middle, 64, 8, {}
         return
     bf16 = {"mixed_precision": "bf16"}
-    yield "sd2", benchmark_inputs.write_full_size(scratch / "sd2", SD2_UNET), 512, 32, bf16
-    yield "sdxl", benchmark_inputs.write_full_size(scratch / "sdxl", SDXL_UNET), 1024, 4, bf16
+    yield "sd2", benchmark_inputs.write_full_size(scratch / "sd2", SD2_CONFIGS), 512, 32, bf16
+    yield "sdxl", benchmark_inputs.write_full_size(scratch / "sdxl", SDXL_CONFIGS), 1024, 4, bf16
 
 
 if __name__ == "__main__":

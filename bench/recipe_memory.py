@@ -1,7 +1,7 @@
 """Plan the shipped recipes for a GPU, and print their table: `python -m bench.recipe_memory`.
 
 With `--write`, it renews tasks/plan/recipe_memory.json and the table of docs/recipes.md. No weights
-and no hub are needed: bench/published_configs.py has the sizes of the published models.
+and no hub are needed: bench/models has the configs of the published models.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.published_configs import write_published_configs
+from bench.benchmark_inputs import published
 from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
 from tasks.plan.gpu import (
     FILE,
-    GpuPlan,
     RecipeMemory,
-    digest_settings,
-    executed_flops,
     plan_for,
     shipped_plans,
 )
@@ -39,47 +36,19 @@ CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
 GPUS = tuple(spec for name in ("RTX 4090", "H100") if (spec := parse_gpu(name).spec))
 
 
-def plan(recipe: Recipe, configs: dict[str, Path], store: Path) -> RecipeMemory:
-    """The plan of a recipe on config files.
-
-    Args:
-        configs: folder by hub id.
-        store: keeps the planned steps.
-    """
+def plan(recipe: Recipe, store: Path) -> RecipeMemory:
+    """The plan of a recipe on config files; the store keeps the planned steps."""
     model = recipe.model
-    vae = None if model.vae is None else configs[model.vae]
-    base = Base.open(configs.get(model.path, Path(model.path)), vae)
+    base = Base.open(published(model.path), None if model.vae is None else published(model.vae))
     place = recipe.model_copy(update={"store": str(store)})
-    return record(plan_for(place, parse_gpu("H100"), base))
-
-
-def record(plan: GpuPlan) -> RecipeMemory:
-    """The record of a plan; it does not depend on the GPU."""
-    recipe = plan.recipe
-    peaks = plan.peaks
-    steps = plan.steps
-    return RecipeMemory(
-        recipe=recipe.name,
-        settings=digest_settings(recipe),
-        training=sum(peaks.training.values()),
-        samples=peaks.samples,
-        sampling=peaks.sampling,
-        checkpoint=peaks.checkpoint,
-        parameters=plan.step.parameters,
-        checkpoint_bytes=plan.checkpoint_bytes,
-        flops_per_image=executed_flops(plan.step),
-        images=None if steps is None else steps * recipe.train.global_batch_size,
-        product_dtype=recipe.train.product_dtype,
-    )
+    return plan_for(place, parse_gpu("H100"), base).record
 
 
 def plan_recipes(names: Sequence[str], store: Path | None) -> Iterator[RecipeMemory]:
     """The plans of shipped recipes."""
     with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
-        folder = Path(scratch)
-        configs = write_published_configs(folder / "models")
         for name in names:
-            yield plan(load_recipe(name), configs, store or folder / "store")
+            yield plan(load_recipe(name), store or Path(scratch))
 
 
 def planned_recipes() -> list[str]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from configs.load_recipe import CHECKOUT
 
 REPORTED = ("kilnworks", "torch", "diffusers", "transformers", "accelerate", "peft", "numpy")
 
@@ -31,6 +38,84 @@ class Row:
 
 class Skip(Exception):
     """A row cannot run on this machine; the message is the reason."""
+
+
+class Rounds:
+    """Sides of a comparison in turns, each in a new folder below `folder`."""
+
+    def __init__(self, folder: Path, rounds: int) -> None:
+        self.folder = folder
+        self.rounds = rounds
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A temporary folder."""
+        with TemporaryDirectory(dir=self.folder) as folder:
+            yield Path(folder)
+
+    def alternate(self, *sides: Callable[[Path], Any]) -> list[list[Any]]:
+        """Results of each side in every round. Each round starts with another side."""
+        results: list[list[Any]] = [[] for _ in sides]
+        for number in range(self.rounds):
+            for position in range(len(sides)):
+                side = (number + position) % len(sides)
+                with self.scratch() as folder:
+                    results[side].append(sides[side](folder))
+        return results
+
+
+class Meter:
+    """Seconds of the wall and of this process's processor time, since it was made."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._cpu_since = time.process_time()
+
+    def elapsed(self) -> tuple[float, float]:
+        """Seconds, and CPU seconds."""
+        return time.perf_counter() - self._since, time.process_time() - self._cpu_since
+
+    def figures(self) -> dict[str, float]:
+        """Rounded seconds, and the peak memory of the process."""
+        seconds, cpu = self.elapsed()
+        return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "peak_mib": peak_mib()}
+
+
+def peak_mib() -> int:
+    """Peak of this process, without what it inherited from its parent (as ru_maxrss has)."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+
+def run_module(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Run `python -m module` in the checkout; the JSON in the last line that it prints.
+
+    Raises:
+        CalledProcessError: its exit code is not 0.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=CHECKOUT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def option_parser(
+    bench: str, description: str | None, rounds: int | None = None
+) -> argparse.ArgumentParser:
+    """The options of a benchmark: `--json`, and `--rounds` if there is a default."""
+    made = argparse.ArgumentParser(prog=f"python -m bench.{bench}", description=description)
+    made.add_argument("--json", type=Path, metavar="FILE", help="file for the JSON line")
+    if rounds is not None:
+        made.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+    return made
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -54,7 +139,7 @@ def machine(threads: int) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "load_average": os.getloadavg()[0],
-        "gpu": _gpu(),
+        "gpu": gpu_name(),
     }
 
 
@@ -65,6 +150,37 @@ def versions(packages: Sequence[str] = REPORTED) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
     return installed
+
+
+def attempt(name: str, make: Callable[[], Row]) -> Row:
+    """A row of the table; an error becomes a failed row, so that other rows still run."""
+    log(f"{name} ...")
+    try:
+        return make()
+    except Skip as reason:
+        return Row(name, skipped=str(reason))
+    except Exception as error:
+        traceback.print_exc()
+        return Row(name, failed=f"{type(error).__name__}: {error}")
+
+
+def finish(
+    bench: str,
+    rows: Sequence[Row],
+    options: argparse.Namespace,
+    packages: Sequence[str] = REPORTED,
+    **facts: Any,
+) -> int:
+    """Publish the rows of a benchmark; its exit code, 1 if a row failed.
+
+    Args:
+        options: of `option_parser`.
+        packages: whose versions are reported.
+        facts: further ones; `machine` replaces the facts of this machine.
+    """
+    shared = {"machine": machine(os.cpu_count() or 1), "versions": versions(packages)}
+    publish(bench, rows, shared | facts, options.json)
+    return int(any(row.failed for row in rows))
 
 
 def publish(bench: str, rows: Sequence[Row], facts: dict[str, Any], json_file: Path | None) -> None:
@@ -114,7 +230,8 @@ def _cpu() -> str:
     return model[1] if model else platform.machine()
 
 
-def _gpu() -> str | None:
+def gpu_name() -> str | None:
+    """Name of the first CUDA device; None without one."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

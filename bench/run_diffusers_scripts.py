@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ SCRIPTS = {
 }
 
 
-def add_peer_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--diffusers-examples` and `--peer-python`, which `find_peer` reads."""
+def add_peer_options(parser: argparse.ArgumentParser, rows: Iterable[str]) -> None:
+    """Add `--only`, and `--diffusers-examples` and `--peer-python`, which `find_peer` reads."""
+    parser.add_argument("--only", nargs="+", choices=list(rows), metavar="ROW", help="default: all")
     parser.add_argument(
         "--diffusers-examples",
         type=Path,

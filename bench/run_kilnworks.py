@@ -1,20 +1,27 @@
-"""Our side of a comparison: training jobs and whole runs, each in a process of its own."""
+"""Our side of a comparison: training jobs and whole runs, each in a process of its own.
+
+`python -m bench.run_kilnworks OVERRIDES.json` runs the first three stages of the recipe `digits`
+with these dotted settings, without Prefect. The last line printed is JSON: seconds by stage.
+"""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from artifacts.latent_shards import open_latents
-from bench.run_without_prefect import Stages, recipe_overrides
-from configs.load_recipe import CHECKOUT, load_recipe
+from artifacts.store import Artifact, Store
+from bench import report
+from configs.load_recipe import load_recipe
+from configs.settings.recipe import Recipe
 from configs.settings.train import Train
+from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 
 NEVER = 10**9
@@ -79,18 +86,70 @@ def whole_run(
     overrides = recipe_overrides(images, model, folder / "store", size, **train)
     path = folder / "overrides.json"
     path.write_text(json.dumps(overrides), encoding="utf-8")
-    seconds, stages = run_module("bench.run_without_prefect", str(path))
-    return seconds, dict(stages)
-
-
-def run_module(module: str, *arguments: str, python: str = sys.executable) -> tuple[float, Any]:
-    """Run `python -m module`; its seconds, and the JSON in its last line."""
     begin = time.perf_counter()
-    done = subprocess.run(
-        [python, "-m", module, *arguments],
-        cwd=CHECKOUT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return time.perf_counter() - begin, json.loads(done.stdout.splitlines()[-1])
+    stages = report.run_module("bench.run_kilnworks", str(path))
+    return time.perf_counter() - begin, dict(stages)
+
+
+def no_progress(done: int, total: int, text: str = "") -> None:
+    """Ignore the progress of a stage."""
+
+
+class Stages:
+    """The first three stages of a recipe, each built unless its artifact exists."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._store = Store(recipe.store)
+        self._base = Base.open(Path(recipe.model.path))
+        self.seconds: dict[str, float] = {}
+
+    def latents(self) -> Artifact:
+        """The latents of the recipe's pictures."""
+        from tasks import download
+        from tasks.encode.stage import EncodeStage
+
+        plan = download.plan(self._recipe)
+        images = self._artifact(download.DownloadStage(self._recipe, plan))
+        return self._artifact(EncodeStage(self._recipe, images, self._base))
+
+    def trained(self) -> Artifact:
+        """The trained weights of the recipe."""
+        from tasks.train import TrainStage
+
+        return self._artifact(TrainStage(self._recipe, self.latents(), self._base, None))
+
+    def _artifact(self, stage: Any) -> Artifact:
+        from tasks.stage import build_or_reuse
+
+        build = partial(stage.build, progress=no_progress)
+        result = build_or_reuse(self._store, stage.parts, build, parents={})
+        self.seconds[stage.name] = result.seconds
+        return result.load(self._store)
+
+
+def recipe_overrides(
+    images: Path, model: Path, store: Path, size: int, **train: Any
+) -> dict[str, Any]:
+    """Overrides of the recipe `digits` for a folder of pictures, without held-out pictures."""
+    return {
+        "source.kind": "folder",
+        "source.path": str(images),
+        "model.path": str(model),
+        "store": str(store),
+        "download.image_size": size,
+        "encode.resolution": size,
+        "encode.holdout": 0.0,
+        **{f"train.{name}": value for name, value in train.items()},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Run the stages with the overrides in a file, and print their seconds."""
+    stages = Stages(load_recipe("digits", json.loads(Path(arguments[0]).read_text())))
+    stages.trained()
+    print(json.dumps(stages.seconds))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,7 +8,6 @@ tests/hpu_host.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from bench.report import Row, log, machine, publish, versions
+from bench.report import Row, finish, log, option_parser
 from runtimes.registry import probe_runtime
 
 AMPLIFICATION = 100
@@ -44,7 +43,7 @@ Pictures = NDArray[np.uint8]  # [N, H, W, 3]
 
 def main(arguments: Sequence[str]) -> int:
     """Sample and compare; 1 if a runtime failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.same_picture", description=__doc__)
+    parser = option_parser("same_picture", __doc__)
     parser.add_argument("model", help="a folder, or a name with -o registry=URL")
     parser.add_argument("prompts", nargs="+")
     parser.add_argument("-o", dest="options", action="append", default=[], metavar="NAME=VALUE")
@@ -71,9 +70,7 @@ def main(arguments: Sequence[str]) -> int:
                 rows.append(Row(name, failed=str(getattr(error, "stderr", error))[-500:]))
     if options.out is not None and sampled:
         _page(sampled).save(options.out)
-    facts = {"machine": machine(os.cpu_count() or 1), "versions": versions()}
-    publish("same_picture", rows, facts, None)
-    return int(any(row.failed for row in rows))
+    return finish("same_picture", rows, options)
 
 
 def _sample(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import argparse
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,11 +12,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import benchmark_inputs, run_kilnworks
-from bench.report import Row, Skip, spread
-from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerTime
+from bench.report import Rounds, Row, Skip, attempt, finish, log, machine, spread
+from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime, find_peer
 from runtimes.process.job import TrainJob
 
 WARM_UP = 5  # steps
+WRONG_INPUT = 2  # exit code
+THREADS = "OMP_NUM_THREADS"
 RANK = 16
 #: Settings of both sides whose defaults differ.
 COMMON: dict[str, Any] = {"learning_rate": 1e-4, "snr_gamma": 5.0}
@@ -67,31 +69,18 @@ class InputFiles:
     latents: str
 
 
-class Context:
+class Context(Rounds):
     """One call of the benchmark: its options, and input files that are written at first use."""
 
     def __init__(self, folder: Path, peer: Peer | None, rounds: int, steps: int) -> None:
-        self.folder = folder
+        super().__init__(folder, rounds)
         self.peer = peer
-        self.rounds = rounds
         self.steps = steps
         self.files = cache(self._write_files)
 
     def row(self, name: str, make: Callable[[Context, str], Row]) -> Row:
-        """A row of the table; an error becomes a failed row, so that other rows still run."""
-        try:
-            return make(self, name)
-        except Skip as reason:
-            return Row(name, skipped=str(reason))
-        except Exception as error:
-            traceback.print_exc()
-            return Row(name, failed=f"{type(error).__name__}: {error}")
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A temporary folder."""
-        with TemporaryDirectory(dir=self.folder) as folder:
-            yield Path(folder)
+        """A row of the table; an error becomes a failed row."""
+        return attempt(name, lambda: make(self, name))
 
     def peer_with(self, script: str) -> Peer:
         """The peer. Raises Skip if it does not have the script."""
@@ -100,16 +89,6 @@ class Context:
         if reason := self.peer.missing(script):
             raise Skip(reason)
         return self.peer
-
-    def alternate(self, *sides: Callable[[Path], Any]) -> list[list[Any]]:
-        """Results of each side in every round. Each round starts with another side."""
-        results: list[list[Any]] = [[] for _ in sides]
-        for number in range(self.rounds):
-            for position in range(len(sides)):
-                side = (number + position) % len(sides)
-                with self.scratch() as folder:
-                    results[side].append(sides[side](folder))
-        return results
 
     def _write_files(self, workload: Workload) -> InputFiles:
         folder = self.folder / workload.name
@@ -135,6 +114,26 @@ class Context:
             **train,
         }
         return run_kilnworks.make_job(files.model, files.latents, folder, WARM_UP, **settings)
+
+
+def run_rows(
+    bench: str, rows: Mapping[str, Callable[[Context, str], Row]], options: argparse.Namespace
+) -> int:
+    """Run the chosen rows of a benchmark beside diffusers' scripts, and publish them.
+
+    Returns:
+        Exit code: 1 if a row failed, 2 if --peer-python cannot run.
+    """
+    facts: dict[str, Any] = {"machine": machine(int(os.environ[THREADS]))}
+    try:
+        peer = find_peer(options, facts)
+    except PeerFailed as error:
+        log(f"error: {error}")
+        return WRONG_INPUT
+    with TemporaryDirectory(prefix="kiln-bench-") as folder:
+        context = Context(Path(folder), peer, options.rounds, options.steps)
+        finished = [context.row(name, rows[name]) for name in options.only or rows]
+    return finish(bench, finished, options, **facts)
 
 
 def step_row(context: Context, name: str, *, workload: Workload, method: str) -> Row:

@@ -32,24 +32,31 @@ def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
     step = plan.step
     peaks = plan.peaks
     return {
-        "gpu": plan.gpu.name,
+        **memory_facts(plan.gpu, plan.usable, plan.record),
         "gpus": plan.chips,
-        "memory_gib": plan.gpu.memory / GIB,
-        "usable_gib": plan.usable / GIB,
-        "peak_gib": peaks.largest / GIB,
-        "training_gib": sum(peaks.training.values()) / GIB,
         "training_parts_gib": {name: size / GIB for name, size in peaks.training.items()},
-        "samples_gib": peaks.samples / GIB,
-        "sampling_gib": peaks.sampling / GIB,
-        "checkpointing_gib": peaks.checkpoint / GIB,
         "host_gib": peaks.host / GIB,
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "parameters": step.parameters,
         "flops_per_image": step.flops_per_image,
         "recomputed_flops_per_image": step.recomputed_flops_per_image,
         "largest_micro_batch_size": plan.largest_micro_batch,
         "advice": [_advice_facts(plan, advice) for advice in plan.advice],
         "plan_seconds": plan.seconds,
+    }
+
+
+def memory_facts(gpu: Gpu, usable: int, memory: RecipeMemory) -> dict[str, Any]:
+    """Facts of a GPU, whose tensors may have `usable` bytes, and of a recipe's memory on it."""
+    return {
+        "gpu": gpu.name,
+        "memory_gib": gpu.memory / GIB,
+        "usable_gib": usable / GIB,
+        "peak_gib": memory.largest / GIB,
+        "training_gib": memory.training / GIB,
+        "samples_gib": memory.samples / GIB,
+        "sampling_gib": memory.sampling / GIB,
+        "checkpointing_gib": memory.checkpoint / GIB,
+        "checkpoint_bytes": memory.checkpoint_bytes,
+        "parameters": memory.parameters,
     }
 
 
@@ -77,14 +84,7 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     yield "gpu", f"{count}{gpu_row(plan.gpu, plan.usable)}"
     micro = settings.micro_batch(settings.processes)
     yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
-    yield "training", gib(sum(peaks.training.values())) + " at the peak: " + _parts(peaks.training)
-    if peaks.samples:
-        yield "samples", f"{gib(peaks.samples)} while training draws samples"
-    yield "sampling", f"{gib(peaks.sampling)} in the evaluation"
-    if peaks.host:
-        yield "host", f"{gib(peaks.host)} of the host's memory for offloaded weights"
-    yield "saving", saving_row(peaks.checkpoint, plan.checkpoint_bytes)
-    yield "memory", memory_row(peaks.largest, plan.usable)
+    yield from memory_lines(plan.record, plan.usable, _parts(peaks.training), peaks.host)
     recomputed = step.recomputed_flops_per_image / 1e12
     more = f", and {recomputed:.4g} of recomputation" if recomputed else ""
     yield "work", f"{step.flops_per_image / 1e12:.4g} TFLOP per image{more}"
@@ -103,15 +103,27 @@ def gpu_row(gpu: Gpu, usable: int) -> str:
     return f"{gpu.name}: {gpu.memory / GIB:g} GiB, {usable / GIB:.1f} GiB of it for tensors"
 
 
-def saving_row(peak: int, checkpoint_bytes: int) -> str:
-    return f"{gib(peak)} while a checkpoint of {in_words(checkpoint_bytes)} is written"
+def memory_lines(
+    memory: RecipeMemory, usable: int, parts: str = "", host: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Rows of what a recipe needs on a GPU, and the verdict: what is spare, or too much.
 
-
-def memory_row(peak: int, usable: int) -> str:
-    """The verdict: what is spare, or too much."""
-    spare = (usable - peak) / GIB
+    Args:
+        usable: bytes for tensors.
+        parts: of the training's peak.
+        host: bytes of the host's memory.
+    """
+    yield "training", f"{gib(memory.training)} at the peak" + (f": {parts}" if parts else "")
+    if memory.samples:
+        yield "samples", f"{gib(memory.samples)} while training draws samples"
+    yield "sampling", f"{gib(memory.sampling)} in the evaluation"
+    if host:
+        yield "host", f"{gib(host)} of the host's memory for offloaded weights"
+    written = in_words(memory.checkpoint_bytes)
+    yield "saving", f"{gib(memory.checkpoint)} while a checkpoint of {written} is written"
+    spare = (usable - memory.largest) / GIB
     verdict = f"fits, {spare:.1f} GiB spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
-    return f"{gib(peak)} of {gib(usable)}: {verdict}"
+    yield "memory", f"{gib(memory.largest)} of {gib(usable)}: {verdict}"
 
 
 def _advice(advice: Advice) -> str:
@@ -149,7 +161,7 @@ class StoredPlan:
 
     recipe: Recipe
     gpu: Gpu
-    found: RecipeMemory
+    memory: RecipeMemory
 
     @property
     def usable(self) -> int:
@@ -158,11 +170,11 @@ class StoredPlan:
 
     @property
     def fits(self) -> bool:
-        return self.found.fits(self.gpu.memory)
+        return self.memory.fits(self.gpu.memory)
 
     @property
     def hours(self) -> float | None:
-        return None if self.gpu.spec is None else self.found.hours(self.gpu.spec)
+        return None if self.gpu.spec is None else self.memory.hours(self.gpu.spec)
 
     @property
     def cost(self) -> float | None:
@@ -177,7 +189,7 @@ class StoredPlan:
     def refusal(self) -> str:
         """The error of a recipe that does not fit."""
         return (
-            f"{self.recipe.name} needs {self.found.largest / GIB:.1f} GiB, {self.gpu.name} has "
+            f"{self.recipe.name} needs {self.memory.largest / GIB:.1f} GiB, {self.gpu.name} has "
             f"{self.usable / GIB:.1f} GiB for tensors; with the hub's configs, `kiln plan` names "
             "the settings that fit"
         )
@@ -185,21 +197,11 @@ class StoredPlan:
 
 def stored_facts(plan: StoredPlan) -> dict[str, Any]:
     """As a plan's facts; what needs the model's configs is null."""
-    found = plan.found
     return {
         **dict.fromkeys(UNKNOWN),
+        **memory_facts(plan.gpu, plan.usable, plan.memory),
         "recipe": plan.recipe.name,
-        "gpu": plan.gpu.name,
         "gpus": 1,
-        "memory_gib": plan.gpu.memory / GIB,
-        "usable_gib": plan.usable / GIB,
-        "peak_gib": found.largest / GIB,
-        "training_gib": found.training / GIB,
-        "samples_gib": found.samples / GIB,
-        "sampling_gib": found.sampling / GIB,
-        "checkpointing_gib": found.checkpoint / GIB,
-        "checkpoint_bytes": found.checkpoint_bytes,
-        "parameters": found.parameters,
         "fits": plan.fits,
         "global_batch_size": plan.recipe.train.global_batch_size,
         "assumption": plan.assumption,
@@ -210,16 +212,11 @@ def stored_facts(plan: StoredPlan) -> dict[str, Any]:
 
 def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     """Rows of the table, name and text."""
-    found = plan.found
-    yield "recipe", recipe_row(plan.recipe, found.parameters)
+    memory = plan.memory
+    yield "recipe", recipe_row(plan.recipe, memory.parameters)
     yield "gpu", gpu_row(plan.gpu, plan.usable)
-    yield "training", f"{gib(found.training)} at the peak"
-    if found.samples:
-        yield "samples", f"{gib(found.samples)} while training draws samples"
-    yield "sampling", f"{gib(found.sampling)} in the evaluation"
-    yield "saving", saving_row(found.checkpoint, found.checkpoint_bytes)
-    yield "memory", memory_row(found.largest, plan.usable)
-    yield "work", f"{found.flops_per_image / 1e12:.4g} TFLOP per image, with recomputation"
+    yield from memory_lines(memory, plan.usable)
+    yield "work", f"{memory.flops_per_image / 1e12:.4g} TFLOP per image, with recomputation"
     hours = "unknown" if plan.hours is None else f"{duration(plan.hours)} ({plan.assumption})"
     yield "time", hours if plan.cost is None else f"{hours}, cost {plan.cost:,.0f}"
 
@@ -266,10 +263,10 @@ def show_plan(
 
 def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -> None:
     """Print the plan that comes with a recipe whose model is not there; raise the error if none."""
-    if (found := memory_of(recipe)) is None:
+    if (memory := memory_of(recipe)) is None:
         raise error
     _say(f"{error}; this is the plan that comes with the recipe")
-    plan = StoredPlan(recipe, gpu, found)
+    plan = StoredPlan(recipe, gpu, memory)
     show_rows(stored_facts(plan), stored_lines(plan), as_json=as_json)
     if not plan.fits:
         raise Refused(plan.refusal())

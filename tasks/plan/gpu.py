@@ -40,6 +40,7 @@ from tasks.plan.plan import (
     TrainingPlan,
     ask_planner,
     cache_key,
+    checkpoint_bytes,
     load_or_compute,
     open_configs,
 )
@@ -423,14 +424,28 @@ class GpuPlan(TrainingPlan):
         return self.recipe.train.processes
 
     @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint on disk: weights, moments and average of trained arrays.
+    def record(self) -> RecipeMemory:
+        """What a stored plan keeps; it does not depend on the GPU."""
+        peaks = self.peaks
+        train = self.recipe.train
+        return RecipeMemory(
+            recipe=self.recipe.name,
+            settings=digest_settings(self.recipe),
+            training=sum(peaks.training.values()),
+            samples=peaks.samples,
+            sampling=peaks.sampling,
+            checkpoint=peaks.checkpoint,
+            parameters=self.step.parameters,
+            checkpoint_bytes=self.checkpoint_bytes,
+            flops_per_image=executed_flops(self.step),
+            images=None if self.steps is None else self.steps * train.global_batch_size,
+            product_dtype=train.product_dtype,
+        )
 
-        It holds each value in four bytes, those of 8-bit moments too.
-        """
-        weights = 4 * self.step.parameters
-        average = self.recipe.train.ema_decay is not None
-        return weights + self.step.optimizer + weights * average
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint on disk."""
+        return checkpoint_bytes(self.recipe.train, self.step.parameters, self.step.optimizer)
 
     @property
     def step_seconds(self) -> float | None:

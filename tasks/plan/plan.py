@@ -202,6 +202,9 @@ def ask_planner(
 PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
 #: Area of a picture as a multiple of image_size squared, for sides of 1 to 1.3.
 AREAS = {"keep_ratio": 1.3, "keep_ratio_largest": 0.77}
+#: Bytes of the optimizer's state in a checkpoint per trained value; a checkpoint holds each value
+#: in four bytes, those of 8-bit moments and of their blocks' scales too.
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 8.03, "adafactor": 0.01}
 #: Bytes per sample beside the picture: three headers of a tar, caption, metadata, parquet row.
 SAMPLE_BYTES = 3200
 #: Bytes per reference picture of the evaluation: 32 x 32 RGB in float32 (memorization), features.
@@ -281,20 +284,23 @@ def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> i
         sampled: bytes of the samples of one step.
     """
     settings = settings.with_steps(rows)
-    arrays = 4.0 * trained * (1 + (settings.ema_decay is not None)) + moment_bytes(
-        settings, trained
-    )
+    moments = int(MOMENTS[settings.optimizer] * trained)
     checkpoints = settings.checkpoints_total_limit + settings.kept_best + 1
     drawn = 0
     if settings.sample_every_n_steps:
         times = settings.steps // settings.sample_every_n_steps
         drawn = times * sampled
-    return int(checkpoints * arrays) + 4 * trained + drawn
+    return checkpoints * checkpoint_bytes(settings, trained, moments) + 4 * trained + drawn
 
 
-def moment_bytes(settings: Train, trained: int) -> float:
-    """Bytes of the optimizer's state on disk."""
-    return trained * {"adamw": 8.0, "adamw_8bit": 2.03, "adafactor": 0.01}[settings.optimizer]
+def checkpoint_bytes(settings: Train, trained: int, moments: int) -> int:
+    """Bytes of a checkpoint on disk: trained weights, moments of the optimizer, and the average.
+
+    Args:
+        trained: number of trained values; each takes four bytes.
+        moments: bytes of the optimizer's state, in four bytes for each value.
+    """
+    return 4 * trained * (1 + (settings.ema_decay is not None)) + moments
 
 
 def _published_bytes(publish: Publish, method: str, folder: Path, trained: int) -> int:

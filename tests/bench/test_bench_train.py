@@ -1,6 +1,7 @@
 """`python -m bench.train` with tiny models and a small script instead of diffusers' scripts."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +15,9 @@ from training import history
 
 from bench import (
     benchmark_inputs,
-    compare_losses,
     encode,
-    overhead,
+    job_steps,
+    report,
     run_kilnworks,
     train,
     train_rows,
@@ -25,7 +26,14 @@ from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
 from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerFailed, PeerTime
 from bench.train_rows import ROWS, TINY
-from bench.training_step_workloads import Context, InputFiles, Workload, compare_steps
+from bench.training_step_workloads import (
+    THREADS,
+    WRONG_INPUT,
+    Context,
+    InputFiles,
+    Workload,
+    compare_steps,
+)
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
@@ -104,7 +112,7 @@ def test_a_missing_interpreter_is_an_error_before_the_rows(
 ) -> None:
     python = str(tmp_path / "python")
     given = ["--diffusers-examples", str(tmp_path), "--peer-python", python]
-    assert bench.main(given) == bench.WRONG_INPUT
+    assert bench.main(given) == WRONG_INPUT
     assert f"error: --peer-python {python}: " in capsys.readouterr().err
 
 
@@ -168,7 +176,7 @@ def test_jax_row_compares_jax_with_eager_and_with_compiled_torch(
 
     monkeypatch.setattr(run_kilnworks, "time_loop", timed)
     monkeypatch.setattr(train_rows, "find_spec", lambda _: True)
-    monkeypatch.delenv(train.THREADS, raising=False)
+    monkeypatch.delenv(THREADS, raising=False)
     row = without_files.row("jax", ROWS["jax"])
     assert row.failed == ""
     assert row.ratios == {"jax_over_torch": 1.5, "jax_over_torch_compile": 0.5}
@@ -188,14 +196,14 @@ def test_equal_losses_fail_if_losses_or_gradient_norms_differ_or_are_nan(
     peer = SimpleNamespace(run=lambda *_, **__: None)
     monkeypatch.setattr(without_files, "peer_with", lambda _: peer)
     found = {"max_relative_loss_difference": loss, "max_relative_grad_norm_difference": norm}
-    monkeypatch.setattr(run_kilnworks, "run_module", lambda *_: (0.0, found))
+    monkeypatch.setattr(report, "run_module", lambda *_: found)
     row = without_files.row("equal_losses", ROWS["equal_losses"])
     assert complaint in row.failed
     assert bool(row.failed) == bool(complaint)
 
 
 def test_a_loss_that_becomes_nan_is_not_dropped() -> None:
-    assert np.isnan(compare_losses.largest([1e-7, np.nan, 1e-7]))
+    assert np.isnan(job_steps.largest([1e-7, np.nan, 1e-7]))
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +229,9 @@ def test_overhead_of_the_loop_is_timed(
         return step(runtime, *arguments)
 
     monkeypatch.setattr(TheRuntime, "step", timed)
-    monkeypatch.setattr(overhead, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    monkeypatch.setattr(job_steps, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     job = context.job(TOY, "full", tmp_path)
-    found = overhead.compare(job, rounds=2, steps=2)
+    found = job_steps.compare_with_loop(job, rounds=2, steps=2)
     assert [found[name]["median"] for name in ("ratio", "loop_seconds", "bare_seconds")] == [
         *(1.0, 3.0, 3.0)
     ]
@@ -240,12 +248,12 @@ def test_recorded_steps_have_equal_losses_in_our_runtime(context: Context, tmp_p
     assert len(run.steps) == 4
     assert run.memory_bytes > 0
     job = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=None)
-    found = compare_losses.compare(job, record)
+    found = job_steps.compare_losses(job, record)
     assert found["steps"] == 4
     assert found["max_relative_loss_difference"] < 1e-5
     assert found["max_relative_grad_norm_difference"] < 1e-5
     weighted = context.job(TOY, "full", tmp_path, steps=4, learning_rate=1e-3, snr_gamma=0.5)
-    assert compare_losses.compare(weighted, record)["max_relative_loss_difference"] > 1e-2
+    assert job_steps.compare_losses(weighted, record)["max_relative_loss_difference"] > 1e-2
 
 
 @pytest.mark.soak
@@ -260,19 +268,23 @@ def test_error_contains_the_output_of_a_failed_script(context: Context, tmp_path
 def test_full_size_pipeline_is_encoded_and_trained(
     family: str, context: Context, tmp_path: Path
 ) -> None:
-    config = {
-        **benchmark_inputs.MIDDLE_UNET,
-        "block_out_channels": (32, 32, 32),
+    """Of a narrow UNet with the published inputs."""
+    published = train_rows.SD2_CONFIGS if family == "sd" else train_rows.SDXL_CONFIGS
+    model = tmp_path / published.name
+    for configs in (published, published.with_name(f"{published.name}-small-encoders")):
+        shutil.copytree(configs, tmp_path / configs.name)
+    unet = model / "unet/config.json"
+    levels = {
+        "block_out_channels": [32, 32],
         "attention_head_dim": 2,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": 1,
     }
-    if family == "sd":
-        config = {name: value for name, value in config.items() if "addition" not in name}
-        del config["projection_class_embeddings_input_dim"]
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    unet.write_text(json.dumps(json.loads(unet.read_text()) | levels))
     workload = Workload(
         f"full-size-{family}",
-        lambda folder: benchmark_inputs.write_full_size(folder, path),
+        lambda folder: benchmark_inputs.write_full_size(folder, model),
         pictures=2,
         size=64,
         batch=2,

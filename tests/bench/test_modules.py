@@ -22,21 +22,16 @@ from bench import (
     benchmark_inputs,
     checkpoint,
     encode,
-    encode_on_gpu,
     gpu,
     loader,
-    many_shards,
     report,
     run_kilnworks,
     same_picture,
-    train_mindspore,
+    scale,
 )
-from bench.published_configs import write_published_configs
-from bench.train_cuda import CUDA_ROWS, full_size_row, sd2, sdxl
-from bench.train_rows import TINY
+from bench.train_rows import CUDA_ROWS, TINY, full_size_row, sd2, sdxl
 from bench.training_step_workloads import Context, Workload
 from configs.settings.train import Train
-from runtimes.registry import probe_runtime
 
 MODULES = [
     f"{package.__name__}.{found.name}"
@@ -154,7 +149,7 @@ def test_grain_reads_with_a_thread_per_core(
         return options(**chosen)
 
     monkeypatch.setattr(grain, "ReadOptions", noted)
-    url = loader.write_shards(tmp_path, samples=4, side=8, shards=2)
+    url = benchmark_inputs.write_random_latents(tmp_path, loader.SDXL, 4, 64, shards=2)
     (batch,) = loader.grain_batches(url, tmp_path, 4)()
     assert batch["mean"].shape == (4, 4, 8, 8)
     assert given == [os.cpu_count()]
@@ -178,33 +173,33 @@ def test_encoders_take_turns_and_theirs_runs_as_in_a_script(
     encoder = SimpleNamespace(images=lambda _: calls.append("ours"), texts=lambda _: None)
     for name in ("benchmark", "deterministic"):
         monkeypatch.setattr(torch.backends.cudnn, name, False)
-    monkeypatch.setattr(encode_on_gpu, "make_deterministic", make_deterministic)
-    monkeypatch.setattr(encode_on_gpu, "open_encoder", lambda _: encoder)
-    monkeypatch.setattr(encode_on_gpu, "_encode_as_diffusers_scripts", theirs)
-    small = replace(encode_on_gpu.ENCODERS[0], model=replace(gpu.SD2, size=8), batch=1)
-    encode_on_gpu.row(small, tmp_path / "model", "cpu", 1, "float32")
+    monkeypatch.setattr("runtimes.torch.device.make_deterministic", make_deterministic)
+    monkeypatch.setattr(encode, "open_encoder", lambda _: encoder)
+    monkeypatch.setattr(encode, "_encode_as_diffusers_scripts", theirs)
+    small = replace(encode.SD2, side=8, batch=1, batches=1, device="cpu", dtype="float32")
+    encode.published_row(Context(tmp_path, None, 2, 1), "small", encoders=small)
     assert calls[2:6] == ["ours", "theirs", "theirs", "ours"]  # after a batch to warm up
     assert modes == {(False, False)}
 
 
 @pytest.mark.soak
-def test_encoders_of_true_size_are_compared(tmp_path: Path) -> None:
+def test_encoders_of_true_size_are_compared(context: Context) -> None:
     """On a CPU with two small pictures."""
-    sd2 = replace(encode_on_gpu.ENCODERS[0], model=replace(gpu.SD2, size=64), batch=2)
-    row = encode_on_gpu.row(sd2, sd2.write(tmp_path), "cpu", 1, "float32")
+    small = replace(encode.SD2, side=64, batch=2, batches=1, device="cpu", dtype="float32")
+    row = encode.published_row(context, "encode_sd2", encoders=small)
     assert row.ratios.keys() == {"encode_sd2_vs_diffusers"}
     assert all(
         row.figures[name]["median"] > 0 for name in ("images_per_second", "captions_per_second")
     )
 
 
-def test_every_gpu_variant_has_valid_settings(tmp_path: Path) -> None:
-    published = write_published_configs(tmp_path)
+def test_every_gpu_variant_has_valid_settings() -> None:
     names = [name for piece in gpu.PIECES.values() for name in piece]
     assert len(set(names)) == len(names)
     for piece in gpu.PIECES.values():
         for model, settings in piece.values():
-            assert (published[model.hub_id] / model.denoiser / "config.json").is_file()
+            configs = benchmark_inputs.published(model.hub_id)
+            assert (configs / model.denoiser / "config.json").is_file()
             Train(**{name: value for name, value in settings.items() if name != "runtime"})
 
 
@@ -274,16 +269,29 @@ def test_checkpoint_rates_of_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_loaders_are_compared_and_steps_of_a_large_artifact_measured(
+def test_loaders_are_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert loader.main(["--quick"]) == 0
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
     assert ratios.keys() == {"rate_vs_webdataset", "rate_vs_grain"}
-    assert many_shards.main(["--quick"]) == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("what", "row", "steps"),
+    [
+        ("list", "10,000 list", {"first", "unchanged", "grown"}),
+        ("rows", "1,000 rows", {"download_plan", "download", "encode"}),
+        ("shards", "1,000 shards", {"commit", "load", "verify", "gc_mark", "gc_collect"}),
+    ],
+)
+def test_steps_of_a_large_run_are_measured(
+    what: str, row: str, steps: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scale.main([what, "--quick"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
-    steps = {"commit", "load", "verify", "gc_mark", "gc_collect"}
-    assert {f"{step}_peak_mib" for step in steps} <= figures["1,000 shards"].keys()
+    assert {f"{step}_peak_mib" for step in steps} <= figures[row].keys()
 
 
 @pytest.mark.soak
@@ -293,20 +301,6 @@ def test_encode_rates_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     loop = {"rate_vs_bare_loop", "cpu_vs_bare_loop"}
     assert found["ratios"].keys() == loop | {"scaling_2", "scaling_4"}
     assert found["figures"]["devices"]["device_busy_on_1"]["rounds"] == 1
-
-
-@pytest.mark.soak
-def test_mindone_step_is_compared_with_ours(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = probe_runtime("mindspore")
-    if not found.available:
-        pytest.skip(found.reason)
-    small = Workload("small", benchmark_inputs.write_pipeline, pictures=4, size=32, batch=2)
-    monkeypatch.setattr(train_mindspore, "SMALL", small)
-    row = train_mindspore.step_row(context, "step", mode="pynative")
-    assert row.ratios.keys() == {"step", "step_memory"}
-    assert row.figures["ratio"]["rounds"] == 1 and row.figures["batch"] == 2
 
 
 @pytest.mark.soak

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_store import fill
 
 from artifacts.store import Store
-from bench.fill_store import fill
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune

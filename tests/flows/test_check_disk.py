@@ -76,6 +76,15 @@ def test_the_estimate_of_a_stage_is_near_its_bytes(
         assert SMALLEST < ratio < LARGEST, f"{stage}: {estimate.stages[stage]} for {stored} bytes"
 
 
+def test_a_checkpoint_of_8_bit_moments_takes_as_much_as_of_32_bits() -> None:
+    """It holds each value in four bytes."""
+    sizes = {}
+    for optimizer in ("adamw", "adamw_8bit"):
+        recipe = load_recipe("digits", {"train.optimizer": optimizer, "train.device": "cuda"})
+        sizes[optimizer] = estimate_disk(recipe, base_of(recipe), 1000, ["train"]).total
+    assert sizes["adamw"] < sizes["adamw_8bit"] < 1.01 * sizes["adamw"]
+
+
 def test_a_disk_that_cannot_hold_the_run_refuses_it(
     tmp_path: Path, free: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -30,8 +30,14 @@ def clip(width: int, projected: int) -> dict[str, Any]:
 
 #: UNet's file, like which tiny pipeline the rest is, text encoders, pictures' side, TFLOP an image.
 TRUE = {
-    "sd2": ("sd2-base", "tiny_sd", [clip(1024, 512)], 512, 2.41),
-    "sdxl": ("sdxl", "tiny_sdxl", [clip(768, 768), clip(1280, 1280)], 1024, 20.28),
+    "sd2": ("stable-diffusion-2-base", "tiny_sd", [clip(1024, 512)], 512, 2.41),
+    "sdxl": (
+        "stable-diffusion-xl-base-1.0",
+        "tiny_sdxl",
+        [clip(768, 768), clip(1280, 1280)],
+        1024,
+        20.28,
+    ),
 }
 
 
@@ -39,7 +45,7 @@ def configs_of(name: str, like: Path, folder: Path) -> Path:
     """A pipeline folder without weights."""
     unet, _, encoders, _, _ = TRUE[name]
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    shutil.copy(MODELS / f"{unet}.json", folder / "unet/config.json")
+    shutil.copy(MODELS / unet / "unet/config.json", folder / "unet/config.json")
     parts = dict(zip(("text_encoder", "text_encoder_2"), encoders, strict=False))
     parts["vae"] = {"block_out_channels": [128, 256, 512, 512]}
     for part, config in parts.items():

@@ -28,7 +28,7 @@ from runtimes.torch_models.planning_batch import sample_batch
 
 pytestmark = pytest.mark.slow
 
-SDXL = ROOT / "bench/models/sdxl.json"
+SDXL = ROOT / "bench/models/stable-diffusion-xl-base-1.0/unet/config.json"
 #: Variants of the planned peak in `make test`.
 IN_TEST = ("full", "gradient checkpointing", "LoRA, bf16")
 

@@ -20,7 +20,7 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 
-from bench.published_configs import PUBLISHED
+from bench.benchmark_inputs import MODELS
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.families import FAMILIES
@@ -29,8 +29,6 @@ from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
-
-MODELS = Path(__file__).parents[3] / "bench/models"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +40,9 @@ def _hand_memory_back() -> Iterator[None]:
 
 
 def make_unet(name: str) -> Any:
-    return UNet2DConditionModel.from_config(json.loads((MODELS / f"{name}.json").read_text()))
+    return UNet2DConditionModel.from_config(
+        json.loads((MODELS / name / "unet/config.json").read_text())
+    )
 
 
 def make_without_weights(name: str) -> Any:
@@ -87,9 +87,13 @@ def count_flops(
 @pytest.mark.parametrize(
     ("name", "family", "millions", "side", "teraflop"),
     [
-        ("sd2-base", "sd", 865.9, 64, 2.41),
-        pytest.param("sdxl", "sdxl", 2567.5, 64, 4.77, marks=pytest.mark.soak),
-        pytest.param("sdxl", "sdxl", 2567.5, 128, 20.28, marks=pytest.mark.extended),
+        ("stable-diffusion-2-base", "sd", 865.9, 64, 2.41),
+        pytest.param(
+            "stable-diffusion-xl-base-1.0", "sdxl", 2567.5, 64, 4.77, marks=pytest.mark.soak
+        ),
+        pytest.param(
+            "stable-diffusion-xl-base-1.0", "sdxl", 2567.5, 128, 20.28, marks=pytest.mark.extended
+        ),
     ],
 )
 def test_weights_and_operations_are_those_of_the_real_model(
@@ -144,9 +148,9 @@ def flux_flops(image: int, text: int, width: int = 3072) -> float:
 @pytest.mark.slow
 def test_sd35_medium_has_the_weights_and_operations_of_the_real_one() -> None:
     """The published 2.5 B, of which 0.23 B are its table of positions."""
-    configs = PUBLISHED["stabilityai/stable-diffusion-3.5-medium"]
+    config = MODELS / "stable-diffusion-3.5-medium/transformer/config.json"
     with torch.device("meta"):
-        transformer = SD3Transformer2DModel.from_config(configs["transformer/config.json"])
+        transformer = SD3Transformer2DModel.from_config(json.loads(config.read_text()))
     width, side, tokens, layers, dual = 1536, 128, 77 + 256, 24, 13
     count = sum(parameter.numel() for parameter in transformer.parameters())
     # Of the text, the last block has query, key and value only. 6 modulations a block and stream,
@@ -240,7 +244,7 @@ def test_stable_diffusion_2_takes_a_step_on_a_cpu(tmp_path: Path) -> None:
     if free is not None and int(free[1]) * 1024 < 15e9:
         pytest.skip("15 GB of memory are not free")
     torch.manual_seed(0)
-    make_unet("sd2-base").save_pretrained(tmp_path / "unet")
+    make_unet("stable-diffusion-2-base").save_pretrained(tmp_path / "unet")
     gc.collect()
     index = {
         "_class_name": "StableDiffusionPipeline",
@@ -250,7 +254,7 @@ def test_stable_diffusion_2_takes_a_step_on_a_cpu(tmp_path: Path) -> None:
     train = Train(global_batch_size=1, learning_rate=1e-6, device="cpu").model_dump(mode="json")
     runtime = TheRuntime()
     runtime.load(TrainJob("torch", str(tmp_path), "", train, "", ""), Base.open(tmp_path))
-    batch = make_batch(make_without_weights("sd2-base"), 16)
+    batch = make_batch(make_without_weights("stable-diffusion-2-base"), 16)
     first, second = (runtime.step(batch, 1e-6) for _ in range(2))
     assert float(second.loss) < float(first.loss)
     assert np.isfinite(float(first.grad_norm))
