@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -134,14 +133,14 @@ def resolve_file(path: str) -> Path:
         fs, root, info = remote_file(path)
         # A web server may redirect to a URL that is signed anew, which is no new version.
         marks = [info.get(name) for name in HTTP_MARKS] if _is_web(path) else [fs.checksum(root)]
-    version = _cached(path, [*marks, info.get("size")] if _is_web(path) else marks[0])
-    if any(marks) and (copy := _undamaged(version, path)) is not None:
-        return copy
-    with _beside(version) as temporary:
-        part = Path(temporary, "file")
+
+    def fetch(copy: Path) -> None:
         with asking_for(path):
-            fs.get_file(root, str(part))
-        return part.replace(version.with_name(f"{version.name}-{digest_model(part)}"))
+            fs.get_file(root, str(copy))
+
+    return _cached(
+        [path, *marks, info.get("size")], path, fetch, digest_model, is_versioned=any(marks)
+    )
 
 
 def remote_file(path: str) -> tuple[AbstractFileSystem, str, dict[str, Any]]:
@@ -263,13 +262,10 @@ def _fetch_url(url: str) -> Path:
         raise Refused(f"model {url}: {why}") from None
     if not files:
         raise Refused(f"model {url}: no files there")
-    version = _cached(url, sorted(files.items()))
-    if (copy := _undamaged(version, url)) is not None:
-        return copy
-    with _beside(version) as temporary:
-        complete = Path(temporary, "model")
+
+    def fetch(copy: Path) -> None:
         try:
-            fetch_files(fs, root, files, str(complete))
+            fetch_files(fs, root, files, str(copy))
         except Exception as error:
             cause = web_cause(url, error)
             _check_away(f"model {url}", cause)
@@ -277,45 +273,60 @@ def _fetch_url(url: str) -> Path:
             if not (denied or isinstance(cause, ValueError) or is_of_client(cause)):
                 raise
             raise Refused(f"model {url}: {one_line(cause)}") from None
-        target = version.with_name(f"{version.name}-{digest_model(complete)}")
-        try:
-            complete.rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process fetched the same model
-                raise
-    return target
+
+    return _cached([url, sorted(files.items())], url, fetch, digest_model)
 
 
-def _undamaged(version: Path, url: str) -> Path | None:
-    """The copy of a version whose content has the digest in its name; others are deleted.
+def _cached(
+    version: Any,
+    url: str,
+    fetch: Callable[[Path], None],
+    digest_of: Callable[[Path], str],
+    *,
+    is_versioned: bool = True,
+) -> Path:
+    """The local copy of a remote folder or file, fetched to the cache once per machine.
 
-    A damaged copy would otherwise be another model, and everything would be built again with it.
+    A copy is fetched beside its place and then renamed, with the digest of its content in its name.
+    A damaged one would be another model, with which all is built again: it is fetched again.
+
+    Args:
+        version: JSON that identifies the content.
+        url: the remote place, for messages.
+        fetch: writes a copy to a path.
+        digest_of: the digest of a copy; it may raise ValueError.
+        is_versioned: False: the content may change without `version`, so it is fetched each time.
+
+    Raises:
+        Failed: the cache cannot be written.
     """
-    for copy in version.parent.glob(f"{version.name}-*"):
-        with suppress(FileNotFoundError):  # another process was first
-            made = copy.stat().st_ctime_ns
-            if copy.name == f"{version.name}-{digest_model(copy)}":
-                return copy
-            with _beside(version) as temporary:
-                if copy.stat().st_ctime_ns == made:  # else another process has mended it since
-                    copy.rename(Path(temporary, "damaged"))  # nobody sees a part of it
-                    log.warning("%s is fetched again: its local copy is damaged", url)
-    return None
+    name = digest_bytes(canonical_json(version))
+    folder = cache_folder() / "models"
+    locks = cache_folder() / "model-locks"
 
+    def copies() -> Iterator[tuple[Path, bool]]:
+        """The copies of this version, and whether they are whole."""
+        for copy in folder.glob(f"{name}-*") if is_versioned else ():
+            is_whole = False
+            with suppress(ValueError, FileNotFoundError):  # damaged, or being replaced
+                is_whole = copy.name == f"{name}-{digest_of(copy)}"
+            yield copy, is_whole
 
-def _cached(url: str, version: Any) -> Path:
-    """The place in the cache of one version of a remote folder or file."""
-    target = cache_folder() / "models" / digest_bytes(canonical_json([url, version]))
     with caching(cache_folder()):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    return target
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[str]:
-    """A temporary folder beside a place in the cache, for what will be there."""
-    with caching(cache_folder()), tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        yield temporary
+        for copy, is_whole in copies():
+            if is_whole:
+                return copy
+        folder.mkdir(parents=True, exist_ok=True)
+        locks.mkdir(exist_ok=True)
+        with FileLock(locks / name), tempfile.TemporaryDirectory(dir=folder) as temporary:
+            for copy, is_whole in copies():
+                if is_whole:  # by another process, for which this one has waited
+                    return copy
+                log.warning("%s is fetched again: its local copy is damaged", url)
+                copy.rename(Path(temporary, copy.name))  # nobody sees a part of it
+            complete = Path(temporary, "copy")
+            fetch(complete)
+            return complete.replace(folder / f"{name}-{digest_of(complete)}")
 
 
 def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
@@ -535,8 +546,6 @@ def put_model(store: Store, digest: str, files: Mapping[str, Path]) -> str:
 def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path:
     """The local folder of a model of `put_model`, fetched to the cache once per machine.
 
-    A damaged copy in the cache is fetched again.
-
     Args:
         digest_of: the digest of a local folder; it may raise ValueError.
 
@@ -544,34 +553,17 @@ def fetch_model(url: str, digest: str, digest_of: Callable[[Path], str]) -> Path
         Refused: the store has no such model, or other bytes.
         Failed: the cache cannot be written.
     """
-    target = cache_folder() / "models" / digest
-    with caching(cache_folder()):
-        target.parent.mkdir(parents=True, exist_ok=True)
 
-    def is_whole() -> bool:
-        with suppress(ValueError):  # of a damaged config.json
-            return target.is_dir() and digest_of(target) == digest
-        return False
+    def fetch(copy: Path) -> None:
+        fs, root = url_to_fs(url)
+        names = fs.find(root)
+        if not names:
+            raise Refused(f"model {url}: no files there")
+        fetch_files(fs, root, names, str(copy))
+        if digest_of(copy) != digest:
+            raise Refused(
+                f"model {url}: it has other bytes than its name says: delete {url}.json, and the "
+                "next run copies it again"
+            )
 
-    if is_whole():
-        return target
-    # The other workers of this machine wait.
-    with caching(cache_folder()), FileLock(f"{target}.lock"):
-        if not is_whole():
-            if target.is_dir():
-                log.warning("%s is fetched again: its local copy is damaged", url)
-                shutil.rmtree(target)
-            fs, root = url_to_fs(url)
-            names = fs.find(root)
-            if not names:
-                raise Refused(f"model {url}: no files there")
-            with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-                complete = Path(temporary, "model")
-                fetch_files(fs, root, names, str(complete))
-                if digest_of(complete) != digest:
-                    raise Refused(
-                        f"model {url}: it has other bytes than its name says: delete {url}.json, "
-                        "and the next run copies it again"
-                    )
-                complete.rename(target)
-    return target
+    return _cached(digest, url, fetch, digest_of)

@@ -28,7 +28,7 @@ from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
-from runtimes.process.planner import GpuStepRequest
+from runtimes.process.questions import GpuStepRequest
 from runtimes.torch.device import free_memory
 from runtimes.torch.gpu_plan import step_memory
 from runtimes.torch.runtime import TheRuntime

@@ -25,7 +25,7 @@ from tasks.plan.gpu import (
     plan_for,
     shipped_plans,
 )
-from tasks.plan.plan import in_words
+from tasks.progress import bytes_in_words
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"
 #: The table's place in the document.
@@ -65,7 +65,7 @@ def recipe_memory_table() -> Iterator[str]:
         sizes = [plan.training, plan.samples, plan.sampling]
         memory = [_gib(size) for size in sizes]
         hours = [_hours(plan, gpu) for gpu in GPUS]
-        stored = in_words(plan.checkpoint_bytes)
+        stored = bytes_in_words(plan.checkpoint_bytes)
         yield _row([f"`{plan.recipe}`", f"{card(plan)} GB", *memory, stored, *hours])
 
 

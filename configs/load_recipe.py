@@ -23,7 +23,6 @@ from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
 from configs.secrets import is_secret, one_line, without_secrets
 from configs.settings.recipe import Recipe, with_defaults_without_effect
-from configs.settings.train import key_settings
 
 #: Maximum depth of nested lists and mappings.
 MOST_LEVELS = 50
@@ -347,7 +346,7 @@ def load_trials(name: str, overrides: Mapping[str, Any]) -> list[Trial]:
         settings = dict(zip(values, combination, strict=True))
         trial = Trial(settings, load_recipe(name, {**overrides, **settings}))
         used = with_defaults_without_effect(trial.recipe)
-        same = known.setdefault(json.dumps(key_settings(used.train)), trial)
+        same = known.setdefault(json.dumps(used.train.key_settings()), trial)
         if same is not trial:
             raise Refused(f"sweep: {same.label} and {trial.label} train equal weights")
         trials.append(trial)

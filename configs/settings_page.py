@@ -19,6 +19,10 @@ prints this page from the schema in `configs/`.
 * The first column is the name after `-o`, such as `-o train.steps=100`.
 * `NAME` and `N` stand for a name of yours and a position in a list.
 * A section whose default is null is absent until one of its settings is given.
+* `key`: `yes` if a change of the setting builds its stage anew, else why no key has it. `content`:
+  keys have a digest of what it names; `execution`: it changes how a stage runs; `limit`: it ends or
+  refuses a run; `destination`: it says where results go; `label`: it is a name for people;
+  `command`: one command alone reads it.
 """
 LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 #: Settings of `kiln generate` that are arguments of the command.
@@ -31,7 +35,11 @@ def page() -> str:
     parts = [HEAD]
     for title, about, rows in (*_tables(Recipe.model_json_schema()), _generate_table()):
         lines = [f"## {title}", "", *([about, ""] if about else [])]
-        lines += ["| setting | type | default | description |", "|---|---|---|---|", *rows]
+        lines += [
+            "| setting | type | default | key | description |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -50,12 +58,12 @@ def _tables(schema: Node) -> Iterator[tuple[str, str, list[str]]]:
         for name, node in schema["properties"].items()
         if not list(_sections(node, definitions))
     }
-    yield "The recipe", "", [_row(name, node, name == "name") for name, node in own.items()]
+    yield "The recipe", "", [_row(name, node, name == "name", {}) for name, node in own.items()]
     for name, node in schema["properties"].items():
         for section in _sections(node, definitions):
             kind = section["properties"].get("kind", {}).get("const")
             title = f"`{name}`" + (f", `kind: {kind}`" if kind else "")
-            rows = list(_rows(f"{name}.", section, definitions))
+            rows = list(_rows(f"{name}.", section, definitions, node))
             yield title, _sentence(section), rows
 
 
@@ -69,17 +77,23 @@ def _generate_table() -> tuple[str, str, list[str]]:
     return "`kiln generate`", about, [row for row in rows if row.split("`")[1] not in ARGUMENTS]
 
 
-def _rows(prefix: str, section: Node, definitions: Node) -> Iterator[str]:
-    """The rows of a section; those of the sections in it follow where it is."""
+def _rows(
+    prefix: str, section: Node, definitions: Node, parent: Node | None = None
+) -> Iterator[str]:
+    """The rows of a section; those of the sections in it follow where it is.
+
+    Args:
+        parent: the setting that holds it; if that is in no key, neither are those of the section.
+    """
     required = section.get("required", ())
     for name, node in section["properties"].items():
         inner = list(_sections(node, definitions))
         if not inner or "anyOf" in node.get("items", {}):
-            yield _row(prefix + name, node, name in required)
+            yield _row(prefix + name, node, name in required, parent or {})
         for one in inner:
             step = "." if "$ref" in node or "anyOf" in node else ".N."
             step = ".NAME." if "additionalProperties" in node else step
-            yield from _rows(prefix + name + step, one, definitions)
+            yield from _rows(prefix + name + step, one, definitions, {**(parent or {}), **node})
 
 
 def _sections(node: Node, definitions: Node) -> Iterator[Node]:
@@ -95,10 +109,11 @@ def _sections(node: Node, definitions: Node) -> Iterator[Node]:
             yield from _sections(node[key], definitions)
 
 
-def _row(name: str, node: Node, required: bool) -> str:
+def _row(name: str, node: Node, required: bool, parent: Node) -> str:
     empty: Any = {} if node.get("type") == "object" else None  # without a default in the schema
     default = "required" if required else f"`{_written(node.get('default', empty))}`"
-    cells = (f"`{name}`", _type(node), default, _sentence(node))
+    key = _key(node if "not_in_key" in node else parent)
+    cells = (f"`{name}`", _type(node), default, key, _sentence(node))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -107,8 +122,15 @@ def _written(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value or '""'
 
 
+def _key(node: Node) -> str:
+    """Whether keys have a setting, or why not."""
+    condition = f", yes if `{node['in_key_with']}`" if "in_key_with" in node else ""
+    return f"{node['not_in_key']}{condition}" if "not_in_key" in node else "yes"
+
+
 def _sentence(node: Node) -> str:
-    return " ".join(node.get("description", "").split())
+    needs = f" Needs `{node['needs']}`." if "needs" in node else ""
+    return " ".join(node.get("description", "").split()) + needs
 
 
 def _type(node: Node) -> str:

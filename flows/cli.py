@@ -391,18 +391,6 @@ def sweep(
 
 
 @app.command()
-def watch(recipe: RecipeArgument, override: Overrides = None, as_json: AsJson = False) -> None:
-    """Compare the list files of a recipe's source with the last call; report changes to Prefect.
-
-    A change is the event `kiln.source.changed`, on which deploy/prefect.yaml starts `retrain`.
-    """
-    overrides = _checked(recipe, override, as_json=as_json)
-    from flows import runner
-
-    runner.watch(recipe=recipe, overrides=overrides, as_json=as_json)
-
-
-@app.command()
 def generate(
     model: Annotated[
         str, typer.Argument(help="Published model (digits, digits@v2), folder, hub id or URL.")

@@ -63,6 +63,7 @@ from tasks import download
 from tasks.evaluate.inception import fidelity_folder
 from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, memory_of, shipped_plans
+from tasks.progress import gib
 from tasks.publish.promotion_gate import warnings_of_few_prompts
 from tasks.stage import package_versions, storage_error
 
@@ -244,7 +245,7 @@ def _fitting(gpus: Sequence[NvidiaGpu]) -> Iterator[Finding]:
         if large:
             words += f"; too small for {', '.join(large)} (kiln plan {large[0]} --gpu "
             words += f"{gpu.memory / GIB:.0f}GB says what would fit)"
-        yield fine(f"{name} {gpu.name}, {gpu.memory / GIB:.1f} GiB: {words}")
+        yield fine(f"{name} {gpu.name}, {gib(gpu.memory, 1)}: {words}")
 
 
 def _timed(plan: RecipeMemory, gpu: NvidiaGpu) -> str:
@@ -367,10 +368,10 @@ def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
     if plan is None:
         yield note("the recipe's memory is not planned yet", command)
     elif plan.fits(largest.memory):
-        yield fine(f"memory: {plan.largest / GIB:.1f} GiB fit {largest.name}")
+        yield fine(f"memory: {gib(plan.largest, 1)} fit {largest.name}")
     else:
-        there = f"{largest.name} has {largest.memory / GIB:.1f} GiB"
-        yield problem(f"memory: {plan.largest / GIB:.1f} GiB are needed, {there}", command)
+        there = f"{largest.name} has {gib(largest.memory, 1)}"
+        yield problem(f"memory: {gib(plan.largest, 1)} are needed, {there}", command)
 
 
 def _models(recipe: Recipe) -> Iterator[Check]:

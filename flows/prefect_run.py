@@ -37,6 +37,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events import emit_event
+from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.logging.handlers import APILogHandler
 from prefect.states import Cancelled, Completed
@@ -237,6 +238,17 @@ REJECTED = "kiln.model.rejected"
 def model_resource(model: str) -> str:
     """Id of a model's resource, `kiln.model.<publish.name>`."""
     return f"kiln.model.{model}"
+
+
+def put_automation(client: SyncPrefectClient, automation: AutomationCore) -> str:
+    """`created`, or `updated` if the server has the automation; a disabled one stays disabled."""
+    same = client.read_automations_by_name(automation.name)
+    if not same:
+        client.create_automation(automation)
+        return "created"
+    automation.enabled = same[0].enabled
+    client.update_automation(same[0].id, automation)
+    return "updated"
 
 
 def emit_published(model: str, url: str, metrics: dict[str, Any]) -> None:

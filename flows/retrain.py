@@ -24,7 +24,6 @@ from flows.prefect_run import (
     NO_OVERRIDES,
     Overrides,
     RecipeName,
-    may_pass,
     patiently,
     prepare_process,
     revealed,
@@ -40,13 +39,14 @@ from tasks.publish.registry import Registry
 from tasks.publish.rejection import VerdictStage
 from tasks.publish.stage import registry_of
 from tasks.retrain.champion import Champion, check_held_out, find_champion
-from tasks.retrain.changes import Changes, forget, lock_path, plan_changes
+from tasks.retrain.changes import Changes, plan_changes
 from tasks.retrain.continue_training import ContinuedTraining, check_start, recipe_of
 from tasks.retrain.decision import DecisionStage, show_retraining, verdict_of
 from tasks.retrain.selection import SelectionStage, new_samples
 from tasks.stage import StageResult, failing
 
 log = logging.getLogger("kiln")
+LOCK = "retrain-lock.json"  # in the model's folder of the registry
 
 
 class Compared(NamedTuple):
@@ -132,27 +132,9 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     run_id = runtime.flow_run.id
     with redacted_errors():
         checked = load_recipe(recipe, revealed(overrides))
-        with _announced_again(registry_of(checked)):
-            run = prepare(checked, run_id=run_id)
-            with one_at_a_time(registry_of(run.recipe)):
-                return _retrain(run)
-
-
-@contextmanager
-def _announced_again(registry: Registry) -> Iterator[None]:
-    """After an outage the next watch announces the source again: its rows wait for a retraining.
-
-    Another failure needs a person first; each watch would start an equal one.
-    """
-    try:
-        yield
-    except Exception as failure:
-        try:
-            if may_pass(failure):
-                forget(registry)
-        except Exception as error:  # of any type; the failure itself matters more
-            log.warning("retrain: the next watch does not repeat the event: %s", one_line(error))
-        raise
+        run = prepare(checked, run_id=run_id)
+        with one_at_a_time(registry_of(run.recipe)):
+            return _retrain(run)
 
 
 def _retrain(run: Run) -> Any:
@@ -222,5 +204,5 @@ def one_at_a_time(registry: Registry) -> Iterator[None]:
     def waits(owner: dict[str, Any]) -> None:
         log.info("retrain: %s retrains %s; waiting", owner_in_words(owner), registry.name)
 
-    with hold(registry.fs, lock_path(registry), on_wait=waits):
+    with hold(registry.fs, f"{registry.root}/{LOCK}", on_wait=waits):
         yield

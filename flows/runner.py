@@ -286,19 +286,6 @@ def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
     return any(stage in stages for stage in recipe.place.pools())
 
 
-def watch(*, overrides: dict[str, Any], as_json: bool, **arguments: Any) -> None:
-    """Run `watch_source` and print whether the source changed."""
-    _prepare_prefect()
-    with error_as_json(as_json):
-        lasting_server("watch: an event needs")
-    hidden = hide_secrets(overrides)
-    report = _run_flow("watch_source", as_json, overrides=hidden, **arguments)
-    outcome = "changed" if report["changed"] else "unchanged"
-    outcome = "changed; a retraining runs, watch again after it" if report["waits"] else outcome
-    line = f"{report['source']}: {outcome}"
-    print(json.dumps(report) if as_json else line, flush=True)
-
-
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
     """Run `generate` and print its report."""
     _say_first(without_secrets(arguments["model"]), sys.stderr if as_json else sys.stdout)

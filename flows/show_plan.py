@@ -9,54 +9,57 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from configs.errors import Away, Refused
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.plan.gpu import (
     TYPICAL_MFU,
-    USABLE,
     Advice,
     GpuPlan,
     RecipeMemory,
     memory_of,
     plan_gpu_training,
 )
-from tasks.plan.plan import TrainingPlan, in_words
+from tasks.plan.plan import TrainingPlan
 from tasks.plan.tpu import SlicePlan, plan_slice_training
+from tasks.progress import bytes_in_words, gib, hours_in_words
+
+
+def gpu_facts(plan: GpuPlan | StoredPlan, parameters: int, checkpoint_bytes: int) -> dict[str, Any]:
+    """Memory that every plan for a GPU knows.
+
+    Args:
+        parameters: number of trained parameters.
+    """
+    peaks = plan.peaks
+    return {
+        "gpu": plan.gpu.name,
+        "gpus": plan.chips,
+        "memory_gib": plan.gpu.memory / GIB,
+        "usable_gib": plan.gpu.usable / GIB,
+        "peak_gib": peaks.largest / GIB,
+        "training_gib": peaks.training / GIB,
+        "samples_gib": peaks.samples / GIB,
+        "sampling_gib": peaks.sampling / GIB,
+        "checkpointing_gib": peaks.checkpoint / GIB,
+        "checkpoint_bytes": checkpoint_bytes,
+        "parameters": parameters,
+    }
 
 
 def gpu_plan_facts(plan: GpuPlan) -> dict[str, Any]:
     """What a plan for a GPU has besides the facts of every plan; unknown values are null."""
     step = plan.step
-    peaks = plan.peaks
-    return {
-        **memory_facts(plan.gpu, plan.usable, plan.record),
-        "gpus": plan.chips,
-        "training_parts_gib": {name: size / GIB for name, size in peaks.training.items()},
-        "host_gib": peaks.host / GIB,
+    return gpu_facts(plan, step.parameters, plan.checkpoint_bytes) | {
+        "training_parts_gib": {name: size / GIB for name, size in plan.peaks.parts.items()},
+        "host_gib": plan.peaks.host / GIB,
         "flops_per_image": step.flops_per_image,
         "recomputed_flops_per_image": step.recomputed_flops_per_image,
         "largest_micro_batch_size": plan.largest_micro_batch,
         "advice": [_advice_facts(plan, advice) for advice in plan.advice],
         "plan_seconds": plan.seconds,
-    }
-
-
-def memory_facts(gpu: Gpu, usable: int, memory: RecipeMemory) -> dict[str, Any]:
-    """Facts of a GPU, whose tensors may have `usable` bytes, and of a recipe's memory on it."""
-    return {
-        "gpu": gpu.name,
-        "memory_gib": gpu.memory / GIB,
-        "usable_gib": usable / GIB,
-        "peak_gib": memory.largest / GIB,
-        "training_gib": memory.training / GIB,
-        "samples_gib": memory.samples / GIB,
-        "sampling_gib": memory.sampling / GIB,
-        "checkpointing_gib": memory.checkpoint / GIB,
-        "checkpoint_bytes": memory.checkpoint_bytes,
-        "parameters": memory.parameters,
     }
 
 
@@ -77,14 +80,14 @@ def _advice_facts(plan: GpuPlan, advice: Advice) -> dict[str, Any]:
 def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
     """Rows of the table, name and text."""
     step = plan.step
-    peaks = plan.peaks
     settings = plan.recipe.train
     yield "recipe", recipe_row(plan.recipe, step.parameters)
     count = "" if plan.chips == 1 else f"{plan.chips} times "
-    yield "gpu", f"{count}{gpu_row(plan.gpu, plan.usable)}"
+    yield "gpu", f"{count}{gpu_row(plan.gpu)}"
     micro = settings.micro_batch(settings.processes)
     yield "batch", f"{settings.global_batch_size} in micro-batches of {micro}"
-    yield from memory_lines(plan.record, plan.usable, _parts(peaks.training), peaks.host)
+    parts = f": {_parts(plan.peaks.parts)}"
+    yield from memory_rows(plan, plan.checkpoint_bytes, parts, plan.peaks.host)
     recomputed = step.recomputed_flops_per_image / 1e12
     more = f", and {recomputed:.4g} of recomputation" if recomputed else ""
     yield "work", f"{step.flops_per_image / 1e12:.4g} TFLOP per image{more}"
@@ -94,36 +97,36 @@ def lines(plan: GpuPlan) -> Iterator[tuple[str, str]]:
         yield "advice", _advice(advice)
 
 
-def recipe_row(recipe: Recipe, parameters: int) -> str:
-    other = "" if recipe.runtime == "torch" else ", planned for runtime torch"
+def recipe_row(recipe: Recipe, parameters: int, planned: str = "torch") -> str:
+    other = "" if recipe.runtime == planned else f", planned for runtime {planned}"
     return f"{recipe.name}, {parameters / 1e6:,.1f} M trained parameters{other}"
 
 
-def gpu_row(gpu: Gpu, usable: int) -> str:
-    return f"{gpu.name}: {gpu.memory / GIB:g} GiB, {usable / GIB:.1f} GiB of it for tensors"
+def gpu_row(gpu: Gpu) -> str:
+    return f"{gpu.name}: {gpu.memory / GIB:g} GiB, {gib(gpu.usable, 1)} of it for tensors"
 
 
-def memory_lines(
-    memory: RecipeMemory, usable: int, parts: str = "", host: int = 0
+def memory_rows(
+    plan: GpuPlan | StoredPlan, checkpoint_bytes: int, parts: str = "", host: int = 0
 ) -> Iterator[tuple[str, str]]:
-    """Rows of what a recipe needs on a GPU, and the verdict: what is spare, or too much.
-
-    Args:
-        usable: bytes for tensors.
-        parts: of the training's peak.
-        host: bytes of the host's memory.
-    """
-    yield "training", f"{gib(memory.training)} at the peak" + (f": {parts}" if parts else "")
-    if memory.samples:
-        yield "samples", f"{gib(memory.samples)} while training draws samples"
-    yield "sampling", f"{gib(memory.sampling)} in the evaluation"
+    """Rows of the peaks; the last is the verdict."""
+    peaks = plan.peaks
+    yield "training", f"{gib(peaks.training)} at the peak{parts}"
+    if peaks.samples:
+        yield "samples", f"{gib(peaks.samples)} while training draws samples"
+    yield "sampling", f"{gib(peaks.sampling)} in the evaluation"
     if host:
         yield "host", f"{gib(host)} of the host's memory for offloaded weights"
-    written = in_words(memory.checkpoint_bytes)
-    yield "saving", f"{gib(memory.checkpoint)} while a checkpoint of {written} is written"
-    spare = (usable - memory.largest) / GIB
-    verdict = f"fits, {spare:.1f} GiB spare" if spare >= 0 else f"{-spare:.1f} GiB too much"
-    yield "memory", f"{gib(memory.largest)} of {gib(usable)}: {verdict}"
+    written = bytes_in_words(checkpoint_bytes)
+    yield "saving", f"{gib(peaks.checkpoint)} while a checkpoint of {written} is written"
+    usable = plan.gpu.usable
+    spare = usable - peaks.largest
+    yield "memory", f"{gib(peaks.largest)} of {gib(usable)}: {verdict(spare, fits=spare >= 0)}"
+
+
+def verdict(spare: int, *, fits: bool) -> str:
+    """What is spare, or too much."""
+    return f"fits, {gib(spare, 1)} spare" if fits else f"{gib(max(-spare, 0), 1)} too much"
 
 
 def _advice(advice: Advice) -> str:
@@ -136,15 +139,6 @@ def _advice(advice: Advice) -> str:
 def _parts(parts: dict[str, int]) -> str:
     named = ((name.replace("_", " "), size) for name, size in parts.items() if size)
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in named)
-
-
-def duration(hours: float) -> str:
-    """Of a short training, minutes: it is not done in 0.0 hours."""
-    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"
-
-
-def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
 
 
 #: Facts of a GPU plan that need the model's configs.
@@ -161,20 +155,16 @@ class StoredPlan:
 
     recipe: Recipe
     gpu: Gpu
-    memory: RecipeMemory
-
-    @property
-    def usable(self) -> int:
-        """Bytes of the GPU's memory for tensors."""
-        return int(USABLE * self.gpu.memory)
+    peaks: RecipeMemory
+    chips: ClassVar = 1
 
     @property
     def fits(self) -> bool:
-        return self.memory.fits(self.gpu.memory)
+        return self.peaks.fits(self.gpu.memory)
 
     @property
     def hours(self) -> float | None:
-        return None if self.gpu.spec is None else self.memory.hours(self.gpu.spec)
+        return None if self.gpu.spec is None else self.peaks.hours(self.gpu.spec)
 
     @property
     def cost(self) -> float | None:
@@ -189,8 +179,8 @@ class StoredPlan:
     def refusal(self) -> str:
         """The error of a recipe that does not fit."""
         return (
-            f"{self.recipe.name} needs {self.memory.largest / GIB:.1f} GiB, {self.gpu.name} has "
-            f"{self.usable / GIB:.1f} GiB for tensors; with the hub's configs, `kiln plan` names "
+            f"{self.recipe.name} needs {gib(self.peaks.largest, 1)}, {self.gpu.name} has "
+            f"{gib(self.gpu.usable, 1)} for tensors; with the hub's configs, `kiln plan` names "
             "the settings that fit"
         )
 
@@ -199,9 +189,8 @@ def stored_facts(plan: StoredPlan) -> dict[str, Any]:
     """As a plan's facts; what needs the model's configs is null."""
     return {
         **dict.fromkeys(UNKNOWN),
-        **memory_facts(plan.gpu, plan.usable, plan.memory),
+        **gpu_facts(plan, plan.peaks.parameters, plan.peaks.checkpoint_bytes),
         "recipe": plan.recipe.name,
-        "gpus": 1,
         "fits": plan.fits,
         "global_batch_size": plan.recipe.train.global_batch_size,
         "assumption": plan.assumption,
@@ -212,12 +201,14 @@ def stored_facts(plan: StoredPlan) -> dict[str, Any]:
 
 def stored_lines(plan: StoredPlan) -> Iterator[tuple[str, str]]:
     """Rows of the table, name and text."""
-    memory = plan.memory
-    yield "recipe", recipe_row(plan.recipe, memory.parameters)
-    yield "gpu", gpu_row(plan.gpu, plan.usable)
-    yield from memory_lines(memory, plan.usable)
-    yield "work", f"{memory.flops_per_image / 1e12:.4g} TFLOP per image, with recomputation"
-    hours = "unknown" if plan.hours is None else f"{duration(plan.hours)} ({plan.assumption})"
+    yield "recipe", recipe_row(plan.recipe, plan.peaks.parameters)
+    yield "gpu", gpu_row(plan.gpu)
+    yield from memory_rows(plan, plan.peaks.checkpoint_bytes)
+    work = plan.peaks.flops_per_image / 1e12
+    yield "work", f"{work:.4g} TFLOP per image, with recomputation"
+    hours = "unknown"
+    if plan.hours is not None:
+        hours = f"{hours_in_words(plan.hours)} ({plan.assumption})"
     yield "time", hours if plan.cost is None else f"{hours}, cost {plan.cost:,.0f}"
 
 
@@ -251,22 +242,17 @@ def show_plan(
                 raise
             _show_stored(recipe, parse_gpu(gpu), error, as_json=as_json)
             return
-        show(
-            on_gpu,
-            gpu_plan_facts(on_gpu),
-            lines(on_gpu),
-            as_json=as_json,
-        )
+        show(on_gpu, gpu_plan_facts(on_gpu), lines(on_gpu), as_json=as_json)
         if not on_gpu.fits:
             raise Refused(on_gpu.refusal())
 
 
 def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -> None:
     """Print the plan that comes with a recipe whose model is not there; raise the error if none."""
-    if (memory := memory_of(recipe)) is None:
+    if (found := memory_of(recipe)) is None:
         raise error
     _say(f"{error}; this is the plan that comes with the recipe")
-    plan = StoredPlan(recipe, gpu, memory)
+    plan = StoredPlan(recipe, gpu, found)
     show_rows(stored_facts(plan), stored_lines(plan), as_json=as_json)
     if not plan.fits:
         raise Refused(plan.refusal())
@@ -359,9 +345,7 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
     step = plan.step
     where = plan.where
     batch = plan.batch
-    other = "" if plan.recipe.runtime == "jax" else ", planned for runtime jax"
-    parameters = f"{step.parameters / 1e6:,.1f} M trained parameters"
-    yield "recipe", f"{plan.recipe.name}, {parameters}{other}"
+    yield "recipe", recipe_row(plan.recipe, step.parameters, "jax")
     yield "slice", f"{where.name}: {where.chips} chips ({where.topology}), {where.hosts} hosts"
     yield "compiler", f"{step.compiler}, in {step.seconds:.0f} s"
     yield (
@@ -371,7 +355,7 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
     )
     yield "memory", _memory(plan)
     if plan.measuring_bytes:
-        yield "", f"held-out loss and samples: {plan.measuring_bytes / GIB:.2f} GiB and activations"
+        yield "", f"held-out loss and samples: {gib(plan.measuring_bytes)} and activations"
     work = []
     if step.flops_per_image is not None:
         work.append(f"{step.flops_per_image / 1e12:.4g} TFLOP per image")
@@ -388,16 +372,13 @@ def _lines(plan: SlicePlan) -> Iterator[tuple[str, str]]:
 def _memory(plan: SlicePlan) -> str:
     step = plan.step
     hbm = plan.where.chip.hbm_bytes
-    text = f"{step.arguments / GIB:.2f} GiB arguments"
+    text = f"{gib(step.arguments)} arguments"
     if not step.total:
         return f"{text}; the rest exceeds the {hbm / GIB:g} GiB per chip"
     if step.temporaries:
-        text += f" + {step.temporaries / GIB:.2f} GiB temporaries"
-    spare = (hbm - step.total) / GIB
-    verdict = (
-        f"fits, {spare:.1f} GiB spare" if plan.step_fits else f"{max(-spare, 0):.1f} GiB too much"
-    )
-    return f"{text}, {step.total / GIB:.2f} of {hbm / GIB:g} GiB per chip: {verdict}"
+        text += f" + {gib(step.temporaries)} temporaries"
+    words = verdict(hbm - step.total, fits=plan.step_fits)
+    return f"{text}, {step.total / GIB:.2f} of {hbm / GIB:g} GiB per chip: {words}"
 
 
 def _time(plan: TrainingPlan) -> str:
@@ -407,7 +388,7 @@ def _time(plan: TrainingPlan) -> str:
         return "unknown for a size of memory: name a GPU, such as --gpu L4"
     images = plan.recipe.train.global_batch_size
     speed = f"{images / seconds:,.1f} images/s ({plan.assumption})"
-    whole = f"{plan.steps:,} steps in {duration(hours)}"
+    whole = f"{plan.steps:,} steps in {hours_in_words(hours)}"
     text = f"{seconds:.3g} s per step, {speed}; {whole}"
     return text if plan.cost is None else f"{text}, cost {plan.cost:,.0f}"
 
@@ -431,11 +412,11 @@ def _refusal(plan: SlicePlan) -> str:
     if plan.step_fits:
         return (
             f"held-out loss and samples during training gather the model on each chip, which needs "
-            f"{plan.measuring_bytes / GIB:.1f} GiB of the {plan.where.chip.hbm_bytes / GIB:g} GiB "
+            f"{gib(plan.measuring_bytes, 1)} of the {plan.where.chip.hbm_bytes / GIB:g} GiB "
             f"of a chip of {plan.where.name}: set train.holdout_loss.every_n_steps and "
             "train.sample_every_n_steps to 0, or use chips with more memory"
         )
-    needed = f"{plan.step.total / GIB:.1f} GiB" if plan.step.total else "more"
+    needed = f"{gib(plan.step.total, 1)}" if plan.step.total else "more"
     text = (
         f"train.micro_batch_size={plan.batch.micro_batch_size} needs {needed} of the "
         f"{plan.where.chip.hbm_bytes / GIB:g} GiB of a chip of {plan.where.name}: "

@@ -18,7 +18,7 @@ from configs.errors import Away, Refused
 from configs.secrets import one_line, without_secrets
 from configs.settings.recipe import Recipe
 from tasks import tpu
-from tasks.plan.plan import in_words
+from tasks.progress import bytes_in_words
 from tasks.publish.registry import CANDIDATE, CHAMPION, Registry, Version
 from tasks.publish.stage import CHAMPION_EVALUATION, remeasured_champion
 
@@ -70,7 +70,7 @@ def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
         return
     for row in rows:
         names = [*row["recipes"], *(f"of {model}" for model in row["models"])]
-        size = in_words(row["bytes"])
+        size = bytes_in_words(row["bytes"])
         print(
             f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {size:>9}"
             f"  {row['created']}  {', '.join(names)}".rstrip()
@@ -147,10 +147,6 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked
         return
     for name, error in _damage(store, url):
         yield MODEL, name, error
-    for registry in _registries(store, url):
-        for name in registry.damaged_histories():
-            remedy = "it is damaged: `kiln promote` the champion again to mend it"
-            yield MODEL, f"{registry.name} {name}", remedy
     for found, version, _ in _models(store, url):
         root = f"{found.root}/{version.name}"
         check = partial(first_fault, found.fs, root, version.manifest["files"], deep=True)
@@ -205,7 +201,9 @@ def collect_garbage(
             facts = {"kind": item.kind, "stage": item.stage, "key": item.key, "bytes": item.size}
             found.append(facts)
             if not as_json:
-                print(f"{item.kind:11} {item.stage:9} {item.key[:12]}  {in_words(item.size):>9}")
+                print(
+                    f"{item.kind:11} {item.stage:9} {item.key[:12]}  {bytes_in_words(item.size):>9}"
+                )
     except OSError as error:
         if not is_full(error):
             raise
@@ -221,12 +219,12 @@ def collect_garbage(
     print(
         f"kept: {_count(collector.needed, 'artifact')} that published models or runs of the last "
         f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours): "
-        f"{in_words(collector.kept_bytes)} in finished artifacts"
+        f"{bytes_in_words(collector.kept_bytes)} in finished artifacts"
     )
     if not found and not delete:
         print("nothing to delete")
         return
-    total = f"{_count(len(found), 'thing')}, {in_words(size)}"
+    total = f"{_count(len(found), 'thing')}, {bytes_in_words(size)}"
     print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")
 
 

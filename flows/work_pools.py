@@ -32,6 +32,7 @@ from flows.prefect_run import (
     REUSED,
     patiently,
     prepare_process,
+    put_automation,
     revealed,
     without_edges,
 )
@@ -186,8 +187,4 @@ def _detect_lost(client: SyncPrefectClient) -> None:
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat")],
     )
-    same = client.read_automations_by_name(LOST)
-    if same:  # as deploy/automations/apply.py: without a moment that has no automation
-        client.update_automation(same[0].id, made)
-    else:
-        client.create_automation(made)
+    put_automation(client, made)

@@ -2,7 +2,7 @@
 
 `python -P -m runtimes JOB.json` runs one job;
 `python -P -m runtimes --probe RUNTIME` prints the runtime's Probe as JSON;
-`python -P -m runtimes --check RUNTIME SETTINGS` prints the unsupported train settings as JSON.
+`python -P -m runtimes --check RUNTIME SETTINGS` prints the unsupported train setting as JSON.
 
 `-P` keeps the working directory out of sys.path: a user's `configs` or `tasks` would shadow ours.
 
@@ -14,7 +14,6 @@ torchrun, mpirun or msrun has started them all. Rank 0 alone emits events and wr
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -24,11 +23,12 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
@@ -51,6 +51,7 @@ from runtimes.process.launcher import (
     leave,
 )
 from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
+from runtimes.process.questions import answer
 from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate_job import generate
 from runtimes.train.checkpoints import CheckpointError
@@ -74,10 +75,10 @@ def main(arguments: list[str]) -> int:
     collect_garbage_rarely()
     raise_open_file_limit()
     if arguments[:1] == ["--probe"] and len(arguments) == 2:
-        print(json.dumps(asdict(probe_here(arguments[1]))))
+        answer(lambda: probe_here(arguments[1]))
         return 0
     if arguments[:1] == ["--check"] and len(arguments) == 3:
-        print(json.dumps({"wrong": _wrong_with(arguments[1], json.loads(arguments[2]))}))
+        answer(lambda: check_settings_here(arguments[1], Train(**json.loads(arguments[2]))))
         return 0
     if len(arguments) != 1:
         print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)
@@ -119,14 +120,6 @@ def main(arguments: list[str]) -> int:
 def _is_away(error: Exception) -> bool:
     """Whether a remote store did not respond, which may pass."""
     return error.away if isinstance(error, CheckpointError) else is_outage(error)
-
-
-def _wrong_with(name: str, settings: dict[str, Any]) -> str | None:
-    try:
-        check_settings_here(name, Train(**settings))
-    except Refused as error:
-        return str(error)
-    return None
 
 
 def _run(job: Job, path: Path, events: Events, stop: Stop) -> int:
@@ -205,15 +198,16 @@ def only_writer(work: str) -> Iterator[None]:
     else:
         path = Path(tempfile.gettempdir()) / f"kiln-{hashlib.sha256(work.encode()).hexdigest()}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logging.getLogger("kiln").warning(
-                "another process writes %s: waiting for its lock", work
-            )
-            fcntl.flock(stream, fcntl.LOCK_EX)
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        logging.getLogger("kiln").warning("another process writes %s: waiting for its lock", work)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ A machine encodes on the `encoder_devices`: one encoder process for each.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from runtimes.hosts.detect_gaudi import bridge_version, count_hpus
 from runtimes.objective.noise_schedule import SCHEDULERS, TABULATED, drawing_config, is_flow
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
+from runtimes.process.questions import Unanswered, ask
 
 
 @dataclass(frozen=True)
@@ -191,10 +190,8 @@ def check_settings(name: str, settings: Train) -> None:
     """Raise Refused for train settings that the runtime or its device does not support."""
     if not _needs_subprocess(python := interpreter(name)):
         check_settings_here(name, settings)
-    elif (
-        wrong := _query(python, "--check", name, settings.model_dump_json())["wrong"]
-    ) is not None:
-        raise Refused(wrong)
+    else:
+        _query(python, "--check", name, settings.model_dump_json())
 
 
 def check_settings_here(name: str, settings: Train) -> None:
@@ -263,13 +260,12 @@ def _needs_subprocess(python: str) -> bool:
 
 @cache  # each takes seconds, and a run asks before and after its server starts
 def _query(python: str, *arguments: str) -> dict[str, Any]:
-    """The JSON object in the last line of output of a subprocess."""
-    command = [python, "-P", "-m", "runtimes", *arguments]
+    """The answer of a runtime's process to `--probe` or `--check`. Raises Refused."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, TypeError) as error:
-        raise Refused(f"runtime {arguments[1]}: {python} does not answer: {error}") from None
+        return ask("-m", "runtimes", *arguments, python=python, seconds=PROBE_SECONDS)
+    except (OSError, Unanswered) as error:
+        why = error.last if isinstance(error, Unanswered) else error
+        raise Refused(f"runtime {arguments[1]}: {python} does not answer: {why}") from None
 
 
 def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:

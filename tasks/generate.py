@@ -37,11 +37,9 @@ from tasks.stage import RECIPE, Stage, runtime_facts
 from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"
-VERSION = 1
+VERSION = 2
 LIST = "pictures.json"
 GAP = 2  # pixels between pictures of the grid
-#: Settings that do not affect a picture: locations, the device, the grid's layout.
-NOT_IN_KEY = {"model", "file", "store", "registry", "device", "grid_columns", "offload"}
 SCORES = ("aesthetic_score", "negative_aesthetic_score")
 SHOWN = 20  # pictures in the report
 
@@ -154,7 +152,7 @@ def check(settings: Generate, model: EvalModel) -> None:
 
 def settings_for_key(settings: Generate) -> dict[str, Any]:
     """The settings that affect a picture; the model's content has its own digest."""
-    return settings.model_dump(mode="json", exclude=NOT_IN_KEY)
+    return settings.key_settings()
 
 
 def with_prompts(settings: Generate) -> Generate:

@@ -1,6 +1,6 @@
 """Report a stage's progress to the terminal and, in a run, to a Prefect progress artifact.
 
-Panels are shown in the Prefect UI as one markdown artifact.
+Panels are shown in the Prefect UI as one markdown artifact. Bytes and durations have words.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID
 
+from runtimes.torch_models.gpu_specs import GIB
 from tasks.panels import Links, Panel, to_markdown
 
 log = logging.getLogger("kiln")
@@ -119,3 +120,32 @@ class Progress:
         except Exception as error:  # an unreachable server must not stop a training run
             log.warning("%s: progress is not shown in Prefect: %s", self.stage, error)
             self._next = time.monotonic() + 30.0
+
+
+def bytes_in_words(size: float) -> str:
+    """A number of bytes, such as `12 B`, `139 MB` or `3.1 GB`."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0
+    while size >= 999.5 and power < 4:
+        size /= 1000
+        power += 1
+    digits = f"{size:.1f}".removesuffix(".0") if size < 99.95 else f"{size:,.0f}"
+    return f"{digits} {units[power]}"
+
+
+def gib(size: float, digits: int = 2) -> str:
+    """Bytes of a device's memory, whose makers count in powers of two."""
+    return f"{size / GIB:.{digits}f} GiB"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Seconds in the largest unit of which there are two or more."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def hours_in_words(hours: float) -> str:
+    """Of a short training, minutes: it is not done in 0.0 hours."""
+    return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

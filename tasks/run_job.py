@@ -1,4 +1,8 @@
-"""Run a job in a child process: read its events and its log, and leave no orphan."""
+"""Child processes that leave no orphan: a job with events and a log, and one that sockets connect.
+
+A ConnectedProcess answers requests until its client ends; an encoder or a network runs in it, in an
+environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,17 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +30,7 @@ from artifacts.lock import LockLost, check_held
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from runtimes.process.job import EVENT_FD, Job, write_job
-from runtimes.process.launcher import STOPPED
+from runtimes.process.launcher import STOPPED, wait_or_kill
 from runtimes.registry import interpreter
 
 log = logging.getLogger("kiln")
@@ -37,6 +45,8 @@ TELLING = re.compile(
 QUOTED = 3
 KEPT = 200
 LONGEST = 1000  # characters of a reason
+#: Seconds for a connected process to end by itself.
+END_SECONDS = 10.0
 #: Set while a job writes its last checkpoint; another SIGTERM to this process would kill the job.
 stopping = threading.Event()
 
@@ -243,3 +253,89 @@ def _kill(child: subprocess.Popen[str]) -> None:
 def _signal_group(child: subprocess.Popen[str], number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, number)
+
+
+class ProcessLost(Away):
+    """The process has ended; the message has the last line of its log."""
+
+
+class ConnectedProcess:
+    """A module in a process of its own, `python -P -m MODULE SOCKET... ARGUMENT...`.
+
+    Its output goes to a temporary log. It must end when its sockets close, which they do when this
+    object is closed or collected, or this process ends.
+
+    Args:
+        what: the process, for errors.
+        arguments: of the module, after its sockets.
+        sockets: their number. One thread may ask at a socket at a time.
+        environment: variables that are added to those of this process.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        python: str = sys.executable,
+        sockets: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._what = what
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with us
+        self._ending = threading.Lock()
+        with ExitStack() as theirs:
+            pairs = [socket.socketpair() for _ in range(sockets)]
+            numbers = [theirs.enter_context(pair[1]).fileno() for pair in pairs]
+            self._child = subprocess.Popen(
+                [python, "-P", "-m", module, *map(str, numbers), *arguments],
+                env={**os.environ, **(environment or {})},
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the closed sockets end it, not Ctrl-C
+            )
+        self.pid = self._child.pid
+        self._connections = [Connection(ours.detach()) for ours, _ in pairs]
+        self._finalizer = weakref.finalize(self, _end, self._connections, self._child)
+
+    def ask(self, request: bytes, number: int = 0) -> bytes:
+        """The answer at a socket. Raises ProcessLost."""
+        self.send(request, number)
+        return self.receive(number)
+
+    def send(self, request: bytes, number: int = 0) -> None:
+        """Raises ProcessLost."""
+        try:
+            self._connections[number].send_bytes(request)
+        except OSError:
+            raise self._lost() from None
+
+    def receive(self, number: int = 0) -> bytes:
+        """Raises ProcessLost."""
+        try:
+            return self._connections[number].recv_bytes()
+        except (EOFError, OSError):
+            raise self._lost() from None
+
+    def close(self) -> int:
+        """Close the sockets, wait for the process, and return its exit code."""
+        self._finalizer()
+        return self._child.wait()
+
+    def _lost(self) -> ProcessLost:
+        with self._ending:
+            code = wait_or_kill(self._child, END_SECONDS)
+            self._log.seek(0)
+            text = self._log.read().strip()
+        log.debug("%s", text)
+        last = text.rpartition("\n")[2]
+        return ProcessLost(f"{self._what} ended with {code}: {last}")
+
+
+def _end(connections: Iterable[Connection], child: subprocess.Popen[bytes]) -> None:
+    for connection in connections:
+        connection.close()
+    wait_or_kill(child, END_SECONDS)

@@ -32,7 +32,7 @@ from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
-from configs.settings.train import Train, key_settings
+from configs.settings.train import Train
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
 from runtimes.families.family import Family
@@ -331,7 +331,7 @@ def _progress_text(event: Event) -> str:
 
 
 STAGE = "train"
-VERSION = 2
+VERSION = 3
 SAMPLES_SHOWN = 24
 
 
@@ -340,7 +340,7 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
 
     The runtime and the settings of the execution are excluded: a resume may change them.
     """
-    settings = key_settings(recipe.train)
+    settings = recipe.train.key_settings()
     if (config := replacement_config(recipe.train)) is not None:  # the content, not the path
         settings["denoiser_config"] = config
     rule = recipe.train.best_checkpoint

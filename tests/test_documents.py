@@ -49,7 +49,7 @@ MINE = "mine.yaml"
 #: Containers whose entry point is `kiln`.
 CONTAINERS = {"kiln-ascend", "kiln-cuda", "kiln-gaudi"}
 #: Commands whose first argument is a recipe.
-OF_RECIPES = {"run", "sweep", "retrain", "watch", "plan", "recipes", "tpu"}
+OF_RECIPES = {"run", "sweep", "retrain", "plan", "recipes", "tpu"}
 
 
 #: Python files in documents that are others' or the reader's.

@@ -195,9 +195,7 @@ class _Subprocess:
 def forked(interpreter: WarmInterpreter) -> Iterator[None]:
     """Processes of jobs and encoders are forks of the warm interpreter."""
     from tasks import run_job
-    from tasks.encode import encoders
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (run_job, encoders):
-            patch.setattr(module, "subprocess", _Subprocess(interpreter.popen))
+        patch.setattr(run_job, "subprocess", _Subprocess(interpreter.popen))
         yield

@@ -1,9 +1,14 @@
-"""The base class of a recipe's sections."""
+"""A section of a recipe, and `setting`: what a setting is, said once, beside its field.
+
+Keys, warnings, plans, the resume of a training, docs/settings.md and docs/coming-from.md derive
+from it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -14,6 +19,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from configs.secrets import check_read_url, check_stored_url, check_unchained, check_unchained_url
 
@@ -38,12 +44,69 @@ def _without_null(given: Any) -> Any:
 #: Of a mapping: null instead of a value drops that of the extended recipe.
 NullDrops = BeforeValidator(_without_null)
 
+#: Why no key has a setting. content: keys have a digest of what it names; execution: it changes how
+#: a stage runs; limit: it ends or refuses a run; destination: it says where results go; label: a
+#: name for people; command: one command alone reads it.
+NotInKey = Literal["content", "execution", "limit", "destination", "label", "command"]
+
+
+def setting(
+    default: Any = ...,
+    *,
+    not_in_key: NotInKey | None = None,
+    in_key_with: str = "",
+    needs: str = "",
+    fixed_by_weights: bool = False,
+    plan: str = "",
+    aka: str | tuple[str, ...] = (),
+    **field: Any,
+) -> Any:
+    """A field of a section; the string below it is its description.
+
+    Args:
+        default: without it, a recipe must set it.
+        not_in_key: why the key of the section's stage lacks it, and all settings in it. A training
+            may resume with another value.
+        in_key_with: condition under which the key has it nevertheless.
+        needs: condition without which it has no effect: `NAME`, `NAME == VALUE` or `NAME != VALUE`,
+            joined by ` or `. A name starts in the section or in the recipe; values are as in YAML.
+        fixed_by_weights: whether a training that continues from trained weights cannot change it.
+        plan: plans of `kiln plan` that read it. gpu, tpu: it affects the step; run: it is a size.
+        aka: names in other tools, as `rank lora_rank (KS): a note`; `TOOLS` in
+            configs/explain_errors.py has the letters.
+        field: of pydantic's Field, such as ge.
+    """
+    facts: dict[str, Any] = {"not_in_key": not_in_key, "in_key_with": in_key_with, "needs": needs}
+    facts |= {"fixed_by_weights": fixed_by_weights, "plan": plan.split()}
+    facts["aka"] = [aka] if isinstance(aka, str) else [*aka]
+    told = {name: fact for name, fact in facts.items() if fact}
+    return Field(default, json_schema_extra=told, **field)
+
+
+def facts_of(field: FieldInfo) -> dict[str, Any]:
+    """What `setting` says of a field; facts at their defaults are absent."""
+    facts = field.json_schema_extra
+    return facts if isinstance(facts, dict) else {}
+
+
+def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and field of each setting of a section, and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        for kind in _kinds(field.annotation):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from settings_of(kind, f"{prefix}{name}.")
+
 
 class Section(BaseModel):
     """A section of a recipe: unknown settings are errors, and values are immutable and finite."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")
@@ -53,7 +116,7 @@ class Section(BaseModel):
         for name, value in settings.items() if isinstance(settings, dict) else ():
             if isinstance(value, bool) and name in cls.model_fields:
                 kinds = _kinds(cls.model_fields[name].annotation)
-                if kinds & {int, float} and bool not in kinds:
+                if not {int, float}.isdisjoint(kinds) and bool not in kinds:
                     raise ValueError(f"{name} must be a number, not {json.dumps(value)}")
         return settings
 
@@ -74,7 +137,73 @@ class Section(BaseModel):
                     "default, or change the other"
                 )
 
+    @classmethod
+    def names_with(cls, fact: str, word: str | None = None) -> set[str]:
+        """The settings of which `setting` tells a fact, with this word if it is a list."""
+        told = {name: facts_of(field).get(fact) for name, field in cls.model_fields.items()}
+        return {name for name, value in told.items() if value and (word is None or word in value)}
 
-def _kinds(annotation: Any) -> set[Any]:
+    def key_settings(self) -> dict[str, Any]:
+        """The settings that affect the result of the section's stage, as JSON."""
+        return {
+            name: section.key_settings()
+            if isinstance(section := getattr(self, name), Section)
+            else value
+            for name, value in self.model_dump(mode="json").items()
+            if self._is_in_key(facts_of(type(self).model_fields[name]))
+        }
+
+    def _is_in_key(self, facts: dict[str, Any]) -> bool:
+        condition = facts.get("in_key_with")
+        return "not_in_key" not in facts or bool(condition and not self._unmet(condition, self))
+
+    def without_effect(
+        self, recipe: Section | None = None, prefix: str = ""
+    ) -> Iterator[tuple[str, str]]:
+        """(dotted setting, what disables it) of each value that is not the default and is not used.
+
+        Args:
+            recipe: the section that dotted names start from; None: this one.
+            prefix: name of this section, with a dot.
+        """
+        recipe = recipe or self
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            needs = facts_of(field).get("needs")
+            disabled = needs and self._unmet(needs, recipe, prefix)
+            if disabled and value != field.default:
+                yield prefix + name, disabled
+            elif isinstance(value, Section):
+                yield from value.without_effect(recipe, f"{prefix}{name}.")
+
+    def _unmet(self, condition: str, recipe: Section, prefix: str = "") -> str:
+        """The values that do not meet a condition, as `train.method: full`; empty if it is met."""
+        values = {}
+        for term in condition.split(" or "):
+            name, *comparison = term.split()
+            is_own = name.partition(".")[0] in type(self).model_fields
+            value = _value(self if is_own else recipe, name)
+            if _is_met(value, *comparison):
+                return ""
+            values[prefix + name if is_own else name] = _as_yaml(value)
+        return " and ".join(f"{name}: {value}" for name, value in values.items())
+
+
+def _value(section: Any, dotted: str) -> Any:
+    """A setting's value; None if a section on the way is null."""
+    for name in dotted.split("."):
+        section = None if section is None else getattr(section, name)
+    return section
+
+
+def _is_met(value: Any, sign: str = "", wanted: str = "") -> bool:
+    return (_as_yaml(value) == wanted) == (sign == "==") if sign else bool(value)
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _kinds(annotation: Any) -> list[Any]:
     """The types that an annotation names, in unions and `Annotated` too."""
-    return {annotation}.union(*map(_kinds, get_args(annotation)))
+    return [annotation, *chain.from_iterable(map(_kinds, get_args(annotation)))]

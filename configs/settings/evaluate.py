@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
-from configs.settings.base_section import Dtype, Fraction, ModelPlace, NullDrops, ReadFile, Section
+from configs.settings.base_section import (
+    Dtype,
+    Fraction,
+    ModelPlace,
+    NullDrops,
+    ReadFile,
+    Section,
+    setting,
+)
 
 SchedulerName = Literal[
     "ddim",
@@ -27,10 +35,10 @@ SchedulerName = Literal[
 class Prompts(Section):
     """Prompts, listed or from a text file."""
 
-    prompts: tuple[str, ...] = Field((), description="Prompts, in order.")
-    file: ReadFile | None = Field(
-        None, description="Text file with one prompt per line, instead of `prompts`."
-    )
+    prompts: tuple[str, ...] = ()
+    """Prompts, in order."""
+    file: ReadFile | None = setting(None, not_in_key="content")
+    """Text file with one prompt per line, instead of `prompts`."""
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Prompts:
@@ -52,33 +60,26 @@ class Prompts(Section):
 class Sampling(Section):
     """Sampler and size of pictures."""
 
-    scheduler: SchedulerName | None = Field(
-        None, description="Sampling scheduler; null: the model's own."
+    scheduler: SchedulerName | None = None
+    """Sampling scheduler; null: the model's own."""
+    true_cfg_scale: float = setting(1.0, ge=1)
+    """Classifier-free guidance scale of FLUX, whose guidance_scale is an input of the denoiser or
+    without effect; 1 turns it off."""
+    height: PositiveInt | None = None
+    """Picture height in pixels; null: the model's default."""
+    width: PositiveInt | None = None
+    """Picture width in pixels; null: the model's default."""
+    aesthetic_score: float = 6.0
+    """Aesthetic score, for a model trained with train.aesthetic_score."""
+    negative_aesthetic_score: float = 2.5
+    """Aesthetic score of the negative prompt, for the same models."""
+    dtype: Dtype = "float32"
+    """Precision of the sampling pipeline."""
+    offload: bool = setting(
+        False, not_in_key="execution", aka="enable_model_cpu_offload (D): layer by layer"
     )
-    true_cfg_scale: float = Field(
-        1.0,
-        ge=1,
-        description="Classifier-free guidance scale of FLUX, whose guidance_scale is an input of "
-        "the denoiser or without effect; 1 turns it off.",
-    )
-    height: PositiveInt | None = Field(
-        None, description="Picture height in pixels; null: the model's default."
-    )
-    width: PositiveInt | None = Field(
-        None, description="Picture width in pixels; null: the model's default."
-    )
-    aesthetic_score: float = Field(
-        6.0, description="Aesthetic score, for a model trained with train.aesthetic_score."
-    )
-    negative_aesthetic_score: float = Field(
-        2.5, description="Aesthetic score of the negative prompt, for the same models."
-    )
-    dtype: Dtype = Field("float32", description="Precision of the sampling pipeline.")
-    offload: bool = Field(
-        False,
-        description="Keep the weights of denoiser and text encoders in the host's memory, and copy "
-        "each layer to the device when it runs. The pictures are the same. Runtime `torch`.",
-    )
+    """Keep the weights of denoiser and text encoders in the host's memory, and copy each layer to
+    the device when it runs. The pictures are the same. Runtime `torch`."""
 
 
 JudgeName = Literal["digits"]
@@ -87,83 +88,69 @@ JudgeName = Literal["digits"]
 class PromptSet(Prompts):
     """A named set of prompts, with metrics of its own."""
 
-    images_per_prompt: PositiveInt = Field(
-        1, description="Pictures per prompt, each with its own noise."
-    )
-    compare: bool = Field(
-        True,
-        description="Include these pictures in cmmd, fd, kid, precision and recall, the comparison "
-        "with held-out pictures. Use false for subjects absent from the held-out pictures.",
-    )
+    images_per_prompt: PositiveInt = 1
+    """Pictures per prompt, each with its own noise."""
+    compare: bool = True
+    """Include these pictures in cmmd, fd, kid, precision and recall, the comparison with held-out
+    pictures. Use false for subjects absent from the held-out pictures."""
 
 
 class PreferenceModel(Section):
     """A judge: a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
 
-    name: str = Field(description="Name of the metric.", pattern=r"^[a-z][a-z0-9_]*$")
-    path: ModelPlace = Field(description="CLIPModel folder: hub id, local path or fsspec URL.")
+    name: str = setting(pattern=r"^[a-z][a-z0-9_]*$")
+    """Name of the metric."""
+    path: ModelPlace
+    """CLIPModel folder: hub id, local path or fsspec URL."""
 
 
 class Memorization(Section):
     """The search for training pictures among the samples."""
 
-    pictures: PositiveInt = Field(
-        5000, description="Maximum number of training pictures to search."
-    )
-    similarity: Fraction = Field(
-        0.95,
-        description="A sample counts in `memorized` from this cosine of features on, to its "
-        "nearest training picture.",
-    )
-    pixel_similarity: Fraction = Field(
-        0.95,
-        description="A sample counts in `memorized_pixels` from this correlation of pixels on.",
-    )
+    pictures: PositiveInt = 5000
+    """Maximum number of training pictures to search."""
+    similarity: Fraction = 0.95
+    """A sample counts in `memorized` from this cosine of features on, to its nearest training
+    picture."""
+    pixel_similarity: Fraction = 0.95
+    """A sample counts in `memorized_pixels` from this correlation of pixels on."""
 
 
 class Evaluate(Sampling):
     """Compare the tuned model with its base on equal prompts and noise."""
 
-    prompts: Annotated[dict[str, PromptSet], NullDrops] = Field(
-        description="Named prompt sets; null instead of one drops that of the extended recipe.",
+    prompts: Annotated[dict[str, PromptSet], NullDrops] = setting(
         min_length=1,
+        not_in_key="content",
+        aka="validation_prompt validation_prompts sample_prompts (DKS)",
     )
-    clip: ModelPlace = Field(
-        description="CLIPModel folder for clip_score and cmmd: hub id, local path or fsspec URL."
-    )
-    image_encoder: ModelPlace | None = Field(
-        None,
-        description="Vision model of transformers (such as DINOv2) for fd, kid, precision, recall "
-        "and memorized: hub id, local path or fsspec URL; null: `clip`.",
-    )
-    inception: ModelPlace | None = Field(
-        None,
-        description="Weights file of torch-fidelity's InceptionV3 for fd_inception and "
-        "kid_inception: local path or fsspec URL; null: without these metrics.",
-    )
-    judges: tuple[JudgeName | PreferenceModel, ...] = Field(
-        (), description="Additional judges of the pictures: names, or preference models."
-    )
+    """Named prompt sets; null instead of one drops that of the extended recipe."""
+    clip: ModelPlace = setting(not_in_key="content")
+    """CLIPModel folder for clip_score and cmmd: hub id, local path or fsspec URL."""
+    image_encoder: ModelPlace | None = setting(None, not_in_key="content")
+    """Vision model of transformers (such as DINOv2) for fd, kid, precision, recall and memorized:
+    hub id, local path or fsspec URL; null: `clip`."""
+    inception: ModelPlace | None = setting(None, not_in_key="content")
+    """Weights file of torch-fidelity's InceptionV3 for fd_inception and kid_inception: local path
+    or fsspec URL; null: without these metrics."""
+    judges: tuple[JudgeName | PreferenceModel, ...] = setting((), not_in_key="content")
+    """Additional judges of the pictures: names, or preference models."""
     memorization: Memorization = Memorization()
-    num_inference_steps: PositiveInt = Field(30, description="Denoising steps.")
-    guidance_scale: float = Field(
-        5.0,
-        ge=0,
-        description="Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). "
-        "For FLUX.1 dev it is an input of the denoiser.",
-    )
-    batch_size: PositiveInt = Field(4, description="Pictures per sampling batch.")
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**63,
-        description="Seed of the initial noise, the loss noise and the bootstrap.",
-    )
-    bootstrap: PositiveInt = Field(1000, description="Resamples per confidence interval.")
-    holdout_samples: PositiveInt = Field(
-        256, description="Maximum number of held-out samples for the loss, at 8 noise levels each."
-    )
-    device: str = Field("auto", description="Device: see train.device.")
+    num_inference_steps: PositiveInt = 30
+    """Denoising steps."""
+    guidance_scale: float = setting(5.0, ge=0)
+    """Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). For FLUX.1 dev
+    it is an input of the denoiser."""
+    batch_size: PositiveInt = setting(4, not_in_key="execution")
+    """Pictures per sampling batch."""
+    seed: int = setting(0, ge=0, lt=2**63)
+    """Seed of the initial noise, the loss noise and the bootstrap."""
+    bootstrap: PositiveInt = 1000
+    """Resamples per confidence interval."""
+    holdout_samples: PositiveInt = 256
+    """Maximum number of held-out samples for the loss, at 8 noise levels each."""
+    device: str = setting("auto", not_in_key="execution")
+    """Device: see train.device."""
 
     @model_validator(mode="after")
     def _check_judges(self) -> Evaluate:

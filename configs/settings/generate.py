@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import PositiveInt, ValidationError
 
 from configs.errors import Refused
 from configs.explain_errors import explain
-from configs.settings.base_section import ModelPlace, StoredUrl
+from configs.settings.base_section import ModelPlace, StoredUrl, setting
 from configs.settings.evaluate import Prompts, Sampling
 from configs.settings.recipe import RuntimeName
 
@@ -21,43 +21,37 @@ class Generate(Prompts, Sampling):
     `evaluate`.
     """
 
-    model: ModelPlace = Field(
-        description="Model: registry name (`digits` for its champion, `digits@v2`, "
-        "`digits@candidate`), folder, hub id, or fsspec URL."
-    )
-    negative_prompt: str | None = Field(
-        None, description="Negative prompt of classifier-free guidance; null: the empty prompt."
-    )
-    num_images_per_prompt: PositiveInt = Field(
-        4, description="Pictures per prompt and round; also the batch size."
-    )
-    num_rounds: PositiveInt = Field(1, description="Rounds, each with new noise.")
-    grid_columns: PositiveInt | None = Field(
-        None, description="Pictures per row of the grid; null: num_images_per_prompt."
-    )
-    num_inference_steps: PositiveInt | None = Field(
-        None, description="Denoising steps; null: as guidance_scale."
-    )
-    ddim_eta: float = Field(
-        0.0, ge=0, le=1, description="DDIM's eta (arXiv 2010.02502); 0 is deterministic."
-    )
-    guidance_scale: float | None = Field(
-        None,
-        ge=0,
-        description="Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). "
-        "For FLUX.1 dev it is an input of the denoiser. Null: as the model's recipe evaluated it; "
-        "without a recipe, the default of the family's pipeline in diffusers.",
-    )
-    seed: int = Field(42, ge=0, lt=2**63, description="Seed of the noise, which the host draws.")
-    fixed_noise: bool = Field(
-        False, description="Start every prompt and round from equal noise (fixed_code)."
-    )
-    runtime: RuntimeName = Field("torch", description="Runtime that samples.")
-    device: str = Field("auto", description="Device: see train.device of a recipe.")
-    store: StoredUrl = Field("store", description="Artifact store: folder or fsspec URL.")
-    registry: StoredUrl | None = Field(
-        None, description="Registry folder or fsspec URL; null: `registry` in the store."
-    )
+    model: ModelPlace = setting(not_in_key="content")
+    """Model: registry name (`digits` for its champion, `digits@v2`, `digits@candidate`), folder,
+    hub id, or fsspec URL."""
+    negative_prompt: str | None = None
+    """Negative prompt of classifier-free guidance; null: the empty prompt."""
+    num_images_per_prompt: PositiveInt = 4
+    """Pictures per prompt and round; also the batch size."""
+    num_rounds: PositiveInt = 1
+    """Rounds, each with new noise."""
+    grid_columns: PositiveInt | None = setting(None, not_in_key="execution")
+    """Pictures per row of the grid; null: num_images_per_prompt."""
+    num_inference_steps: PositiveInt | None = None
+    """Denoising steps; null: as guidance_scale."""
+    ddim_eta: float = setting(0.0, ge=0, le=1)
+    """DDIM's eta (arXiv 2010.02502); 0 is deterministic."""
+    guidance_scale: float | None = setting(None, ge=0)
+    """Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). For FLUX.1 dev
+    it is an input of the denoiser. Null: as the model's recipe evaluated it; without a recipe, the
+    default of the family's pipeline in diffusers."""
+    seed: int = setting(42, ge=0, lt=2**63)
+    """Seed of the noise, which the host draws."""
+    fixed_noise: bool = False
+    """Start every prompt and round from equal noise (fixed_code)."""
+    runtime: RuntimeName = "torch"
+    """Runtime that samples."""
+    device: str = setting("auto", not_in_key="execution")
+    """Device: see train.device of a recipe."""
+    store: StoredUrl = setting("store", not_in_key="destination")
+    """Artifact store: folder or fsspec URL."""
+    registry: StoredUrl | None = setting(None, not_in_key="destination")
+    """Registry folder or fsspec URL; null: `registry` in the store."""
 
 
 def read_settings(

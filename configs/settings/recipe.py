@@ -1,19 +1,16 @@
 """A recipe: its sections, and the rules between them.
 
 The sections `model`, `place`, `plan`, `retrain`, `sweep` and `tpu` are defined here, the larger
-ones in files of their own. Settings that another one disables are told, and are no part of any key.
+ones in files of their own. A warning names settings that another one disables, and no key has them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from configs.settings.base_section import ModelPlace, NullDrops, Section, StoredUrl
+from configs.settings.base_section import ModelPlace, NullDrops, Section, StoredUrl, setting
 from configs.settings.data import Download, Encode, Source
 from configs.settings.evaluate import Evaluate
 from configs.settings.publish import Publish
@@ -24,14 +21,12 @@ from configs.settings.train_parts import HOLDOUT_LOSS, Hpu, MindSpore
 class Model(Section):
     """The base model: a diffusers pipeline."""
 
-    path: ModelPlace = Field(
-        description="Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."
-    )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    vae: ModelPlace | None = Field(
-        None,
-        description="AutoencoderKL to use instead of the pipeline's: hub id, path or fsspec URL.",
-    )
+    path: ModelPlace = setting(aka="pretrained_model_name_or_path (DKS)")
+    """Pipeline folder: hub id, local path or fsspec URL (gs://, s3://)."""
+    revision: str | None = setting(None, aka="revision (DS)")
+    """Branch, tag or commit of a hub id."""
+    vae: ModelPlace | None = setting(None, aka="pretrained_vae_model_name_or_path vae (DKS)")
+    """AutoencoderKL to use instead of the pipeline's: hub id, path or fsspec URL."""
 
 
 #: Stages that a work pool can run; publishing takes seconds, and stays with the flow.
@@ -43,10 +38,14 @@ Pool = Annotated[str, Field(pattern=r"^[^/%&<>\s]+(/[^/%&<>\s]+)?$")]
 class Place(Section):
     """Prefect work pools, as POOL or POOL/QUEUE, that run stages; null: where the flow runs."""
 
-    download: Pool | None = Field(None, description="Work pool that downloads; null: here.")
-    encode: Pool | None = Field(None, description="Work pool that encodes; null: here.")
-    train: Pool | None = Field(None, description="Work pool that trains; null: here.")
-    evaluate: Pool | None = Field(None, description="Work pool that evaluates; null: here.")
+    download: Pool | None = None
+    """Work pool that downloads; null: here."""
+    encode: Pool | None = None
+    """Work pool that encodes; null: here."""
+    train: Pool | None = None
+    """Work pool that trains; null: here."""
+    evaluate: Pool | None = None
+    """Work pool that evaluates; null: here."""
 
     def pools(self) -> dict[PlacedStage, str]:
         """Stage -> POOL or POOL/QUEUE, of the stages that have one."""
@@ -57,64 +56,46 @@ class Place(Section):
 class Plan(Section):
     """Assumptions of `kiln plan` and of the estimates before a run."""
 
-    pictures: PositiveInt | None = Field(
-        None, description="Pictures in the dataset; null: storage per picture."
-    )
-    chip_hour_price: float | None = Field(
-        None, gt=0, description="Price per chip and hour, in any currency; null: no cost estimate."
-    )
-    disk_gb: float | None = Field(
-        None,
-        ge=0,
-        description="Disk that a run needs, in GB, where its estimate is wrong; 0: no check of the "
-        "free disk; null: the estimate.",
-    )
+    pictures: PositiveInt | None = None
+    """Pictures in the dataset; null: storage per picture."""
+    chip_hour_price: PositiveFloat | None = None
+    """Price per chip and hour, in any currency; null: no cost estimate."""
+    disk_gb: float | None = setting(None, ge=0)
+    """Disk that a run needs, in GB, where its estimate is wrong; 0: no check of the free disk;
+    null: the estimate."""
 
 
 class Retrain(Section):
     """Train again when the source has new rows; used by `kiln retrain` alone."""
 
-    start: Literal["champion", "base"] = Field(
-        "champion",
-        description="Weights at step 0. champion: its weights, trained on the new samples and a "
-        "replay; base: the base's, trained by section `train` on all samples.",
-    )
-    epochs: float = Field(
-        10.0,
-        gt=0,
-        description="Passes over the new samples and the replay; the number of steps is therefore "
-        "proportional to the new samples.",
-    )
-    max_steps: PositiveInt = Field(10_000, description="Maximum number of steps.")
-    replay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.5,
-        description="Share of the champion's samples among the training samples, 0 to below 1, "
-        "against forgetting. It is lower if the champion's unchanged shards have fewer samples.",
-    )
-    learning_rate: float | None = Field(
-        None, gt=0, description="Peak learning rate; null: train.learning_rate."
-    )
-    min_new_rows: PositiveInt = Field(
-        1, description="New rows of the source below which nothing is trained."
-    )
+    start: Literal["champion", "base"] = "champion"
+    """Weights at step 0. champion: its weights, trained on the new samples and a replay; base: the
+    base's, trained by section `train` on all samples."""
+    epochs: PositiveFloat = setting(10.0, needs="start == champion")
+    """Passes over the new samples and the replay; the number of steps is therefore proportional to
+    the new samples."""
+    max_steps: PositiveInt = setting(10_000, needs="start == champion")
+    """Maximum number of steps."""
+    replay: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.5, needs="start == champion")
+    """Share of the champion's samples among the training samples, 0 to below 1, against forgetting.
+    It is lower if the champion's unchanged shards have fewer samples."""
+    learning_rate: PositiveFloat | None = setting(None, needs="start == champion")
+    """Peak learning rate; null: train.learning_rate."""
+    min_new_rows: PositiveInt = 1
+    """New rows of the source below which nothing is trained."""
 
 
 class Sweep(Section):
     """Train once per combination of values; used by `kiln sweep` alone."""
 
-    values: Annotated[dict[str, tuple[Any, ...]], NullDrops] = Field(
-        default_factory=dict,
-        description="Dotted setting of section `train` -> the values to try. Several settings form "
-        "a grid; null instead of values drops those of the extended recipe.",
-    )
-    metric: str = Field(
-        HOLDOUT_LOSS, description="Metric of the evaluation that selects the best trial."
-    )
-    mode: Literal["min", "max"] | None = Field(
-        None,
-        description="Best value of the metric: min or max; null: min for losses, distances and "
-        "memorisation, else max.",
-    )
+    values: Annotated[dict[str, tuple[Any, ...]], NullDrops] = setting({})
+    """Dotted setting of section `train` -> the values to try. Several settings form a grid; null
+    instead of values drops those of the extended recipe."""
+    metric: str = HOLDOUT_LOSS
+    """Metric of the evaluation that selects the best trial."""
+    mode: Literal["min", "max"] | None = None
+    """Best value of the metric: min or max; null: min for losses, distances and memorisation, else
+    max."""
 
     @field_validator("values")
     @classmethod
@@ -145,31 +126,33 @@ SOFTWARE = {
 class Tpu(Section):
     """A Cloud TPU slice, created by gcloud before training and deleted after it."""
 
-    name: str = Field(description="Name of the slice.", pattern=r"^[a-z][-a-z0-9]*$", max_length=60)
-    zone: str = Field(description="Google Cloud zone, such as us-east5-a.")
-    project: str | None = Field(
-        None, description="Google Cloud project; null: gcloud's configured one."
-    )
-    accelerator_type: str = Field(description="Kind and size of the slice, such as v5p-8.")
-    version: str | None = Field(
-        None, description="Software version of the workers; null: the default of the kind."
-    )
-    capacity: Literal["on_demand", "reserved", "spot"] = Field(
-        "on_demand", description="Provisioning model; a spot slice can be preempted."
-    )
-    queued: bool = Field(False, description="Request the slice as a queued resource and wait.")
-    network: str | None = Field(None, description="VPC network; null: the project's default.")
-    subnetwork: str | None = Field(None, description="Subnetwork; null: the network's default.")
-    service_account: str | None = Field(
-        None,
-        description="Service account of the workers, with read and write access to the store; "
-        "null: the project's default.",
-    )
-    libtpu_args: str = Field("", description="LIBTPU_INIT_ARGS of the training processes.")
-    keep: bool = Field(False, description="Keep the slice after training.")
-    restarts: int = Field(
-        20, ge=0, description="Maximum restarts after a preemption, each from the last checkpoint."
-    )
+    name: str = setting(pattern=r"^[a-z][-a-z0-9]*$", max_length=60)
+    """Name of the slice."""
+    zone: str
+    """Google Cloud zone, such as us-east5-a."""
+    project: str | None = None
+    """Google Cloud project; null: gcloud's configured one."""
+    accelerator_type: str
+    """Kind and size of the slice, such as v5p-8."""
+    version: str | None = None
+    """Software version of the workers; null: the default of the kind."""
+    capacity: Literal["on_demand", "reserved", "spot"] = "on_demand"
+    """Provisioning model; a spot slice can be preempted."""
+    queued: bool = False
+    """Request the slice as a queued resource and wait."""
+    network: str | None = None
+    """VPC network; null: the project's default."""
+    subnetwork: str | None = None
+    """Subnetwork; null: the network's default."""
+    service_account: str | None = None
+    """Service account of the workers, with read and write access to the store; null: the project's
+    default."""
+    libtpu_args: str = ""
+    """LIBTPU_INIT_ARGS of the training processes."""
+    keep: bool = False
+    """Keep the slice after training."""
+    restarts: int = setting(20, ge=0)
+    """Maximum restarts after a preemption, each from the last checkpoint."""
 
     @property
     def kind(self) -> str:
@@ -209,34 +192,44 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 class Recipe(Section):
     """A recipe: all settings from a source of images to a published model."""
 
-    name: str = Field(description="Name of the recipe.")
-    description: str = Field("", description="The resulting model, in one sentence.")
-    runtime: RuntimeName = Field("torch", description="Runtime that trains and samples.")
-    store: StoredUrl = Field("store", description="Artifact store: folder or fsspec URL.")
-    model: Model
-    source: Source
+    name: str = setting(not_in_key="label")
+    """Name of the recipe."""
+    description: str = setting("", not_in_key="label")
+    """The resulting model, in one sentence."""
+    runtime: RuntimeName = setting("torch", not_in_key="execution")
+    """Runtime that trains and samples."""
+    store: StoredUrl = setting(
+        "store",
+        not_in_key="destination",
+        aka="output_dir logging_dir (DKS): content-addressed artifacts",
+    )
+    """Artifact store: folder or fsspec URL."""
+    model: Model = setting(not_in_key="content")
+    source: Source = setting(
+        not_in_key="content", aka="dataset_config data_backend_config (KS): one source per recipe"
+    )
     download: Download = Download()
-    beam: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Beam pipeline options of the stages download and encode, such as runner or "
-        "direct_num_workers.",
+    beam: dict[str, Any] = setting({}, not_in_key="execution")
+    """Beam pipeline options of the stages download and encode, such as runner or
+    direct_num_workers."""
+    shared_folders: tuple[str, ...] = setting((), not_in_key="execution")
+    """Folders that remote Beam workers and work pools have at the same paths as this machine, such
+    as the mount of a network file system."""
+    place: Place = setting(Place(), not_in_key="execution")
+    encode: Encode = setting(
+        Encode(), aka="cache_latents cache_text_encoder_outputs (K): always precomputed"
     )
-    shared_folders: tuple[str, ...] = Field(
-        (),
-        description="Folders that remote Beam workers and work pools have at the same paths as "
-        "this machine, such as the mount of a network file system.",
-    )
-    place: Place = Place()
-    encode: Encode = Encode()
     train: Train = Train()
-    tpu: Tpu | None = Field(
-        None, description="Cloud TPU slice for runtime xla; null: train on the flow's machine."
+    tpu: Tpu | None = setting(None, not_in_key="execution")
+    """Cloud TPU slice for runtime xla; null: train on the flow's machine."""
+    evaluate: Evaluate = setting(
+        aka="validation_guidance validation_num_inference_steps (S): guidance_scale, "
+        "num_inference_steps"
     )
-    evaluate: Evaluate
     publish: Publish
     retrain: Retrain = Retrain()
-    sweep: Sweep = Sweep()
-    plan: Plan = Plan()
+    sweep: Sweep = setting(Sweep(), not_in_key="command")
+    plan: Plan = setting(Plan(), not_in_key="command")
 
     @model_validator(mode="after")
     def _check_runtime(self) -> Recipe:
@@ -283,111 +276,20 @@ class Recipe(Section):
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-BIAS = ("train.timesteps.bias_strategy",)
-
-
-class Needs(NamedTuple):
-    """Settings that have an effect with certain values of others."""
-
-    names: tuple[str, ...]
-    others: tuple[str, ...]
-    have_effect: Callable[..., Any]  # of the values of `others`
-
-
-#: A recipe may inherit such a value, so that it is no error. `Section.refuse_changed` is stricter,
-#: for what a runtime, a device or a model does not support.
-TABLE = (
-    Needs(("encode.bucket_step", "encode.max_aspect"), ("encode.aspect_buckets",), lambda on: on),
-    Needs(
-        ("encode.seed",),
-        ("encode.crop", "encode.masks"),
-        lambda crop, masks: crop == "random" or masks,
-    ),
-    Needs(("train.lora", "publish.merge"), ("train.method",), lambda method: method == "lora"),
-    Needs(("train.lr_min_ratio",), ("train.lr_scheduler",), lambda name: name != "constant"),
-    Needs(
-        ("train.lr_num_cycles",),
-        ("train.lr_scheduler",),
-        lambda name: name == "cosine_with_restarts",
-    ),
-    Needs(("train.lr_power",), ("train.lr_scheduler",), lambda name: name == "polynomial"),
-    Needs(
-        ("train.adam_betas", "train.adam_epsilon"),
-        ("train.optimizer",),
-        lambda name: name != "adafactor",
-    ),
-    Needs(("train.ema_every_n_steps",), ("train.ema_decay",), lambda decay: decay is not None),
-    Needs(("train.allow_tf32",), ("train.mixed_precision",), lambda name: name == "no"),
-    Needs(
-        ("train.timesteps.logit_mean", "train.timesteps.logit_std"),
-        ("train.timesteps.distribution",),
-        lambda name: name == "logit_normal",
-    ),
-    Needs(("train.timesteps.bias_multiplier",), BIAS, lambda name: name != "none"),
-    Needs(("train.timesteps.bias_portion",), BIAS, lambda name: name in ("earlier", "later")),
-    Needs(
-        ("train.timesteps.bias_begin", "train.timesteps.bias_end"),
-        BIAS,
-        lambda name: name == "range",
-    ),
-    Needs(("train.mindspore.jit_level",), ("train.mindspore.mode",), lambda name: name == "graph"),
-    Needs(
-        ("train.holdout_loss.samples", "train.holdout_loss.draws"),
-        ("train.holdout_loss.every_n_steps",),
-        lambda steps: steps,
-    ),
-    Needs(
-        ("train.divergence.patience",),
-        ("train.divergence.factor",),
-        lambda factor: factor is not None,
-    ),
-    Needs(
-        ("train.divergence.max_skips",),
-        ("train.divergence.action",),
-        lambda action: action == "skip",
-    ),
-    Needs(("train.profile.start",), ("train.profile.steps",), lambda steps: steps),
-    Needs(
-        tuple(f"retrain.{name}" for name in ("epochs", "max_steps", "replay", "learning_rate")),
-        ("retrain.start",),
-        lambda start: start == "champion",
-    ),
-)
-
-
-def settings_without_effect(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(dotted setting, what disables it) of each value that is not the default and is not used."""
-    for row in TABLE:
-        values = [attrgetter(name)(recipe) for name in row.others]
-        if row.have_effect(*values):
-            continue
-        choice = " and ".join(
-            f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
-            for name, value in zip(row.others, values, strict=True)
-        )
-        for name in row.names:
-            if attrgetter(name)(recipe) != _default(recipe, name):
-                yield name, choice
-
-
-def warnings_without_effect(recipe: Recipe) -> list[str]:
+def warnings_without_effect(recipe: Section) -> list[str]:
     """A line for each setting without effect."""
-    return [f"{name} has no effect with {why}" for name, why in settings_without_effect(recipe)]
+    return [f"{name} has no effect with {why}" for name, why in recipe.without_effect()]
 
 
-def with_defaults_without_effect(recipe: Recipe) -> Recipe:
+def with_defaults_without_effect(recipe: AnySection) -> AnySection:
     """The recipe with the default of each setting without effect: equal runs have equal keys."""
-    for name, _ in settings_without_effect(recipe):
-        recipe = _with(recipe, name, _default(recipe, name))
+    for name, _ in recipe.without_effect():
+        recipe = _with_default(recipe, name)
     return recipe
 
 
-def _default(recipe: Recipe, dotted: str) -> Any:
-    section, _, name = dotted.rpartition(".")
-    return type(attrgetter(section)(recipe)).model_fields[name].default
-
-
-def _with(section: AnySection, dotted: str, value: Any) -> AnySection:
+def _with_default(section: AnySection, dotted: str) -> AnySection:
     name, _, rest = dotted.partition(".")
-    new = _with(getattr(section, name), rest, value) if rest else value
-    return section.model_copy(update={name: new})
+    default = type(section).model_fields[name].default
+    value = _with_default(getattr(section, name), rest) if rest else default
+    return section.model_copy(update={name: value})

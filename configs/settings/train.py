@@ -1,7 +1,4 @@
-"""Settings of the section `train`: weights, objective, optimizer, hardware and monitoring.
-
-The cache key of the weights contains those that `key_settings` selects.
-"""
+"""Settings of the section `train`: weights, objective, optimizer, hardware and monitoring."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
+    PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -18,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from configs.settings.base_section import Fraction, Section
+from configs.settings.base_section import Fraction, Section, setting
 from configs.settings.train_parts import (
     BestCheckpoint,
     HoldoutLoss,
@@ -38,223 +36,277 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 class Train(Section):
     """The training run."""
 
-    method: Literal["full", "lora"] = Field(
-        "full", description="Train all weights of the denoiser (full) or LoRA adapters (lora)."
+    method: Literal["full", "lora"] = setting(
+        "full",
+        fixed_by_weights=True,
+        plan="gpu tpu",
+        aka="network_module lora_type model_type (KS): `full` or `lora`",
     )
-    lora: Lora = Lora()
-    train_text_encoder: bool = Field(
-        False, description="Also train the CLIP text encoders, by the same method."
+    """Train all weights of the denoiser (full) or LoRA adapters (lora)."""
+    lora: Lora = setting(Lora(), needs="method == lora", fixed_by_weights=True, plan="gpu tpu")
+    train_text_encoder: bool = setting(
+        False, fixed_by_weights=True, plan="gpu tpu", aka="train_text_encoder (DKS)"
     )
-    text_encoder_lr: float | None = Field(
-        None, gt=0, description="Peak learning rate of the text encoders; null: learning_rate."
+    """Also train the CLIP text encoders, by the same method."""
+    text_encoder_lr: PositiveFloat | None = setting(
+        None, aka="text_encoder_lr learning_rate_te1 learning_rate_te2 (DK)"
     )
-    init: Literal["base", "random"] = Field(
-        "base", description="Initial denoiser weights: the base's, or random ones."
-    )
-    denoiser_config: str | None = Field(
+    """Peak learning rate of the text encoders; null: learning_rate."""
+    init: Literal["base", "random"] = setting("base", plan="gpu")
+    """Initial denoiser weights: the base's, or random ones."""
+    denoiser_config: str | None = setting(None, plan="gpu")
+    """For init random: another config.json of the base's denoiser class; null: the base's."""
+    inpainting: bool = setting(False, fixed_by_weights=True, plan="gpu tpu")
+    """Train an inpainting UNet: nine input channels, with the mask and the latents of the masked
+    picture. Missing channels are added with zero weights."""
+    aesthetic_score: bool = setting(False, fixed_by_weights=True, plan="gpu tpu")
+    """Condition the UNet on each picture's aesthetic score, as a class label. Missing layers are
+    added and have no effect at first."""
+    steps: PositiveInt = setting(1000, plan="run", aka=("max_train_steps (DKS)", "max_steps (T)"))
+    """Optimizer steps."""
+    epochs: PositiveFloat | None = setting(
         None,
-        description="For init random: another config.json of the base's denoiser class; null: the "
-        "base's.",
+        plan="run",
+        aka="num_train_epochs max_train_epochs (DKS): instead of the `train.steps` of the "
+        "extended recipe",
     )
-    inpainting: bool = Field(
-        False,
-        description="Train an inpainting UNet: nine input channels, with the mask and the latents "
-        "of the masked picture. Missing channels are added with zero weights.",
+    """Passes over the training samples, instead of `steps`. Of the two, a recipe that sets one does
+    not inherit the other."""
+    seed: int = setting(0, ge=0, lt=2**63, aka="seed (DKS)")
+    """Seed of the order, noise, timesteps, dropout and new weights."""
+    global_batch_size: PositiveInt = setting(
+        16,
+        plan="run",
+        aka="gradient_accumulation_steps (DKS): train_batch_size x gradient_accumulation_steps x "
+        "processes",
     )
-    aesthetic_score: bool = Field(
-        False,
-        description="Condition the UNet on each picture's aesthetic score, as a class label. "
-        "Missing layers are added and have no effect at first.",
-    )
-    steps: PositiveInt = Field(1000, description="Optimizer steps.")
-    epochs: float | None = Field(
+    """Samples per optimizer step over all devices."""
+    micro_batch_size: PositiveInt | None = setting(
         None,
-        gt=0,
-        description="Passes over the training samples, instead of `steps`. Of the two, a recipe "
-        "that sets one does not inherit the other.",
+        not_in_key="execution",
+        in_key_with="lora.dropout",
+        plan="run",
+        aka="train_batch_size (DKS): images per forward pass",
     )
-    seed: int = Field(
-        0,
-        ge=0,
-        lt=2**63,
-        description="Seed of the order, noise, timesteps, dropout and new weights.",
-    )
-    global_batch_size: PositiveInt = Field(
-        16, description="Samples per optimizer step over all devices."
-    )
-    micro_batch_size: PositiveInt | None = Field(
-        None,
-        description="Samples per forward pass of a process, which has one GPU or NPU, or all "
-        "chips of a TPU host; null: its whole share. Smaller values accumulate gradients.",
-    )
+    """Samples per forward pass of a process, which has one GPU or NPU, or all chips of a TPU host;
+    null: its whole share. Smaller values accumulate gradients."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = setting(
         "adamw",
-        description="AdamW (arXiv 1711.05101), AdamW with 8-bit moments (arXiv 2110.02861), or "
-        "Adafactor (arXiv 1804.04235) at an absolute learning rate.",
+        plan="gpu tpu",
+        aka=(
+            "optimizer_type (K): `adafactor` is theirs with `scale_parameter=False "
+            "relative_step=False`",
+            "use_8bit_adam (DK): `adamw_8bit`",
+        ),
     )
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    """AdamW (arXiv 1711.05101), AdamW with 8-bit moments (arXiv 2110.02861), or Adafactor (arXiv
+    1804.04235) at an absolute learning rate."""
+    learning_rate: PositiveFloat = setting(1e-5, aka=("learning_rate unet_lr (DKS)", "lr (P)"))
+    """Peak learning rate."""
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial"] = (
-        Field(
+        setting(
             "constant",
-            description="Learning rate schedule after warm-up; all but constant fall "
-            "towards `lr_min_ratio`, which the step after the last would have.",
+            aka="lr_scheduler (DKS): `constant_with_warmup` is `constant` with `lr_warmup_steps`",
         )
     )
-    lr_min_ratio: Fraction = Field(
-        0.0, description="Final learning rate as a fraction of the peak, 0 to 1."
+    """Learning rate schedule after warm-up; all but constant fall towards `lr_min_ratio`, which the
+    step after the last would have."""
+    lr_min_ratio: Fraction = setting(
+        0.0,
+        needs="lr_scheduler != constant",
+        aka="lr_end lr_scheduler_min_lr_ratio (KS): fraction of the peak",
     )
-    lr_num_cycles: PositiveInt = Field(1, description="Cycles of cosine_with_restarts.")
-    lr_power: float = Field(1.0, gt=0, description="Exponent of the polynomial schedule.")
-    lr_warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    adam_betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's beta1 and beta2.")
-    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
-    max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Maximum L2 norm of the gradient; null: no clipping."
-    )
-    ema_decay: Decay | None = Field(
-        None,
-        description="Decay per step of the published moving average of the weights (EMA); null: "
-        "none.",
-    )
-    ema_every_n_steps: PositiveInt = Field(
+    """Final learning rate as a fraction of the peak, 0 to 1."""
+    lr_num_cycles: PositiveInt = setting(
         1,
-        description="Steps between updates of the average, each of which decays it by ema_decay to "
-        "this power; the last step updates it, too. It saves memory traffic on runtimes torch and "
-        "mindspore.",
+        needs="lr_scheduler == cosine_with_restarts",
+        aka="lr_num_cycles lr_scheduler_num_cycles (DKS)",
     )
+    """Cycles of cosine_with_restarts."""
+    lr_power: PositiveFloat = setting(
+        1.0, needs="lr_scheduler == polynomial", aka="lr_power lr_scheduler_power (DKS)"
+    )
+    """Exponent of the polynomial schedule."""
+    lr_warmup_steps: int = setting(0, ge=0, aka="lr_warmup_steps (DKS)")
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = setting(0.01, ge=0, aka="adam_weight_decay (DS)")
+    """Decoupled weight decay."""
+    adam_betas: tuple[Decay, Decay] = setting(
+        (0.9, 0.999), needs="optimizer != adafactor", aka="adam_beta1 adam_beta2 (DS)"
+    )
+    """AdamW's beta1 and beta2."""
+    adam_epsilon: PositiveFloat = setting(
+        1e-8, needs="optimizer != adafactor", aka="adam_epsilon (DS)"
+    )
+    """AdamW's epsilon."""
+    max_grad_norm: PositiveFloat | None = setting(1.0, plan="gpu tpu", aka="max_grad_norm (DKS)")
+    """Maximum L2 norm of the gradient; null: no clipping."""
+    ema_decay: Decay | None = setting(
+        None, plan="tpu run", aka="use_ema (DS): null keeps no average"
+    )
+    """Decay per step of the published moving average of the weights (EMA); null: none."""
+    ema_every_n_steps: PositiveInt = setting(
+        1, needs="ema_decay != null", aka="ema_update_interval (S)"
+    )
+    """Steps between updates of the average, each of which decays it by ema_decay to this power; the
+    last step updates it, too. It saves memory traffic on runtimes torch and mindspore."""
 
-    prediction_type: Literal["epsilon", "v_prediction", "sample", "flow"] | None = Field(
-        None, description="Prediction target of the denoiser; null: that of the base's scheduler."
-    )
-    zero_terminal_snr: bool | None = Field(
+    prediction_type: Literal["epsilon", "v_prediction", "sample", "flow"] | None = setting(
         None,
-        description="Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891); null: "
-        "that of the base's scheduler.",
+        fixed_by_weights=True,
+        aka=("prediction_type (DS)", "v_parameterization (K): `v_prediction`"),
     )
-    snr_gamma: float | None = Field(
-        None, gt=0, description="Gamma of min-SNR loss weighting (arXiv 2303.09556 uses 5.0)."
+    """Prediction target of the denoiser; null: that of the base's scheduler."""
+    zero_terminal_snr: bool | None = setting(
+        None, fixed_by_weights=True, aka="rescale_betas_zero_snr zero_terminal_snr (DKS)"
     )
-    debiased_estimation_loss: bool = Field(
-        False, description="Weight the loss by 1 / sqrt(SNR) (arXiv 2310.08442); no snr_gamma."
+    """Rescale the noise schedule to zero terminal SNR (arXiv 2305.08891); null: that of the base's
+    scheduler."""
+    snr_gamma: PositiveFloat | None = setting(None, aka="snr_gamma min_snr_gamma (DKS)")
+    """Gamma of min-SNR loss weighting (arXiv 2303.09556 uses 5.0)."""
+    debiased_estimation_loss: bool = setting(
+        False,
+        aka="debiased_estimation_loss (K): of v-prediction sqrt(SNR) / (SNR + 1); kohya's is 1 / "
+        "(SNR + 1)",
     )
-    weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = Field(
-        "none", description="Loss weighting of flow matching (arXiv 2403.03206)."
+    """Weight the loss by 1 / sqrt(SNR) (arXiv 2310.08442); no snr_gamma."""
+    weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = setting(
+        "none", aka="weighting_scheme (DK): sampling: train.timesteps"
     )
-    noise_offset: float = Field(
-        0.0, ge=0, description="Scale of a random per-channel offset of the noise; 0: none."
-    )
-    input_perturbation: float = Field(
-        0.0, ge=0, description="Scale of extra noise on the model's input (arXiv 2301.11706)."
-    )
+    """Loss weighting of flow matching (arXiv 2403.03206)."""
+    noise_offset: float = setting(0.0, ge=0, aka="noise_offset (DKS)")
+    """Scale of a random per-channel offset of the noise; 0: none."""
+    input_perturbation: float = setting(0.0, ge=0, aka="input_perturbation ip_noise_gamma (DKS)")
+    """Scale of extra noise on the model's input (arXiv 2301.11706)."""
     timesteps: TimestepSampling = TimestepSampling()
-    guidance_scale: float = Field(
+    guidance_scale: float = setting(
         1.0,
         ge=0,
-        description="Guidance scale that a guidance-distilled denoiser, such as FLUX.1 dev, is "
-        "given in training.",
+        aka="guidance_scale flux_guidance_value (DKS): of the denoiser's guidance input, as of "
+        "FLUX.1 dev",
     )
-    caption_dropout_rate: Fraction = Field(
-        0.0, description="Fraction of samples, 0 to 1, with an empty caption."
+    """Guidance scale that a guidance-distilled denoiser, such as FLUX.1 dev, is given in
+    training."""
+    caption_dropout_rate: Fraction = setting(
+        0.0, aka="proportion_empty_prompts caption_dropout_rate caption_dropout_probability (DKS)"
     )
+    """Fraction of samples, 0 to 1, with an empty caption."""
 
-    mixed_precision: Literal["no", "bf16", "fp16"] = Field(
+    mixed_precision: Literal["no", "bf16", "fp16"] = setting(
         "no",
-        description="Precision of forward and backward; trained weights stay float32. fp16 "
-        "requires runtime mindspore.",
+        plan="gpu tpu",
+        aka=(
+            "mixed_precision (DKS)",
+            "full_bf16 full_fp16 (K): trained weights stay float32; a LoRA's frozen base has this "
+            "precision",
+        ),
     )
+    """Precision of forward and backward; trained weights stay float32. fp16 requires runtime
+    mindspore."""
     loss_scale: LossScale = LossScale()
-    gradient_checkpointing: Literal["none", "blocks", "selective"] = Field(
-        "none",
-        description="What the backward pass recomputes, to save memory: all activations of each "
-        "block (blocks), or all but the outputs of convolutions, of products with weights and of "
-        "PyTorch's and TPUs' attention kernels (selective). Compiled blocks treat selective as "
-        "none.",
+    gradient_checkpointing: Literal["none", "blocks", "selective"] = setting(
+        "none", not_in_key="execution", plan="gpu tpu", aka="gradient_checkpointing (DKS): `blocks`"
     )
-    compile: Literal["auto", "none", "blocks", "denoiser"] = Field(
+    """What the backward pass recomputes, to save memory: all activations of each block (blocks), or
+    all but the outputs of convolutions, of products with weights and of PyTorch's and TPUs'
+    attention kernels (selective). Compiled blocks treat selective as none."""
+    compile: Literal["auto", "none", "blocks", "denoiser"] = setting(
+        "auto", not_in_key="execution", plan="tpu"
+    )
+    """What torch.compile compiles: the repeated blocks, each as one program, or the whole denoiser;
+    auto: blocks on CUDA, else none."""
+    attention: Literal["auto", "flash", "flash_3", "cudnn", "efficient", "math"] = setting(
         "auto",
-        description="What torch.compile compiles: the repeated blocks, each as one program, or the "
-        "whole denoiser; auto: blocks on CUDA, else none.",
+        not_in_key="execution",
+        aka="enable_xformers_memory_efficient_attention xformers sdpa attention_mechanism (DKS): "
+        "PyTorch's kernels alone",
     )
-    attention: Literal["auto", "flash", "flash_3", "cudnn", "efficient", "math"] = Field(
-        "auto",
-        description="Attention kernel on CUDA, as torch.nn.attention.SDPBackend names it; "
-        "flash_3: FlashAttention 3, which is not included, on Hopper; auto: PyTorch's choice.",
+    """Attention kernel on CUDA, as torch.nn.attention.SDPBackend names it; flash_3: FlashAttention
+    3, which is not included, on Hopper; auto: PyTorch's choice."""
+    allow_tf32: bool = setting(False, needs="mixed_precision == no", aka="allow_tf32 (D)")
+    """Compute float32 products and convolutions in TF32, which has 10 bits of mantissa. It requires
+    CUDA and mixed_precision: no."""
+    cuda_graphs: bool = setting(False, not_in_key="execution")
+    """Replay each forward and backward pass as one CUDA graph. It is faster where the GPU computes
+    kernels faster than Python starts them. Each shape of picture has its own graph and gradients;
+    the activations stay reserved."""
+    deterministic: bool | None = setting(None, not_in_key="execution")
+    """Use deterministic kernels only, so that a resumed run repeats every bit; null: true except on
+    CUDA, where it costs 15% of the speed."""
+    device: str = setting("auto", not_in_key="execution")
+    """Device: auto, cpu, cuda[:N], mps, npu[:N], hpu[:N], tpu or ascend[:N]."""
+    processes: PositiveInt = setting(
+        1, not_in_key="execution", in_key_with="lora.dropout", plan="run", aka="num_processes (DKS)"
     )
-    allow_tf32: bool = Field(
-        False,
-        description="Compute float32 products and convolutions in TF32, which has 10 bits of "
-        "mantissa. It requires CUDA and mixed_precision: no.",
-    )
-    cuda_graphs: bool = Field(
-        False,
-        description="Replay each forward and backward pass as one CUDA graph. It is faster where "
-        "the GPU computes kernels faster than Python starts them. Each shape of picture has its "
-        "own graph and gradients; the activations stay reserved.",
-    )
-    deterministic: bool | None = Field(
-        None,
-        description="Use deterministic kernels only, so that a resumed run repeats every bit; "
-        "null: true except on CUDA, where it costs 15% of the speed.",
-    )
-    device: str = Field(
-        "auto", description="Device: auto, cpu, cuda[:N], mps, npu[:N], hpu[:N], tpu or ascend[:N]."
-    )
-    processes: PositiveInt = Field(
-        1, description="Training processes on this machine, one per GPU or NPU."
-    )
-    mindspore: MindSpore = MindSpore()
-    hpu: Hpu = Hpu()
-    fsdp: PositiveInt | Literal["all"] = Field(
+    """Training processes on this machine, one per GPU or NPU."""
+    mindspore: MindSpore = setting(MindSpore(), not_in_key="execution")
+    hpu: Hpu = setting(Hpu(), not_in_key="execution")
+    fsdp: PositiveInt | Literal["all"] = setting(
         1,
-        description="Devices per shard group of FSDP, a divisor of their number; 1: no sharding. "
-        "Runtime torch has a device per process. Device npu supports 1 and `all`; device hpu and "
-        "runtime mindspore 1.",
+        not_in_key="execution",
+        plan="tpu run",
+        aka="use_fsdp fsdp_enable (DS): `all`, or devices per shard group",
     )
+    """Devices per shard group of FSDP, a divisor of their number; 1: no sharding. Runtime torch has
+    a device per process. Device npu supports 1 and `all`; device hpu and runtime mindspore 1."""
 
-    shuffle_window: PositiveInt = Field(
-        4, description="Shards whose samples are shuffled together."
+    shuffle_window: PositiveInt = 4
+    """Shards whose samples are shuffled together."""
+    prefetch: PositiveInt = setting(
+        2, not_in_key="execution", aka="dataloader_num_workers max_data_loader_n_workers (DKS)"
     )
-    prefetch: PositiveInt = Field(2, description="Batches to prepare ahead of the device.")
-    cache_bytes: PositiveInt = Field(
-        20 * 2**30,
-        description="Maximum size of the local cache of a remote store, in bytes; fewer on a "
-        "small disk.",
-    )
+    """Batches to prepare ahead of the device."""
+    cache_bytes: PositiveInt = setting(20 * 2**30, not_in_key="execution")
+    """Maximum size of the local cache of a remote store, in bytes; fewer on a small disk."""
 
-    checkpointing_steps: PositiveInt = Field(500, description="Steps between checkpoints.")
-    checkpoints_total_limit: PositiveInt = Field(
-        2, description="Maximum number of checkpoints; the oldest are deleted."
+    checkpointing_steps: PositiveInt = setting(
+        500,
+        not_in_key="execution",
+        in_key_with="best_checkpoint",
+        aka="checkpointing_steps save_every_n_steps checkpoint_step_interval (DKS)",
     )
-    keep_best: int = Field(
+    """Steps between checkpoints."""
+    checkpoints_total_limit: PositiveInt = setting(
+        2, not_in_key="execution", aka="checkpoints_total_limit (DS)"
+    )
+    """Maximum number of checkpoints; the oldest are deleted."""
+    keep_best: int = setting(0, ge=0, not_in_key="execution")
+    """Extra checkpoints to keep, the best by `best_checkpoint` or, without it, by held-out loss."""
+    best_checkpoint: BestCheckpoint | None = setting(
+        None,
+        aka="load_best_model_at_end metric_for_best_model (T): `metric`; `{}` is the lowest "
+        "held-out loss",
+    )
+    """Publish the best checkpoint, and stop early; null: publish the last step."""
+    checkpoint_shard_bytes: PositiveInt = setting(10**9, not_in_key="execution")
+    """Maximum size of a checkpoint file, in bytes; larger ones are split."""
+    grace_seconds: PositiveFloat = setting(60.0, not_in_key="execution")
+    """Maximum time for a checkpoint after a cancellation, in seconds."""
+
+    logging_steps: PositiveInt = setting(10, not_in_key="execution")
+    """Steps between log lines with metrics."""
+    sample_every_n_steps: int = setting(
         0,
         ge=0,
-        description="Extra checkpoints to keep, the best by `best_checkpoint` or, without it, by "
-        "held-out loss.",
+        not_in_key="execution",
+        plan="run",
+        aka="validation_steps validation_epochs sample_every_n_steps sample_every_n_epochs (DKS)",
     )
-    best_checkpoint: BestCheckpoint | None = Field(
-        None,
-        description="Publish the best checkpoint, and stop early; null: publish the last step.",
+    """Steps between sample pictures; 0: no samples."""
+    holdout_loss: HoldoutLoss = setting(
+        HoldoutLoss(), not_in_key="execution", in_key_with="best_checkpoint.metric == holdout_loss"
     )
-    checkpoint_shard_bytes: PositiveInt = Field(
-        10**9, description="Maximum size of a checkpoint file, in bytes; larger ones are split."
-    )
-    grace_seconds: float = Field(
-        60.0, gt=0, description="Maximum time for a checkpoint after a cancellation, in seconds."
-    )
-
-    logging_steps: PositiveInt = Field(10, description="Steps between log lines with metrics.")
-    sample_every_n_steps: int = Field(
-        0, ge=0, description="Steps between sample pictures; 0: no samples."
-    )
-    holdout_loss: HoldoutLoss = HoldoutLoss()
     divergence: OnDivergence = OnDivergence()
-    profile: Profile = Profile()
-    peak_tflops: float | None = Field(
-        None, gt=0, description="Peak of one chip in TFLOP/s, for MFU; null: the built-in table."
+    profile: Profile = setting(Profile(), not_in_key="execution")
+    peak_tflops: PositiveFloat | None = setting(None, not_in_key="execution")
+    """Peak of one chip in TFLOP/s, for MFU; null: the built-in table."""
+    wandb: Wandb | None = setting(
+        None,
+        not_in_key="execution",
+        aka="report_to log_with (DKS): TensorBoard files are always written",
     )
-    wandb: Wandb | None = Field(None, description="Weights & Biases; null: not used.")
+    """Weights & Biases; null: not used."""
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
@@ -362,9 +414,8 @@ class Train(Section):
 
     @property
     def holdout_loss_inputs(self) -> dict[str, float]:
-        """The settings that a held-out loss depends on; guidance where it is not the default."""
-        guidance = {} if self.guidance_scale == 1 else {"guidance_scale": self.guidance_scale}
-        return {"noise_offset": self.noise_offset, **guidance}
+        """The settings that a held-out loss depends on."""
+        return {"noise_offset": self.noise_offset, "guidance_scale": self.guidance_scale}
 
     @property
     def compute_dtype(self) -> str:
@@ -384,85 +435,3 @@ class Train(Section):
         """As compute_dtype, or `tf32`: the arithmetic of products and convolutions."""
         is_tf32 = self.allow_tf32 and self.mixed_precision == "no"
         return "tf32" if is_tf32 else self.compute_dtype
-
-
-#: Settings that do not affect the trained weights; a resumed run may change them.
-NOT_IN_KEY = frozenset(
-    {
-        "attention",
-        "cache_bytes",
-        "checkpointing_steps",
-        "checkpoint_shard_bytes",
-        "compile",
-        "cuda_graphs",
-        "deterministic",
-        "device",
-        "divergence",  # but for the threshold that `factor` sets
-        "grace_seconds",
-        "gradient_checkpointing",
-        "hpu",
-        "keep_best",
-        "checkpoints_total_limit",
-        "logging_steps",
-        "micro_batch_size",
-        "mindspore",
-        "fsdp",
-        "peak_tflops",
-        "prefetch",
-        "processes",
-        "profile",
-        "sample_every_n_steps",
-        "holdout_loss",
-        "wandb",
-    }
-)
-#: Settings that keys contain if they differ from their defaults; other keys remain those of before.
-ADDED_LATER = ("allow_tf32", "ema_every_n_steps")
-
-
-def key_settings(settings: Train) -> dict[str, Any]:
-    """The settings that affect the trained weights, without those that have no effect here."""
-    excluded = set(NOT_IN_KEY)
-    if settings.method == "full":
-        excluded.add("lora")
-    elif settings.lora.dropout:  # its random draws depend on both settings
-        excluded -= {"micro_batch_size", "processes"}
-    if settings.compute_dtype != "float16":
-        excluded.add("loss_scale")
-    if settings.lr_scheduler == "constant":
-        excluded.add("lr_min_ratio")
-    if settings.lr_scheduler != "cosine_with_restarts":
-        excluded.add("lr_num_cycles")
-    if settings.lr_scheduler != "polynomial":
-        excluded.add("lr_power")
-    if settings.guidance_scale == 1:  # most models have no such input
-        excluded.add("guidance_scale")
-    found = _dump(settings, excluded)
-    rule = settings.best_checkpoint
-    if rule is None:
-        del found["best_checkpoint"]
-        return found
-    # The candidates, and what their scores depend on.
-    found = _dump(settings, excluded - {"checkpointing_steps"})
-    found["best_checkpoint"]["mode"] = "min" if rule.lower_is_better else "max"
-    if not rule.by_samples:
-        found["holdout_loss"] = settings.holdout_loss.model_dump(exclude={"every_n_steps"})
-    return found
-
-
-def _dump(settings: Train, excluded: set[str]) -> dict[str, Any]:
-    found = settings.model_dump(mode="json", exclude=excluded)
-    if not settings.timesteps.resolution_shift:  # diffusion has none
-        del found["timesteps"]["resolution_shift"]
-    if settings.optimizer == "adafactor":  # its rate was relative to a weight's size once
-        found["optimizer"] = "adafactor, absolute rate"
-    if settings.divergence.factor is not None:
-        # A finished run without it may have passed the threshold. `action` is no part, so that a
-        # stopped run can continue with `skip`.
-        found["divergence"] = settings.divergence.model_dump(include={"factor", "patience"})
-    if settings.method == "lora" and settings.lora.base_precision is None:
-        del found["lora"]["base_precision"]
-    for name in ADDED_LATER:
-        if found[name] == Train.model_fields[name].default:
-            del found[name]
-    return found

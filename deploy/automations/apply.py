@@ -17,6 +17,8 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import ObjectNotFound
 
+from flows.prefect_run import put_automation
+
 HERE = Path(__file__).parent
 
 
@@ -42,13 +44,7 @@ def main(words: list[str]) -> int:
 
 def _apply(client: SyncPrefectClient, described: dict[str, Any]) -> None:
     automation = AutomationCore.model_validate(described)
-    same = client.read_automations_by_name(automation.name)
-    if same:
-        automation.enabled = same[0].enabled
-        client.update_automation(same[0].id, automation)
-    else:
-        client.create_automation(automation)
-    print(f"{'updated' if same else 'created'}  {automation.name}")
+    print(f"{put_automation(client, automation)}  {automation.name}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from filelock import FileLock
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -78,6 +79,7 @@ class ReadAhead:
 
 
 CHUNK = 2**20
+EVICTION = "eviction"  # name of the lock of those who make room in the cache
 #: Seconds before each retry of a download.
 WAITS = (1.0, 5.0, 30.0)
 
@@ -203,7 +205,7 @@ class ShardFiles:
         """
         copy = _cache_path(ref)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        with _flocked(copy.parents[1] / "shard-locks" / copy.stem):
+        with _lock(copy.stem):
             if not copy.exists():
                 self._download_with_retries(fs, path, ref, copy)
         return copy
@@ -227,13 +229,11 @@ class ShardFiles:
         self._checked.add(ref.sha256)
 
 
-@contextmanager
-def _flocked(path: Path) -> Iterator[None]:
-    """Hold a lock among the threads and processes of this host; a dead process holds nothing."""
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _lock(name: str) -> FileLock:
+    """A lock among the threads and processes of this host; a dead process holds nothing."""
+    folder = cache_folder() / "shard-locks"
+    folder.mkdir(exist_ok=True)
+    return FileLock(folder / name)
 
 
 @contextmanager
@@ -245,9 +245,8 @@ def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
     of evictions, which would otherwise miss it under both names.
     """
     partial = copy.with_name(f"{uuid.uuid4().hex}.tmp")
-    eviction = copy.parents[1] / "shard-locks" / "eviction"
     with ExitStack() as held:
-        with _flocked(eviction):
+        with _lock(EVICTION):
             _evict(copy.parent, limit, size)
             held.callback(partial.unlink, missing_ok=True)
             file = held.enter_context(partial.open("wb"))
@@ -259,7 +258,7 @@ def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
             if is_full(error) and error.filename is None:
                 error.filename = str(copy)  # a write's error names no file
             raise
-        held.enter_context(_flocked(eviction))
+        held.enter_context(_lock(EVICTION))
         partial.replace(copy)
 
 

@@ -18,7 +18,7 @@ from runtimes.jax.mesh import Mesh
 from runtimes.jax.step import Step, names_without_gradient, stack_micro_batches, trained_names
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.pipeline_folder.folder import Base
-from runtimes.process.planner import TpuStepRequest
+from runtimes.process.questions import TpuStepRequest
 from runtimes.spmd import splash_attention
 from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network

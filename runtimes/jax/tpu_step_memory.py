@@ -1,12 +1,13 @@
 """Estimate memory and FLOPs of a training step by compiling it for a TPU slice, without a TPU.
 
-`python -P -m runtimes.jax.tpu_step_memory REQUEST.json` prints one JSON object, a StepCost. The
+`python -P -m runtimes.jax.tpu_step_memory REQUEST` (JSON) prints one JSON object, a StepCost. The
 compiler is that of libtpu if it can be imported, else XLA for the CPU with one virtual device per
 chip.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.process.planner import StepCost, TpuStepRequest, answer_planner
+from runtimes.process.questions import StepCost, TpuStepRequest, answer
 from runtimes.spmd.slices import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -161,4 +162,4 @@ def _refused(words: str, arguments: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    answer_planner(sys.argv[1], TpuStepRequest, step_cost)
+    answer(lambda: step_cost(TpuStepRequest(**json.loads(sys.argv[1]))))

@@ -313,11 +313,16 @@ class Launcher:
         """
         deadline = time.monotonic() + seconds
         for child in self._children:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.process.wait()
+            wait_or_kill(child.process, max(0.0, deadline - time.monotonic()))
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """The exit code of a process, which is killed after `seconds`."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def count_cores() -> int:

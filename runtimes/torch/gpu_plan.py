@@ -1,6 +1,6 @@
 """Plan a step for a GPU on a machine without one: memory and FLOPs by fake tensors.
 
-`python -P -m runtimes.torch.gpu_plan REQUEST.json` prints one JSON object, a StepMemory. The step
+`python -P -m runtimes.torch.gpu_plan REQUEST` (JSON) prints one JSON object, a StepMemory. The step
 is the runtime's own (step.py); fake tensors have shapes and dtypes, and no data. `LiveMemory`
 records which tensors live when, to compute the peak memory of a step for any batch size.
 
@@ -11,6 +11,7 @@ lists of operators, and another attention kernel.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 import warnings
@@ -31,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.pipeline_folder.folder import Base
-from runtimes.process.planner import KINDS, GpuStepRequest, Moment, StepMemory, answer_planner
+from runtimes.process.questions import KINDS, GpuStepRequest, Moment, StepMemory, answer
 from runtimes.torch.channels_last import keep_channels_last
 from runtimes.torch.device_hooks import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
@@ -451,4 +452,4 @@ def _bytes_8bit(size: int) -> int:
 
 
 if __name__ == "__main__":
-    answer_planner(sys.argv[1], GpuStepRequest, step_memory)
+    answer(lambda: step_memory(GpuStepRequest(**json.loads(sys.argv[1]))))

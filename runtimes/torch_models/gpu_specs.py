@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from configs.errors import Refused
 
 GIB = 2**30
+#: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
+#: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
+USABLE = 0.92
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,11 @@ class Gpu:
     name: str
     memory: int  # bytes
     spec: GpuSpec | None = None  # None: only the memory is known
+
+    @property
+    def usable(self) -> int:
+        """Bytes for tensors."""
+        return int(USABLE * self.memory)
 
 
 def parse_gpu(text: str) -> Gpu:

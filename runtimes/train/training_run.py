@@ -40,7 +40,7 @@ from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
 from configs.errors import Refused
 from configs.secrets import one_line
-from configs.settings.train import Train, key_settings
+from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names, to_state_names
 from runtimes.contract import Runtime, State, StepBatch, StoredRows
@@ -158,41 +158,23 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
     """Raise Refused if the checkpoint was written with settings that change the weights.
 
     `steps` may change unless the weights of a step depend on them.
-    Settings that the checkpoint lacks count as defaults: an older version may have written it.
     """
-    stored = _with_defaults(saved.facts["train"])
-    # What is recomputed changes no weight; an older version wrote true or false.
-    known = {name: value for name, value in stored.items() if name in Train.model_fields}
-    known["gradient_checkpointing"] = settings.gradient_checkpointing
-    now = key_settings(settings)
-    before = key_settings(Train(**known))
+    now = settings.key_settings()
+    before = Train(**saved.facts["train"]).key_settings()
     now["denoiser_config"] = job.denoiser_config  # the content: its path may change
     before["denoiser_config"] = saved.facts.get("denoiser_config")
     if settings.method == "lora" and settings.lora.dropout:
         # Dropout masks depend on the rank, so the number of processes must not change.
         now["processes"] = Ranks.here().world
-        before["processes"] = saved.facts.get("processes", stored["processes"])
+        before["processes"] = saved.facts["processes"]
     if not settings.weights_depend_on_steps:
         now["steps"] = before["steps"]
-    for name in sorted(now.keys() | before.keys()):  # a setting without effect is in neither
-        if before.get(name) != now.get(name):
-            then = before.get(name, stored.get(name))
-            here = now.get(name, getattr(settings, name))
+    for name in sorted(now):
+        if before.get(name) != now[name]:
             raise Refused(
-                f"{job.work} holds a run with train.{name}={then}, this one has {here}: "
-                "choose another work folder"
+                f"{job.work} holds a run with train.{name}={before.get(name)}, this one has "
+                f"{now[name]}: choose another work folder"
             )
-
-
-def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Dumped settings with defaults for missing keys, also in sections."""
-    complete = Train().model_dump(mode="json")
-    for name, value in given.items():
-        if isinstance(value, dict) and isinstance(complete.get(name), dict):
-            complete[name] = {**complete[name], **value}
-        else:
-            complete[name] = value
-    return complete
 
 
 def write_result(job: TrainJob, base: Base, state: State, history: list[str]) -> list[FileEntry]:

@@ -39,6 +39,7 @@ from configs.load_recipe import RECIPES, anchored
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.data import Source
 from configs.settings.recipe import Recipe, StageName
+from tasks.progress import seconds_in_words
 
 BeamStage = Literal["download", "encode"]
 BEAM_STAGES: tuple[BeamStage, ...] = ("download", "encode")
@@ -406,16 +407,8 @@ def progress_text(
     if rate and done < total:
         parts.append(f"{rate:,.1f} {unit}/s")
         parts.append(f"{counts.get('bytes', 0) / 1e6 / seconds:,.1f} MB/s")
-        parts.append(f"{duration((total - done) / rate)} left")
+        parts.append(f"{seconds_in_words((total - done) / rate)} left")
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which there are two or more."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 class WorkerReports:

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
@@ -45,7 +45,7 @@ from tasks.download.lists import (
     FORMATS,
     PictureLocation,
     Piece,
-    ServedAt,
+    Source,
     csv_rows,
     embedded_row,
     hash_rows,
@@ -128,7 +128,7 @@ PICTURES_AT_ONCE = 32  # in memory, of a parquet file
 NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]\d+)*)(?i:\.parquet)"
 
 
-class Dataset:
+class Dataset(Source):
     """Parquet files with embedded pictures: bytes, or Hugging Face's {bytes, path} structs."""
 
     def __init__(self, settings: DatasetSource) -> None:
@@ -150,9 +150,6 @@ class Dataset:
             for number, values in parquet_rows(file, [image], wanted[0], wanted[-1] + 1):
                 if number in selected:
                     yield self._picture(values[image])
-
-    def open(self) -> AbstractContextManager[ServedAt]:
-        return nullcontext(ServedAt())
 
     def _rows(self, file: str) -> Iterator[pa.Table]:
         s = self.settings
@@ -272,7 +269,7 @@ class FolderFiles(NamedTuple):
         return [n for n in others if _has(n, *COMPANIONS) or _stem(n) in companions]
 
 
-class Folder:
+class Folder(Source):
     """A folder of pictures: one row per line of a table of METADATA, or else per picture.
 
     A table is of its folder and all below it. Elsewhere the caption of `name.jpg` is the text of
@@ -320,9 +317,6 @@ class Folder:
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
         return (_bytes_at(place.file) for place in places)
-
-    def open(self) -> AbstractContextManager[ServedAt]:
-        return nullcontext(ServedAt())
 
     def _files(self) -> FolderFiles:
         with reading(self.settings.path):

@@ -16,7 +16,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import cache, partial
 from itertools import chain, count
@@ -722,9 +722,11 @@ class Source(Protocol):
 
         Raises SourceError.
         """
+        return iter(())
 
     def open(self) -> AbstractContextManager[ServedAt]:
         """Make the rows' URLs reachable, by a local server if one is needed. Raises SourceError."""
+        return nullcontext(ServedAt())
 
 
 def named_columns(

@@ -135,27 +135,7 @@ def _failed(status: str, reason: str, attempts: int) -> dict[str, Any]:
 #: Rows of a shard in flight per connection: most of them wait for their hosts.
 ROWS_PER_CONNECTION = 4
 STAGE = "download"
-VERSION = 9
-#: Settings that affect how a download runs, not its result: not part of a shard's key.
-NOT_IN_KEY = {
-    "max_connections",
-    "max_connections_per_host",
-    "max_requests_per_host",
-    "contact",
-    "timeout",
-    "deadline",
-    "retries",
-    "backoff",
-    "max_failed",
-    "max_duplicates",
-    "min_caption_length",
-    "max_short_captions",
-    "max_undersized",
-    "max_transient",
-    "max_host_failures",
-    "retry_failed",
-    "beam",
-}
+VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -183,7 +163,7 @@ class Deferred:
 
 def shard_settings(settings: Download) -> dict[str, Any]:
     """The settings that affect a shard's bytes, given its rows."""
-    return settings.model_dump(mode="json", exclude={*NOT_IN_KEY, "shard_size"})
+    return {n: value for n, value in settings.key_settings().items() if n != "shard_size"}
 
 
 def shard_key(settings: Download) -> Callable[[str], str]:

@@ -189,7 +189,7 @@ def _cipher(key: str) -> AESGCM:
 
 
 STAGE = "plan"
-VERSION = 7
+VERSION = 8
 INDEX = "shards.parquet"
 #: Row groups whose hashes are kept while rows of many groups are read.
 RECENT_GROUPS = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from tasks.download.folders import Dataset, Folder, check_port, serve_folder
 from tasks.download.list_files import ListedFile, list_files, require_columns
 from tasks.download.lists import (
     FORMATS,
-    PictureLocation,
     Piece,
     ServedAt,
     Source,
@@ -30,7 +29,7 @@ from tasks.download.rows import SourceError
 from tasks.download.tars import Tars
 
 
-class UrlList:
+class UrlList(Source):
     """Lists of image URLs."""
 
     def __init__(self, settings: UrlSource) -> None:
@@ -61,9 +60,6 @@ class UrlList:
                 partial(read_malformed_list, *given),
             )
 
-    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
-        return iter(())
-
     def open(self) -> AbstractContextManager[ServedAt]:
         return nullcontext(ServedAt(self.settings.base_url))
 
@@ -71,7 +67,7 @@ class UrlList:
         return list_files(self.settings.path, self.format.suffixes)
 
 
-class Digits:
+class Digits(Source):
     """The demo's digits: rendered into the cache, served on loopback and read as a URL list."""
 
     def __init__(self, settings: DigitsSource) -> None:
@@ -89,9 +85,6 @@ class Digits:
         yield Piece(
             digest_json(self.settings.model_dump(mode="json", exclude={"port"})), self._rows
         )
-
-    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
-        return self.list.pictures(places)
 
     def open(self) -> AbstractContextManager[ServedAt]:
         self._draw()

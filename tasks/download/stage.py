@@ -32,7 +32,6 @@ from tasks.download.shard import (
     DownloadContext,
     may_retry,
     shard_key,
-    shard_settings,
 )
 from tasks.download.shard_plan import (
     Begin,
@@ -60,8 +59,7 @@ log = logging.getLogger("kiln")
 
 def settings_for_key(recipe: Recipe, retry: int = 0) -> dict[str, Any]:
     """The settings that affect the artifact, given the source's content."""
-    download = recipe.download
-    return {**shard_settings(download), "shard_size": download.shard_size, "retry": retry}
+    return {**recipe.download.key_settings(), "retry": retry}
 
 
 def check(recipe: Recipe) -> None:
@@ -238,8 +236,8 @@ class DownloadStage(Stage):
 
 
 def _examples(summary: dict[str, Any]) -> list[Panel]:
-    """A few failed rows of each reason; nothing without failures, or of an older download."""
-    found = summary["data"].get("examples", {})
+    """A few failed rows of each reason; nothing without failures."""
+    found = summary["data"]["examples"]
     reasons = sorted(found, key=lambda reason: -summary["outcomes"].get(reason, 0))
     rows = [{"outcome": reason, "row": name} for reason in reasons for name in found[reason]]
     return [Table("Examples of failed rows", rows)] if rows else []

@@ -156,10 +156,10 @@ class DownloadStatistics:
         self.bytes += facts["bytes"]
         self.undersized += facts["undersized"]
         self.caption_lengths.update({int(k): n for k, n in facts["caption_lengths"].items()})
-        for reason, names in facts.get("examples", {}).items():  # older records have none
+        for reason, names in facts["examples"].items():
             self.examples[reason] = [*self.examples.get(reason, ()), *names][:EXAMPLES]
         for what, named in self.named.items():
-            more = facts.get(what, {"rows": 0, "examples": []})  # older records have none
+            more = facts[what]
             named["rows"] += more["rows"]
             named["examples"] = [*named["examples"], *more["examples"]][:EXAMPLES]
         for name, host in facts["hosts"].items():
@@ -261,19 +261,19 @@ def check_data(summary: Mapping[str, Any], settings: Download) -> None:
 
 
 def warn_of_captions(summary: Mapping[str, Any], *, expected: bool = True) -> None:
-    """Warn of pictures without a caption, or with lost letters; older downloads count none.
+    """Warn of pictures without a caption, or with lost letters.
 
     Args:
         expected: whether the source has captions.
     """
-    found = summary["data"].get("uncaptioned", {"rows": 0})
+    found = summary["data"]["uncaptioned"]
     if found["rows"] and expected:
         log.warning(
             "download: %s of %s pictures have no caption (%s) and train unconditionally; if this "
             "is wrong, check source.caption_column or the .txt files beside them",
             *(f"{found['rows']:,}", f"{summary['images']:,}", ", ".join(found["examples"])),
         )
-    found = summary["data"].get("illegible", {"rows": 0})
+    found = summary["data"]["illegible"]
     if found["rows"]:
         log.warning(
             "download: the captions of %s pictures have U+FFFD in place of letters (%s): their "
@@ -291,7 +291,7 @@ def _check_failures(check: Check, summary: Mapping[str, Any]) -> None:
     allowed = f"download.max_failed allows {check.limit:.0%}"
     if any(map(is_transient, summary["outcomes"])):
         allowed += "; --retry-failed fetches those with transient failures again"
-    examples = summary["data"].get("examples", {})  # older downloads have none
+    examples = summary["data"]["examples"]
     named = [
         f"{r}: {examples[r][0]}"
         for r, _ in Counter(summary["outcomes"]).most_common(4)

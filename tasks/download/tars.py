@@ -13,7 +13,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, islice
 from typing import IO, Any, NamedTuple
@@ -35,7 +35,7 @@ from tasks.download.list_files import (
 from tasks.download.lists import (
     PictureLocation,
     Piece,
-    ServedAt,
+    Source,
     embedded_row,
     hash_rows,
     identity,
@@ -294,7 +294,7 @@ BRACES = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]")
 log = logging.getLogger("kiln")
 
 
-class Tars:
+class Tars(Source):
     """WebDataset tars: one row per sample, whose picture is found by its position in the tar."""
 
     def __init__(self, settings: TarsSource) -> None:
@@ -340,9 +340,6 @@ class Tars:
             with _opened(file) as stream:
                 for place in found:
                     yield content_at(stream, int(place.row or 0), MAX_PICTURE)
-
-    def open(self) -> AbstractContextManager[ServedAt]:
-        return nullcontext(ServedAt())
 
     def _paths(self) -> list[str]:
         """The path, or those of its range."""

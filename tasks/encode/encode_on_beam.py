@@ -22,12 +22,12 @@ from tasks.beam.workers import WorkerReports, Workers, shard_counts, worker_repo
 from tasks.encode.encoders import (
     SHARDS_PER_DEVICE,
     EncoderFailed,
-    EncoderLost,
     EncoderPool,
     EncodersInStore,
     EncodingPlan,
 )
 from tasks.encode.transform import STAGE
+from tasks.run_job import ProcessLost
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def encode_shards(
 
     def run(some: Sequence[EncodeTask], *, waits: bool) -> None:
         dofn.waits = waits
-        known = (Refused, Damaged, EncoderLost, EncoderFailed)
+        known = (Refused, Damaged, ProcessLost, EncoderFailed)
         threads = devices * SHARDS_PER_DEVICE
         run_linear(some, dofn, options, watch, threads=threads, known=known)
 

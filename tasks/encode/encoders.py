@@ -10,17 +10,12 @@ Remote workers of a pipeline fetch its encoders from the store.
 from __future__ import annotations
 
 import json
-import logging
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -39,6 +34,7 @@ from runtimes.process.launcher import count_cores
 from runtimes.registry import encoder_devices, encodes_in_subprocess, interpreter, open_encoder
 from tasks.encode.shard import ShardEncoder
 from tasks.encode.transform import TransformSettings
+from tasks.run_job import ConnectedProcess, ProcessLost
 from tasks.stage import storing
 
 #: Shards that a device process works on: one on the device, others being read and written.
@@ -135,15 +131,7 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"error": None, "message": f"{type(error).__name__}: {error}"}
 
 
-END_SECONDS = 10.0
-log = logging.getLogger("kiln")
-
-
-class EncoderLost(Away):
-    """The encoder process has ended; the message has the last line of its log."""
-
-
-class EncoderFailed(Failed):
+class EncoderFailed(RuntimeError):
     """A shard could not be encoded; the message has the error."""
 
 
@@ -159,78 +147,39 @@ class EncoderProcess:
     Attributes:
         slots: functions that encode a shard each, as `encode_tar`. One thread may
             call one at a time. They raise EncoderFailed if the shard could not be encoded, and
-            EncoderLost if the process has ended.
+            ProcessLost if the process has ended.
     """
 
     def __init__(self, plan: EncodingPlan, *, module: str = "tasks.encode.encoders") -> None:
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with us
-        self._ending = threading.Lock()
-        with ExitStack() as theirs:
-            pairs = [socket.socketpair() for _ in range(SHARDS_PER_DEVICE)]
-            numbers = [theirs.enter_context(pair[1]).fileno() for pair in pairs]
-            self._child = subprocess.Popen(
-                [interpreter(plan.job.runtime), "-P", "-m", module, *map(str, numbers)],
-                pass_fds=numbers,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the closed sockets end it, not Ctrl-C
-            )
-        self.pid = self._child.pid
-        self._connections = [Connection(ours.detach()) for ours, _ in pairs]
-        self.slots = [partial(self._encode, connection) for connection in self._connections]
-        send(self._connections[0], asdict(plan))
+        python = interpreter(plan.job.runtime)
+        self.process = process = ConnectedProcess(
+            "the encoder process", module, python=python, sockets=SHARDS_PER_DEVICE
+        )
+        self.slots = [partial(_encode_by, process, n) for n in range(SHARDS_PER_DEVICE)]
+        process.send(json.dumps(asdict(plan)).encode())
 
     def wait(self) -> None:
-        """Return when the encoders are loaded. Raises Refused or EncoderLost."""
-        try:
-            found = receive(self._connections[0])
-        except (EOFError, OSError):
-            raise self._lost() from None
-        if "error" in found:
-            raise Refused(found["message"])
+        """Return when the encoders are loaded. Raises Refused or ProcessLost."""
+        answer = json.loads(self.process.receive())
+        if "error" in answer:
+            raise Refused(answer["message"])
 
-    def _encode(self, connection: Connection, tar: str, sha256: str, path: str) -> dict[str, Any]:
-        try:
-            send(connection, {"tar": tar, "sha256": sha256, "path": path})
-            found = receive(connection)
-        except (EOFError, OSError):
-            raise self._lost() from None
-        if "facts" in found:
-            return dict(found["facts"])
-        raise KNOWN.get(found["error"], EncoderFailed)(found["message"])
 
-    def close(self) -> None:
-        """Close the sockets, which ends the process."""
-        for connection in self._connections:
-            connection.close()
-
-    def join(self, seconds: float = END_SECONDS) -> int:
-        """Wait for the process, which `close` ends, and return its exit code.
-
-        Args:
-            seconds: it is killed after this time.
-        """
-        try:
-            return self._child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            return self._child.wait()
-
-    def _lost(self) -> EncoderLost:
-        with self._ending:
-            code = self.join()
-            self._log.seek(0)
-            text = self._log.read().strip()
-        log.debug("%s", text)
-        last = text.rpartition("\n")[2]
-        return EncoderLost(f"the encoder process ended with {code}: {last}")
+def _encode_by(
+    process: ConnectedProcess, number: int, tar: str, sha256: str, path: str
+) -> dict[str, Any]:
+    request = {"tar": tar, "sha256": sha256, "path": path}
+    answer = json.loads(process.ask(json.dumps(request).encode(), number))
+    if "facts" in answer:
+        return dict(answer["facts"])
+    raise KNOWN.get(answer["error"], EncoderFailed)(answer["message"])
 
 
 class EncoderPool:
     """Encodes shards on all devices of this machine; thread-safe.
 
     One device needs no process of its own, unless its runtime has another environment or locks it.
+    The processes end with this object: the next stage needs their devices.
 
     Args:
         plan: encoders and settings; its device may be a kind of devices, such as `cuda`.
@@ -250,18 +199,16 @@ class EncoderPool:
         processes: int | None = None,
         start: Callable[..., EncoderProcess] = EncoderProcess,
     ) -> None:
-        self._processes: list[EncoderProcess] = []
         devices = encoder_devices(plan.job, processes)
         self.devices = count = len(devices)
         if count == 1 and not encodes_in_subprocess(plan.job):
             encoder = plan.on(devices[0], count).open()
             slots = [partial(encode_tar, encoder)] * SHARDS_PER_DEVICE
         else:
-            for device in devices:
-                self._processes.append(start(plan.on(device, count)))
-            for process in self._processes:
+            processes_of_devices = [start(plan.on(device, count)) for device in devices]
+            for process in processes_of_devices:
                 process.wait()
-            of_devices = (process.slots for process in self._processes)
+            of_devices = (process.slots for process in processes_of_devices)
             # First one slot of each device: few shards use all devices.
             slots = [slot for row in zip(*of_devices, strict=True) for slot in row]
         self._free: SimpleQueue[Callable[..., dict[str, Any]]] = SimpleQueue()
@@ -275,13 +222,13 @@ class EncoderPool:
 
         Raises:
             EncoderFailed: the shard could not be encoded.
-            EncoderLost: the device's process has ended.
+            ProcessLost: the device's process has ended.
         """
         slot = self._free.get()
         stays = True
         try:
             return slot(tar, sha256, path)
-        except EncoderLost:
+        except ProcessLost:
             with self._lock:
                 self._slots -= 1
                 stays = self._slots <= 0  # the last one: who waits for a slot gets its error
@@ -289,13 +236,6 @@ class EncoderPool:
         finally:
             if stays:
                 self._free.put(slot)
-
-    def __del__(self) -> None:
-        """End the processes and wait for them: the next stage needs their devices."""
-        for process in self._processes:
-            process.close()
-        for process in self._processes:
-            process.join()
 
 
 PIPELINE = "pipeline"

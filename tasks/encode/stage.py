@@ -171,7 +171,7 @@ class EncodeStage(Stage):
         """Counts, buckets and caption lengths."""
         summary = artifact.summary
         counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
-        facts = {name: summary[name] for name in counts} | cut_facts(summary.get("cut", {}))
+        facts = {name: summary[name] for name in counts} | cut_facts(summary["cut"])
         facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
         buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
         lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]
@@ -195,7 +195,6 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
         factor: pixels per latent pixel.
         limits: tokens of a caption that each text encoder reads; the last one's is the longest.
     """
-    *_, last = limits
     groups: Counter[str] = Counter()
     buckets: Counter[str] = Counter()
     bad: Counter[str] = Counter()
@@ -205,8 +204,7 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
         groups.update(shard.meta["groups"])
         bad.update(shard.meta["bad_reasons"])
         tokens.update({int(k): n for k, n in shard.meta["caption_tokens"].items()})
-        # Shards of earlier releases counted for the last encoder alone.
-        cut.update(shard.meta.get("cut", {last: shard.meta["truncated"]}))
+        cut.update(shard.meta["cut"])
     for group, count in groups.items():
         height, width = (int(side) * factor for side in group.partition("/")[2].split("x"))
         buckets[f"{height}x{width}"] += count
@@ -263,4 +261,4 @@ def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
 def tell_cut_captions(summary: dict[str, Any]) -> None:
     """Log how many captions each text encoder cuts."""
     total = sum(summary["caption_tokens"].values())
-    tell_cuts(STAGE, summary.get("cut", {}), total, "captions")  # an earlier release's has none
+    tell_cuts(STAGE, summary["cut"], total, "captions")

@@ -156,13 +156,6 @@ class TransformSettings:
             download_reshapes=mode if mode in ("center_crop", "border") else None,
         )
 
-    def for_key(self) -> dict[str, Any]:
-        """All fields; keys without `download_reshapes` are those of releases that lack it."""
-        found = asdict(self)
-        if self.download_reshapes is None:
-            del found["download_reshapes"]
-        return found
-
 
 @dataclass(frozen=True)
 class Transformed:
@@ -288,21 +281,12 @@ def _before_download(
 
 STAGE = "encode"
 #: Increment when the content of a latent shard changes.
-VERSION = 4
+VERSION = 5
 
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
-    """The settings that affect latents, without devices, processes, `max_bad` and `beam`.
-
-    The batch size is included because it affects rounding.
-    """
-    excluded = {"device", "processes", "max_bad", "beam"}
-    if recipe.encode.text == "embeddings":  # keys are those of releases without the setting
-        excluded.add("text")
-    settings = recipe.encode.model_dump(mode="json", exclude=excluded)
-    transform = TransformSettings.of(recipe).for_key()
-    others = ("max_pixels", "scored", "download_reshapes")
-    return settings | {name: transform[name] for name in others if name in transform}
+    """The settings that affect latents; the batch size does, by rounding."""
+    return recipe.encode.key_settings() | asdict(TransformSettings.of(recipe))
 
 
 def shard_key(
@@ -311,14 +295,14 @@ def shard_key(
     dtype: str,
     batch_size: int,
     settings: TransformSettings,
-    text: str = "embeddings",
+    text: str,
 ) -> str:
     """Key (sha256 hex) of an image shard's latent shard.
 
     Args:
         tar_sha256: digest of the image shard.
         encoders: digest of the VAE and the text encoders.
-        text: `encode.text`; its default is absent, so that keys are those of releases without it.
+        text: `encode.text`.
     """
     return digest_json(
         {
@@ -328,7 +312,7 @@ def shard_key(
             "encoders": encoders,
             "dtype": dtype,
             "batch_size": batch_size,
-            "transform": settings.for_key(),
-            **({} if text == "embeddings" else {"text": text}),
+            "transform": asdict(settings),
+            "text": text,
         }
     )

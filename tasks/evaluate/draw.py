@@ -41,7 +41,7 @@ from tasks.stage import BASE, GRID, TrainedWeights
 
 STAGE = "evaluate"
 #: Increment when the content of the pictures or of the losses changes.
-VERSION = 4
+VERSION = 5
 LOSSES = "losses.json"
 #: The parts of a pipeline folder that affect its pictures.
 DRAWING_PARTS = (
@@ -59,14 +59,8 @@ log = logging.getLogger("kiln")
 
 
 def sampler_settings(settings: Sampling, *more: str) -> dict[str, Any]:
-    """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name.
-
-    A true_cfg_scale of 1 is absent, so that keys are those of releases without it.
-    """
-    found = settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
-    if found["true_cfg_scale"] == 1:
-        del found["true_cfg_scale"]
-    return found
+    """The settings of a job's `sampler`: SAMPLER_SETTINGS and `more`, by name."""
+    return settings.model_dump(mode="json", include=SAMPLER_SETTINGS | set(more))
 
 
 RunJob = Callable[[Job, Callable[[Event], None]], Any]
@@ -102,7 +96,7 @@ class SamplingSpec:
     sampler: dict[str, Any]  # SAMPLER_SETTINGS, and dtype
     latents: str | None  # URL of the latents for the held-out loss; None skips the loss
     latents_digest: str
-    holdout: dict[str, Any]  # samples, levels, seed, noise_offset; guidance_scale unless it is 1
+    holdout: dict[str, Any]  # samples, levels, seed, noise_offset, guidance_scale
     family_facts: dict[str, str] = field(default_factory=dict)  # Family.key_facts
     text_dtype: str | None = None  # as GenerateJob.text_dtype
     flash_attention: bool = True  # as train.mindspore.flash_attention

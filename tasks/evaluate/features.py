@@ -119,7 +119,6 @@ def digest_image_encoder(folder: Path) -> str:
     """sha256 of an image encoder, for keys.
 
     It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
-    Others have the digest of their files, as in releases without it.
     """
     digest = digest_model(folder)
     processor = _processor(folder)  # its class has defaults, too
@@ -235,20 +234,16 @@ class Clip:
         Args:
             whole: see whole pictures, instead of what the image processor keeps.
         """
-        rows = list(self._image_batches(pictures, whole))
-        return np.concatenate(rows) if rows else np.zeros((0, self._width), np.float32)
 
-    def _image_batches(self, pictures: Iterable[Picture], whole: bool) -> Iterator[Float32]:
-        import torch
+        def compute(batch: list[Picture]) -> Any:
+            if whole:
+                pixels = _whole_pictures(self._processor, batch)
+            else:
+                pixels = self._processor(images=batch, return_tensors="pt").pixel_values
+            output = self._model.get_image_features(pixel_values=pixels.to(self._device))
+            return output.pooler_output
 
-        for batch in batches(pictures, BATCH):
-            with torch.inference_mode():
-                if whole:
-                    pixels = _whole_pictures(self._processor, batch)
-                else:
-                    pixels = self._processor(images=batch, return_tensors="pt").pixel_values
-                output = self._model.get_image_features(pixel_values=pixels.to(self._device))
-            yield output.pooler_output.cpu().numpy()
+        return _in_batches(pictures, compute, self._width)
 
     def tell_cut_prompts(self, prompts: Sequence[str]) -> None:
         """Log how many distinct prompts `texts` truncates."""
@@ -262,22 +257,19 @@ class Clip:
 
         Prompts are truncated to the text encoder's maximum length; see `tell_cut_prompts`.
         """
-        import torch
-
         distinct = list(dict.fromkeys(prompts))
-        rows: list[Float32] = []
-        with torch.inference_mode():
-            for batch in batches(distinct, BATCH):
-                inputs = self._tokenizer(
-                    batch,
-                    padding="max_length",
-                    max_length=self._length,
-                    truncation=True,
-                    return_tensors="pt",
-                ).to(self._device)
-                output = self._model.get_text_features(**inputs)
-                rows.append(output.pooler_output.cpu().numpy())
-        features = dict(zip(distinct, np.concatenate(rows), strict=True))
+
+        def compute(batch: list[str]) -> Any:
+            inputs = self._tokenizer(
+                batch,
+                padding="max_length",
+                max_length=self._length,
+                truncation=True,
+                return_tensors="pt",
+            ).to(self._device)
+            return self._model.get_text_features(**inputs).pooler_output
+
+        features = dict(zip(distinct, _in_batches(distinct, compute), strict=True))
         return np.stack([features[prompt] for prompt in prompts])
 
 
@@ -323,14 +315,23 @@ class VisionModel:
 
     def images(self, pictures: Iterable[Picture]) -> Float32:
         """Pooled features, f32 [N, D], not normalised. Picture sizes may differ."""
-        import torch
 
-        rows: list[Float32] = []
-        with torch.inference_mode():
-            for batch in batches(pictures, BATCH):
-                pixels = _whole_pictures(self._processor, batch)
-                rows.append(_pooled(self._model, pixels.to(self._device)).cpu().numpy())
-        return np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
+        def compute(batch: list[Picture]) -> Any:
+            return _pooled(self._model, _whole_pictures(self._processor, batch).to(self._device))
+
+        return _in_batches(pictures, compute)
+
+
+def _in_batches(
+    items: Iterable[Item], compute: Callable[[list[Item]], Any], width: int = 0
+) -> Float32:
+    """The rows [N, width] that `compute` gives of batches; without items, none of a `width`."""
+    import torch
+
+    rows = [np.zeros((0, width), np.float32)]
+    with torch.inference_mode():
+        rows = [compute(batch).cpu().numpy() for batch in batches(items, BATCH)] or rows
+    return np.concatenate(rows)
 
 
 class Pixels:

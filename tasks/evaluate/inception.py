@@ -7,11 +7,7 @@ its path. Its first message is empty, or an error. Then it answers arrays of pic
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import tempfile
-import weakref
 from collections.abc import Iterable
 from io import BytesIO
 from multiprocessing.connection import Connection
@@ -22,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.errors import Away, Refused
+from configs.errors import Refused
 from configs.secrets import one_line, without_secrets
 from tasks.evaluate.features import BATCH, Float32, Picture, batches
+from tasks.run_job import ConnectedProcess
 
 FEATURES = 2048  # of the last pooling
 
@@ -99,7 +96,6 @@ def serve(connection: Connection, weights: str, device: str) -> None:
 
 #: Suffix of the folder that `make setup-fidelity` and the images of deploy/ fill.
 ENVIRONMENT = "-fidelity"
-END_SECONDS = 10.0
 
 
 def fidelity_folder() -> Path:
@@ -142,28 +138,18 @@ class Inception:
 
     Raises:
         Refused: torch-fidelity is not installed, or the file is no such weights file.
-        Away: the process ended.
+        ProcessLost: the process ended.
     """
 
     def __init__(self, weights: Path, device: str = "auto") -> None:
         paths = (str(fidelity_folder()), os.environ.get("PYTHONPATH", ""))
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with us
-        ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            arguments = (str(number), str(weights), device)
-            self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tasks.evaluate.inception", *arguments],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                pass_fds=(number,),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the closed socket ends it, not Ctrl-C
-            )
-        self._connection = Connection(ours.detach())
-        self._finalizer = weakref.finalize(self, _end, self._connection, self._child)
-        if message := self._receive().decode():
+        self._process = ConnectedProcess(
+            "evaluate.inception: its process",
+            "tasks.evaluate.inception",
+            [str(weights), device],
+            environment={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+        if message := self._process.receive().decode():
             self.close()
             raise Refused(message)
 
@@ -184,36 +170,10 @@ class Inception:
 
     def close(self) -> None:
         """End the process."""
-        self._finalizer()
+        self._process.close()
 
     def _features(self, pictures: list[Picture]) -> Float32:
-        try:
-            self._connection.send_bytes(bytes_of(np.stack(pictures)))
-        except OSError:
-            raise self._lost() from None
-        return np.asarray(array_of(self._receive()), np.float32)
-
-    def _receive(self) -> bytes:
-        try:
-            return self._connection.recv_bytes()
-        except (EOFError, OSError):
-            raise self._lost() from None
-
-    def _lost(self) -> Away:
-        self.close()
-        self._log.seek(0)
-        last = self._log.read().strip().rpartition("\n")[2]
-        code = self._child.returncode
-        return Away(f"evaluate.inception: its process ended with {code}: {last}")
-
-
-def _end(connection: Connection, child: subprocess.Popen[bytes]) -> None:
-    connection.close()
-    try:
-        child.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        return np.asarray(array_of(self._process.ask(bytes_of(np.stack(pictures)))), np.float32)
 
 
 if __name__ == "__main__":

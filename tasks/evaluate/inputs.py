@@ -7,7 +7,7 @@ models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def model_digests(base: Base) -> dict[str, str]:
 
 
 #: Increment when the pictures, the definition of a metric, or its interval changes.
-VERSION = 5
+VERSION = 6
 
 
 def sampling_spec(given: EvalInputs) -> SamplingSpec:
@@ -142,7 +142,7 @@ def fingerprint(given: EvalInputs) -> str:
             "compared": list(compared_sets(recipe.evaluate)),
             "models": given.measuring.digests(),
             "reference": given.images.digest,
-            "transform": TransformSettings.of(recipe).for_key(),
+            "transform": asdict(TransformSettings.of(recipe)),
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -54,24 +54,15 @@ log = logging.getLogger("kiln")
 
 def settings_for_key(recipe: Recipe) -> dict[str, Any]:
     """The settings that affect pictures or metrics, with the prompts' text instead of the file."""
-    settings = recipe.evaluate.model_dump(
-        mode="json",
-        exclude={
-            *("prompts", "clip", "image_encoder", "inception", "judges"),
-            *("device", "batch_size", "offload"),
-        },
-    )
-    sets = list(recipe.evaluate.prompts)
-    # A digest sorts names, and a picture's number selects its noise. Other keys stay as they were.
-    order = {} if sets == sorted(sets) else {"sets": sets}
     return {
-        **settings,
-        **order,
+        **recipe.evaluate.key_settings(),
+        # A digest sorts names, and a picture's number selects its noise.
+        "sets": list(recipe.evaluate.prompts),
         "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe.evaluate).items()},
         "judges": judge_names(recipe.evaluate.judges),
         "compared": compared_sets(recipe.evaluate),
-        "reference": TransformSettings.of(recipe).for_key(),
-        **recipe.train.holdout_loss_inputs,
+        "reference": asdict(TransformSettings.of(recipe)),
+        "holdout_loss": recipe.train.holdout_loss_inputs,
     }
 
 

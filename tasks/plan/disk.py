@@ -17,7 +17,8 @@ from runtimes.torch_models.gpu_specs import known_gpu
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.encode.transform import STAGE as ENCODE
 from tasks.plan.gpu import TYPICAL_MFU, memory_of
-from tasks.plan.plan import DiskEstimate, estimate_disk, in_words
+from tasks.plan.plan import DiskEstimate, estimate_disk
+from tasks.progress import bytes_in_words
 
 log = logging.getLogger("kiln")
 
@@ -50,12 +51,12 @@ def check_disk(
     if free is not None and needed > free:
         left = whole.without_stored(_missing(store, stages, shards))
         needed, words = _needed(recipe.plan.disk_gb, whole, left)
-    there = "" if free is None else f", {in_words(free)} are free"
+    there = "" if free is None else f", {bytes_in_words(free)} are free"
     time = training_time(trials or (recipe,)) if left.stages.get("train") else None
     log.info(
         "estimate: %s rows, at most %s of disk%s (%s)%s",
         f"{rows:,}",
-        in_words(needed),
+        bytes_in_words(needed),
         there,
         words,
         "" if time is None else f"; {time}",
@@ -135,7 +136,7 @@ def free_bytes(store: Store) -> int | None:
 
 def _refusal(store: Store, needed: int, words: str, free: int) -> str:
     return (
-        f"store {store.url}: the run needs about {in_words(needed)} ({words}), and its "
-        f"disk has {in_words(free)} free: free some (`kiln gc`), set `store` to another place, "
-        "lower encode.resolution or the rows, or correct the estimate by plan.disk_gb"
+        f"store {store.url}: the run needs about {bytes_in_words(needed)} ({words}), and its "
+        f"disk has {bytes_in_words(free)} free: free some (`kiln gc`), set `store` to another "
+        "place, lower encode.resolution or the rows, or correct the estimate by plan.disk_gb"
     )

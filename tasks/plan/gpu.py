@@ -31,30 +31,25 @@ from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
-from runtimes.process.planner import GpuStepRequest, StepMemory
+from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, ask
 from runtimes.sample.initial_noise import image_size
-from runtimes.torch_models.gpu_specs import GIB, Gpu, GpuSpec, parse_gpu
+from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec, parse_gpu
 from tasks.evaluate.metrics import sample_prompts
 from tasks.plan.plan import (
-    PlanFailed,
     TrainingPlan,
-    ask_planner,
     cache_key,
     checkpoint_bytes,
     load_or_compute,
     open_configs,
 )
+from tasks.progress import gib
 
 #: Increment when the recorded step or the meaning of its bytes changes.
 VERSION = 2
 PROCESSES = 2  # planners at once
 LARGEST = 2**20  # micro-batch of a search
 #: Train settings that affect the recorded step.
-STEP_SETTINGS = {
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("init", "denoiser_config", "optimizer", "max_grad_norm"),
-    *("mixed_precision", "gradient_checkpointing"),
-}
+STEP_SETTINGS = Train.names_with("plan", "gpu")
 #: Packages that record the step.
 STEP_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
@@ -63,15 +58,19 @@ STEP_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 class Peaks:
     """Peak memory in bytes of what a run does on the GPU."""
 
-    training: dict[str, int]  # by part
+    parts: dict[str, int]  # of training
     sampling: int  # of the evaluation, in a process of its own
     samples: int  # pictures drawn during training; 0: none are drawn
     checkpoint: int
     host: int  # of the host's memory, for offloaded weights of the evaluation
 
     @property
+    def training(self) -> int:
+        return sum(self.parts.values())
+
+    @property
     def largest(self) -> int:
-        return max(sum(self.training.values()), self.sampling, self.samples, self.checkpoint)
+        return max(self.training, self.sampling, self.samples, self.checkpoint)
 
 
 class Planner:
@@ -100,7 +99,7 @@ class Planner:
             dtype = request.sampling_dtype
             what = "a training step" if dtype is None else f"drawing pictures in {dtype}"
             self._say(f"computing the memory of {what}: seconds to a minute")
-            found = ask_planner("runtimes.torch.gpu_plan", asdict(request))
+            found = ask("-m", "runtimes.torch.gpu_plan", json.dumps(asdict(request)))
             self.seconds += found["seconds"]
             return found
 
@@ -181,7 +180,7 @@ class Planner:
         drawing = self._get(self._sampling(evaluate.dtype))
         weights = drawing.offloaded if evaluate.offload else drawing.weights
         return Peaks(
-            training=state | step.peak(samples, accumulating=several),
+            parts=state | step.peak(samples, accumulating=several),
             sampling=weights + sum(drawing.peak(evaluate.batch_size).values()),
             samples=drawn,
             checkpoint=held + step.largest,  # one array at a time is copied to the host
@@ -304,7 +303,7 @@ def advise(planner: Planner, usable: int) -> list[Advice]:
         dotted = {f"train.{name}": value for name, value in changed.items()} | sampling
         peaks = planner.peaks(variant, smaller)
         if "evaluate.offload" in sampling:
-            notes += (f"{peaks.host / GIB:.1f} GiB of the host's memory for the evaluation",)
+            notes += (f"{gib(peaks.host, 1)} of the host's memory for the evaluation",)
         found.append(Advice(dotted, peaks.largest, ratio, notes))
     return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
 
@@ -375,9 +374,6 @@ def _applies(change: dict[str, Any], runtime: str, settings: Train) -> bool:
     return any(getattr(settings, name) != value for name, value in change.items())
 
 
-#: Share of a GPU's memory for tensors. The rest is the CUDA context, workspaces of kernels and
-#: fragmentation of the allocator; drivers also report up to 8% less than data sheets.
-USABLE = 0.92
 #: Assumed share of a GPU's peak FLOP/s, about that of SD2 without torch.compile on an H100.
 TYPICAL_MFU = 0.2
 #: Compiled blocks need at least this share of the planned activations (SD2 on an H100: 0.77).
@@ -402,18 +398,13 @@ class GpuPlan(TrainingPlan):
     advice: tuple[Advice, ...] = ()  # the first costs least; empty if the recipe fits
 
     @property
-    def usable(self) -> int:
-        """Bytes of the GPU's memory for tensors."""
-        return int(USABLE * self.gpu.memory)
-
-    @property
     def fits(self) -> bool:
-        return self.peaks.largest <= self.usable
+        return self.peaks.largest <= self.gpu.usable
 
     @property
     def least_training(self) -> int:
         """Bytes that training needs at least, if compiled blocks save most activations."""
-        parts = dict(self.peaks.training)
+        parts = dict(self.peaks.parts)
         if self.recipe.train.compile != "none":
             for name in ("activations", "temporaries"):
                 parts[name] = int(parts[name] * COMPILED)
@@ -431,7 +422,7 @@ class GpuPlan(TrainingPlan):
         return RecipeMemory(
             recipe=self.recipe.name,
             settings=digest_settings(self.recipe),
-            training=sum(peaks.training.values()),
+            training=peaks.training,
             samples=peaks.samples,
             sampling=peaks.sampling,
             checkpoint=peaks.checkpoint,
@@ -465,11 +456,11 @@ class GpuPlan(TrainingPlan):
     def refusal(self) -> str:
         """The error of a recipe that does not fit."""
         text = (
-            f"{self.recipe.name} needs {self.peaks.largest / GIB:.1f} GiB, {self.gpu.name} has "
-            f"{self.usable / GIB:.1f} GiB for tensors: "
+            f"{self.recipe.name} needs {gib(self.peaks.largest, 1)}, {self.gpu.name} has "
+            f"{gib(self.gpu.usable, 1)} for tensors: "
         )
         if not self.advice:
-            trains = sum(self.peaks.training.values()) <= self.usable
+            trains = self.peaks.training <= self.gpu.usable
             smaller = "evaluate.height and evaluate.width" if trains else "encode.resolution"
             return text + f"no settings known here make it fit; lower {smaller}"
         return text + f"it fits with {self.advice[0].options}"
@@ -487,7 +478,7 @@ def plan_gpu_training(
 
     Raises:
         Refused: the plan does not support the recipe or the GPU.
-        PlanFailed: the planner failed.
+        Unanswered: the planner failed.
     """
     there = parse_gpu(gpu)
     return plan_for(recipe, there, open_configs(recipe.model), say, search=search)
@@ -510,8 +501,8 @@ def plan_for(
     peaks = planner.peaks(*about)
     step = planner.step(recipe.train)
     plan = GpuPlan(recipe, gpu, step, peaks, base.encoders, planner.seconds)
-    largest = planner.largest_micro_batch(*about, plan.usable, enlarges=search)
-    advice = () if plan.fits else tuple(advise(planner, plan.usable))
+    largest = planner.largest_micro_batch(*about, gpu.usable, enlarges=search)
+    advice = () if plan.fits else tuple(advise(planner, gpu.usable))
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
 
 
@@ -539,15 +530,15 @@ def check_fits(
         return
     try:
         plan = plan_for(recipe, Gpu("this GPU", memory), base)
-    except PlanFailed as error:
+    except Unanswered as error:
         log.warning("the memory of training is unknown: %s", error)
         return
     if plan.least_training > memory:
         raise Refused(plan.refusal())
     if host is not None and plan.peaks.host > host:
         raise Refused(
-            f"evaluate.offload keeps {plan.peaks.host / GIB:.1f} GiB of weights in the host's "
-            f"memory, which has {host / GIB:.1f} GiB: set false, or use a larger host"
+            f"evaluate.offload keeps {gib(plan.peaks.host, 1)} of weights in the host's "
+            f"memory, which has {gib(host, 1)}: set false, or use a larger host"
         )
     if not plan.fits:
         log.warning("training may run out of memory: %s", plan.refusal())
@@ -555,10 +546,7 @@ def check_fits(
 
 FILE = Path(__file__).with_name("recipe_memory.json")
 #: Settings beside STEP_SETTINGS that a plan reads.
-TRAIN_SETTINGS = STEP_SETTINGS | {
-    *("micro_batch_size", "global_batch_size", "processes", "fsdp", "steps", "epochs"),
-    *("ema_decay", "sample_every_n_steps"),
-}
+TRAIN_SETTINGS = STEP_SETTINGS | Train.names_with("plan", "run")
 
 
 @dataclass(frozen=True)

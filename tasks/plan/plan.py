@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +18,7 @@ from typing import Any
 from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
-from configs.errors import Failed, Refused
+from configs.errors import Refused
 from configs.settings.data import Download, Encode
 from configs.settings.publish import Publish
 from configs.settings.recipe import Model, Recipe, StageName
@@ -31,12 +27,9 @@ from runtimes.adapters.lora import choose_layers, layers_of
 from runtimes.families import Family, family_named
 from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import WeightShapes, weight_shapes
-from runtimes.process.planner import GpuStepRequest, TpuStepRequest
+from runtimes.process.questions import GpuStepRequest, TpuStepRequest
 from tasks.evaluate.metrics import prompt_sets, sample_prompts
-
-
-class PlanFailed(Failed):
-    """The planner's process failed; the message has the last lines of its log."""
+from tasks.progress import bytes_in_words
 
 
 class TrainingPlan(ABC):
@@ -174,30 +167,6 @@ def cache_key(
     return digest_json([version, settings, configs, versions])
 
 
-def ask_planner(
-    module: str, request: dict[str, Any], environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run a planner's module in a child process on a request; the JSON object that it prints.
-
-    Raises:
-        Refused: the planner does not support the request.
-        PlanFailed: the planner failed.
-    """
-    with tempfile.TemporaryDirectory(prefix="kiln-plan-") as scratch:
-        path = Path(scratch) / "request.json"
-        path.write_text(json.dumps(request), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", module, str(path)]
-        variables = {**os.environ, **(environment or {})}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        last = "\n".join(done.stderr.splitlines()[-20:])
-        raise PlanFailed(f"the step could not be planned (exit code {done.returncode}): {last}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "wrong_input" in found:
-        raise Refused(found["wrong_input"])
-    return found
-
-
 #: Bytes per pixel of photographs in a stored format: jpg and webp at quality 95, png.
 PIXEL_BYTES = {"jpg": 0.4, "webp": 0.35, "png": 1.5}
 #: Area of a picture as a multiple of image_size squared, for sides of 1 to 1.3.
@@ -232,7 +201,7 @@ class DiskEstimate:
     @property
     def words(self) -> str:
         """The largest parts, such as `encode 3.1 GB, train 2.0 GB`."""
-        return ", ".join(f"{stage} {in_words(size)}" for stage, size in self.stages.items())
+        return ", ".join(f"{stage} {bytes_in_words(size)}" for stage, size in self.stages.items())
 
 
 def estimate_disk(
@@ -337,14 +306,3 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         return weight_shapes(folder)
     except Refused:  # another stage reports a damaged file
         return {}
-
-
-def in_words(size: float) -> str:
-    """A number of bytes, such as `12 B`, `139 MB` or `3.1 GB`."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = 0
-    while size >= 999.5 and power < 4:
-        size /= 1000
-        power += 1
-    digits = f"{size:.1f}".removesuffix(".0") if size < 99.95 else f"{size:,.0f}"
-    return f"{digits} {units[power]}"

@@ -6,6 +6,7 @@ by the content of the request.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -19,9 +20,9 @@ from artifacts.store import Store
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config
-from runtimes.process.planner import StepCost, TpuStepRequest
+from runtimes.process.questions import StepCost, TpuStepRequest, ask
 from runtimes.spmd.slices import TpuSlice, check_training, parse_slice
-from tasks.plan.plan import TrainingPlan, ask_planner, cache_key, load_or_compute, open_configs
+from tasks.plan.plan import TrainingPlan, cache_key, load_or_compute, open_configs
 
 #: Increment when the compiled step or the values read from the compiler change.
 VERSION = 5
@@ -33,11 +34,7 @@ TYPICAL_MFU = 0.4
 #: Assumed fraction of a chip's peak in attention kernels, whose FLOPs the compiler does not see.
 KERNEL_MFU = 0.5
 #: Train settings that affect the compiled step.
-STEP_SETTINGS = {
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("optimizer", "ema_decay", "max_grad_norm"),
-    *("mixed_precision", "gradient_checkpointing", "compile", "fsdp"),
-}
+STEP_SETTINGS = Train.names_with("plan", "tpu")
 #: Packages that compile the step.
 STEP_PACKAGES = ("jax", "jaxlib", "torch", "torchax", "diffusers", "transformers")
 
@@ -138,7 +135,7 @@ def plan_slice_training(
 
     Raises:
         Refused: the plan does not support the recipe or the slice.
-        PlanFailed: the compiler failed.
+        Unanswered: the compiler failed.
     """
     where = parse_slice(topology)
     size = _size(recipe.train, where)
@@ -244,4 +241,6 @@ def _compile(request: TpuStepRequest) -> StepCost:
     folder = compiler_folder()
     paths = [os.environ.get("PYTHONPATH", ""), "" if folder is None else str(folder)]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return StepCost(**ask_planner("runtimes.jax.tpu_step_memory", asdict(request), environment))
+    text = json.dumps(asdict(request))
+    step = ask("-m", "runtimes.jax.tpu_step_memory", text, environment=environment)
+    return StepCost(**step)

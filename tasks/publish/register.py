@@ -10,7 +10,7 @@ from typing import Any
 
 from artifacts.records import write_atomic
 from artifacts.store import Artifact, Store
-from configs.errors import Away
+from configs.errors import Away, Refused
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES, Recipe
 from runtimes.pipeline_folder.folder import Base
@@ -19,7 +19,7 @@ from tasks.progress import stage_links
 from tasks.publish import hub as publish_hub
 from tasks.publish import report
 from tasks.publish.hub import sign_version
-from tasks.publish.registry import AliasNotWritten, ChampionChanged, Registry, Version
+from tasks.publish.registry import AliasNotWritten, Registry, Version
 from tasks.publish.stage import STAGE, PublishStage, registry_of
 from tasks.stage import REPORT, StageResult, failing, storing
 
@@ -39,7 +39,7 @@ def register(
     Args:
         results: one per stage, in the order of the flow.
         shows: stage name -> function that returns the panels of its artifact.
-        start: the version that must be the champion still; None: any.
+        start: the version that must still be the champion; None: do not check.
 
     Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
     this call made it the champion}. After a rollback the champion may be another version. An error
@@ -60,16 +60,15 @@ def register(
                 write_atomic(store.fs, path, page.encode())
     with storing(registry.store):
         version = registry.publish(published)
-        with _unless_deleted(registry, version):
-            if recipe.publish.signing_key is not None:  # before anyone may use it
-                with failing(STAGE):
-                    sign_version(registry, version, recipe.publish.signing_key)
-            promoted = not registry.was_champion(version.name)
-            if promoted:
-                model = PublishStage(recipe, base, trained, evaluated)
-                check = partial(model.check_champion, published.manifest)
-                _promote(registry, version, published.summary["forced"], start, check)
-        if not promoted:
+        if recipe.publish.signing_key is not None:  # before anyone may use it
+            with failing(STAGE):
+                sign_version(registry, version, recipe.publish.signing_key)
+        promoted = not registry.was_champion(version.name)
+        if promoted:
+            model = PublishStage(recipe, base, trained, evaluated)
+            check = partial(model.check_champion, published.manifest)
+            _promote(registry, version, published.summary["forced"], start, check)
+        else:
             with _warning("the alias is not mended"):
                 registry.mend_alias()
     registered: dict[str, Any] = {"model": version.uri, "champion": None, "promoted": promoted}
@@ -107,7 +106,9 @@ def _promote(
     start: str | None,
     check: Callable[[], None],
 ) -> None:
-    """Make a version the champion. Raises Away if another became it meanwhile.
+    """Make a version the champion.
+
+    Raises Away if another became the champion, or another run deleted the version.
 
     Args:
         forced: the reason to publish despite the gate.
@@ -124,7 +125,7 @@ def _promote(
         registry.promote(version.name, why, expected=expected)
     except AliasNotWritten as error:  # it holds: a retry would not announce it
         log.warning("publish: %s", error)
-    except ChampionChanged as error:
+    except Refused as error:
         raise Away(f"{error}: run again") from None
 
 
@@ -141,19 +142,6 @@ def _pushed(hub: Hub, registry: Registry, version: Version) -> str | None:
             log.info("publish: pushed to %s", url)
             return url
     return None
-
-
-@contextmanager
-def _unless_deleted(registry: Registry, version: Version) -> Iterator[None]:
-    """Raise Away for an error whose cause is that another run deleted the version."""
-    try:
-        yield
-    except Exception as error:
-        if registry.has(version.name):
-            raise
-        raise Away(
-            f"{version.name} was deleted by another run before its promotion: run again"
-        ) from error
 
 
 @contextmanager

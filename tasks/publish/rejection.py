@@ -12,7 +12,7 @@ from tasks.publish.stage import CHAMPION_EVALUATION, PublishStage, Rejected
 from tasks.stage import GATE, METRICS, Stage
 
 STAGE = "verdict"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

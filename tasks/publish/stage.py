@@ -89,8 +89,7 @@ def remeasured_champion(artifact: Artifact) -> Artifact | None:
 
 
 STAGE = "publish"
-VERSION = 2
-NOT_IN_KEY = {"registry", "hub", "signing_key", "keep_versions"}
+VERSION = 3
 log = logging.getLogger("kiln")
 
 
@@ -127,12 +126,9 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
 
     Adapters alone need their base: the manifest says where it is.
     """
-    settings = recipe.publish.model_dump(mode="json", exclude=NOT_IN_KEY)
-    has_lora = recipe.train.method == "lora"
-    if has_lora and not recipe.publish.merge:
+    settings = recipe.publish.key_settings()
+    if recipe.train.method == "lora" and not recipe.publish.merge:
         settings["base"] = recipe.model.model_dump(mode="json")
-    if has_lora:
-        settings["kohya"] = "with header"  # web UIs hide earlier files, which have none
     return settings | ({} if force is None else {"force": force})
 
 

@@ -46,7 +46,7 @@ class Champion:
         """
         images = self.load(store, "download", self.compared_images)
         latents = self.load(store, "encode", self.compared_latents)
-        encoders = [one.manifest["inputs"].get("encoders") for one in (latents, encoded)]
+        encoders = [a.manifest["inputs"].get("encoders") for a in (latents, encoded)]
         if latents.manifest["settings"] != settings_for_key(recipe) or encoders[0] != encoders[1]:
             return None
         return images, latents
@@ -138,7 +138,7 @@ def _held_out(store: Store, champion: Champion) -> float:
 
 def _pictures(images: Artifact) -> set[str]:
     """Hashes of the downloaded pictures, whatever their stored size; of many, a sample by hash."""
-    tars = [one.path for one in images.files if one.path.endswith(".tar")]
+    tars = [entry.path for entry in images.files if entry.path.endswith(".tar")]
     keys = [path.rpartition("/")[2].partition(".")[0] for path in tars]
     shards = images.store.committed_shards(images.stage, keys)
     return {value for shard in shards if shard is not None for value in shard.meta["hashes"]}

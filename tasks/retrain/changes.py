@@ -1,23 +1,16 @@
-"""Changes of a source since the champion, by its rows or by the stamps of its files.
-
-Rows are new or removed, shards kept or new. Stamps tell a change without reading the files.
-"""
+"""Changes of a source since the champion: rows are new or removed, shards kept or new."""
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from artifacts.compare_and_swap import read, swap
 from artifacts.image_shards import read_rows
-from artifacts.lock import is_alive
-from artifacts.records import Damaged, FileEntry, digest_json, parse_json, read_checked
-from artifacts.remote_stores import make_folder_of
+from artifacts.records import Damaged, FileEntry, digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Store
-from configs.settings.data import Download, Source
+from configs.settings.data import Download
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE, shard_key
 from tasks.download.shard_plan import (
@@ -28,8 +21,6 @@ from tasks.download.shard_plan import (
     planned_hashes,
     rows_digest,
 )
-from tasks.download.sources import SOURCES
-from tasks.publish.registry import Registry
 from tasks.retrain.champion import Champion
 
 Rows = dict[bytes, Span]  # row hash -> its place in the source
@@ -134,7 +125,7 @@ def _spec(settings: Download, rows: list[tuple[bytes, Span]]) -> ShardSpec:
 def _row_lists(images: Artifact) -> dict[str, FileEntry]:
     """Key of each shard -> its parquet."""
     listed = [entry for entry in images.files if entry.path.endswith(".parquet")]
-    return {one.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: one for one in listed}
+    return {entry.path.removeprefix(f"../{SHARDS}/").partition(".")[0]: entry for entry in listed}
 
 
 def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
@@ -145,63 +136,3 @@ def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
         log.warning("retrain: %s; its rows count as new", error)
         return []
     return [bytes.fromhex(row["row_hash"]) for row in read_rows(data)]
-
-
-EVENT = "kiln.source.changed"
-FILE = "watched.json"  # in the model's folder of the registry
-LOCK = "retrain-lock.json"
-
-
-def source_resource(model: str) -> str:
-    """The Prefect resource of the source of a model, by its name in the registry."""
-    return f"kiln.source.{model}"
-
-
-def stamp(source: Source) -> str:
-    """sha256 (hex) over the source's settings, and name, size and etag or time of its files.
-
-    Raises SourceError if the files cannot be listed.
-    """
-    pieces = SOURCES[source.kind](source).pieces()
-    identities = [piece.identity for piece in pieces]
-    return digest_json([source.model_dump(mode="json"), identities])
-
-
-def lock_path(registry: Registry) -> str:
-    """The lock of a model's retrainings; a retraining reads its source under it."""
-    return f"{registry.root}/{LOCK}"
-
-
-def is_retraining(registry: Registry) -> bool:
-    """Whether a retraining of the model runs.
-
-    One that begins later reads the source after the stamp of this call's process.
-    """
-    return is_alive(registry.fs, lock_path(registry))
-
-
-def last_stamp(registry: Registry) -> str | None:
-    """The stamp of the last `remember`; None without one, or if it is damaged."""
-    data = read(registry.fs, f"{registry.root}/{FILE}").data
-    try:
-        return None if data is None else str(parse_json(data)["stamp"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def remember(registry: Registry, seen: str) -> None:
-    """Store a stamp. Raises OSError if the registry cannot be written."""
-    path = f"{registry.root}/{FILE}"
-    data = json.dumps({"stamp": seen}).encode()
-    make_folder_of(registry.fs, path)
-    while not swap(registry.fs, path, read(registry.fs, path), data):
-        pass  # another watcher stored its stamp at this moment
-
-
-def forget(registry: Registry) -> None:
-    """Let the next watch announce the source again, if one has announced it.
-
-    Raises OSError if the registry cannot be written.
-    """
-    if last_stamp(registry) is not None:
-        remember(registry, "")

@@ -13,6 +13,7 @@ from artifacts.gc import CONTINUED
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import FLOW, is_flow
@@ -20,12 +21,6 @@ from runtimes.pipeline_folder.folder import Base
 from tasks import train
 from tasks.progress import Progress
 from tasks.stage import local_weights
-
-#: Settings that the weights of a start fix.
-FIXED = (
-    *("method", "lora", "train_text_encoder", "inpainting", "aesthetic_score"),
-    *("prediction_type", "zero_terminal_snr"),
-)
 
 #: A warm-up takes a tenth of a retraining's steps at most.
 LEAST_STEPS_PER_WARMUP_STEP = 10
@@ -56,9 +51,14 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
 
 def check_start(recipe: Recipe, base: Base, start: Artifact) -> None:
     """Raise Refused if the weights of `start` are of another base, or trained otherwise."""
-    given = (start.manifest["settings"], train.settings_for_key(recipe))
-    before, now = (_with_those_of(base, settings) for settings in given)
-    changed = [f"train.{name}" for name in FIXED if before.get(name) != now.get(name)]
+    fixed = Train.names_with("fixed_by_weights")
+    before = _with_those_of(base, start.manifest["settings"])
+    now = _with_those_of(base, train.settings_for_key(recipe))
+    changed = [
+        f"train.{name}"
+        for name in Train.model_fields
+        if name in fixed and before.get(name) != now.get(name)
+    ]
     if start.manifest["inputs"]["base"] != train.digest_base(recipe.train, base):
         changed.append("model")
     if changed:

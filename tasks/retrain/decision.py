@@ -29,7 +29,7 @@ from tasks.retrain.selection import SELECTION
 from tasks.stage import GATE, GRID, METRICS, Stage
 
 STAGE = "retrain"
-VERSION = 1
+VERSION = 2
 FILE = "decision.json"
 
 
@@ -53,7 +53,7 @@ class DecisionStage(Stage):
         stages = {"download": download, "encode": encode, "train": train}
         stages |= {"evaluate": evaluate, "publish": publish}
         settings = {name: module.settings_for_key(self.recipe) for name, module in stages.items()}
-        settings["retrain"] = self.recipe.retrain.model_dump(mode="json")
+        settings["retrain"] = self.recipe.retrain.key_settings()
         # A release that trains, measures or judges otherwise may decide otherwise.
         versions = {name: module.VERSION for name, module in stages.items()}
         settings["versions"] = versions | {"retrain": SELECTION}
@@ -177,13 +177,13 @@ def _champions_metrics(
     if judged is not None or report["model"] is not None:
         uri = report["model"] if judged is None else judged.uri
         compared = _published(uri)["metrics"]
-        found = {name: one["champion"] for name, one in compared.items() if "champion" in one}
-        if found:  # a rule names the champion, which may have been measured again
-            return found
+        metrics = {n: models["champion"] for n, models in compared.items() if "champion" in models}
+        if metrics:  # a rule names the champion, which may have been measured again
+            return metrics
     before = _published(champion.uri)
     if before.get("fingerprint") != evaluated.summary["fingerprint"]:
         return {}
-    return {name: one["tuned"] for name, one in before["metrics"].items() if "tuned" in one}
+    return {n: models["tuned"] for n, models in before["metrics"].items() if "tuned" in models}
 
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:

@@ -61,12 +61,17 @@ def cut_shard(
             for name in (group, flipped_group(group))
             if name in shard.groups
         }
-        used = {row for samples in groups.values() for one in samples for row in one.caption_rows}
+        used = {
+            row for samples in groups.values() for sample in samples for row in sample.caption_rows
+        }
         rows = [0, *sorted(used - {0})]  # row 0 is the empty caption's
         new_row = {row: position for position, row in enumerate(rows)}
         write_latent_shard(
             path,
-            {name: [_renumbered(one, new_row) for one in found] for name, found in groups.items()},
+            {
+                name: [_renumbered(sample, new_row) for sample in samples]
+                for name, samples in groups.items()
+            },
             _texts(shard, rows, info),
         )
     finally:
@@ -92,7 +97,7 @@ def _texts(shard: LatentShard, rows: list[int], info: Mapping[str, Any]) -> Text
     input_ids = np.stack([shard.input_ids(row) for row in rows])
     if info.get("text_dtype") is not None:
         return Texts(None, None, input_ids)
-    pooled = [one for row in rows if (one := shard.pooled_prompt_embeds(row)) is not None]
+    pooled = [embeds for row in rows if (embeds := shard.pooled_prompt_embeds(row)) is not None]
     varying = family_named(info["family"]).varying_lengths
     return Texts(_Embeds(shard, rows), pooled or None, input_ids, varying)
 

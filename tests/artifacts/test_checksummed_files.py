@@ -12,6 +12,7 @@ from artifacts.lock import LockLost
 from artifacts.records import (
     Damaged,
     FileEntry,
+    copy_checked,
     digest_bytes,
     encode_record,
     first_fault,
@@ -47,6 +48,22 @@ def test_a_shard_of_which_a_file_cannot_be_copied_is_not_there(tmp_path: Path) -
     with pytest.raises(OSError):
         store.commit_shard("encode", "key", files, {})
     assert not (folder / "key.json").exists()
+
+
+def test_a_copy_of_a_builder_that_lost_its_lock_changes_no_later_file(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"of the former owner")
+    target = tmp_path / "version/weights"
+    target.parent.mkdir()
+    target.write_bytes(b"of the new owner")
+
+    def lost() -> None:
+        raise LockLost("another process took the lock over")
+
+    digest = digest_bytes(source.read_bytes())
+    with pytest.raises(LockLost):
+        copy_checked(str(source), digest, LocalFileSystem(), str(target), lost)
+    assert target.read_bytes() == b"of the new owner"
 
 
 def test_the_error_of_a_full_disk_names_the_file_that_was_to_be_written(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class StoreLocation:
     variable: str = ""
     history: list[Any] = field(default_factory=list)
     runs: dict[str, Digests] = field(default_factory=dict)  # ended and still needed
+    harmed: set[str] = field(default_factory=set)  # folders of models of which a file was damaged
 
 
 class Worker:
@@ -302,7 +303,11 @@ class Round:
         # The champion is another by now: what is published now has another key.
         gone = [path for path in paths if path.startswith(f"{store.root}/publish/")]
         checks.check_wanted(store, self._place.runs, gone, self._reference.store, found)
-        self._place.history = checks.check_registry(store, self._place.history, found)
+        place = self._place
+        registry = f"{store.root}/registry/"
+        inside = [path.removeprefix(registry) for path in paths if path.startswith(registry)]
+        place.harmed |= {path.split("/")[1] for path in inside}
+        place.history = checks.check_registry(store, place.history, place.harmed, found)
 
 
 class Undisturbed:

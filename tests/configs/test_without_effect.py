@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.load_recipe import load_recipe, recipe_names
-from configs.settings.recipe import Recipe, settings_without_effect, with_defaults_without_effect
+from configs.settings.recipe import Recipe, with_defaults_without_effect
 from tasks.encode import transform as encode
 from tasks.evaluate import stage as evaluate
 from tasks.publish import stage as publish
@@ -70,11 +70,11 @@ def test_a_setting_without_effect_becomes_its_default(
 ) -> None:
     plain = with_defaults_without_effect(load_recipe("digits", choice))
     given = load_recipe("digits", {**choice, setting: value})
-    told = [name for name, _ in settings_without_effect(given)]
+    told = [name for name, _ in given.without_effect()]
     assert [name for name in told if setting.startswith(name)]
     assert with_defaults_without_effect(given) == plain
     used = load_recipe("digits", {**choice, setting: value, **enabled})
-    assert not any(setting.startswith(name) for name, _ in settings_without_effect(used))
+    assert not any(setting.startswith(name) for name, _ in used.without_effect())
     assert with_defaults_without_effect(used) != with_defaults_without_effect(
         load_recipe("digits", {**choice, **enabled})
     )
@@ -83,7 +83,7 @@ def test_a_setting_without_effect_becomes_its_default(
 def test_what_disables_a_setting_is_told() -> None:
     unused = {"train.divergence.patience": 2, f"{TIMESTEPS}.bias_multiplier": 2.0}
     recipe = load_recipe("digits", {"encode.seed": 1, **unused})
-    assert dict(settings_without_effect(recipe)) == {
+    assert dict(recipe.without_effect()) == {
         "encode.seed": "encode.crop: center and encode.masks: 0",
         "train.divergence.patience": "train.divergence.factor: null",
         f"{TIMESTEPS}.bias_multiplier": f"{TIMESTEPS}.bias_strategy: none",
@@ -105,7 +105,7 @@ def test_a_recipe_may_inherit_a_setting_without_effect(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("extends: digits-lora\ntrain: {method: full}\n", encoding="utf-8")
     recipe = load_recipe(str(path))
-    names = {name for name, _ in settings_without_effect(recipe)}
+    names = {name for name, _ in recipe.without_effect()}
     assert "publish.merge" in names
     assert not with_defaults_without_effect(recipe).publish.merge
 
@@ -113,5 +113,5 @@ def test_a_recipe_may_inherit_a_setting_without_effect(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_setting_of_a_shipped_recipe_has_an_effect(name: str) -> None:
     recipe = load_recipe(name)
-    assert list(settings_without_effect(recipe)) == []
+    assert list(recipe.without_effect()) == []
     assert with_defaults_without_effect(recipe) is recipe

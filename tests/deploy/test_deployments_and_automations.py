@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 from uuid import UUID
 
@@ -18,9 +17,7 @@ from kiln_command import ROOT
 from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import Settings
 
-from configs.load_recipe import load_recipe
 from flows.prefect_run import PUBLISHED, REJECTED
-from tasks.retrain.changes import EVENT, source_resource
 
 
 def test_servers_ask_no_analytics_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,25 +33,12 @@ def test_servers_ask_no_analytics_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not server.analytics_enabled and not server.ui.v2_enabled
 
 
-def test_an_event_of_a_source_starts_the_retraining_of_its_model() -> None:
-    listed = yaml.safe_load((DEPLOY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    by_flow: dict[str, list[dict[str, Any]]] = {}
-    for entry in listed:
-        by_flow.setdefault(entry["entrypoint"].partition(":")[2], []).append(entry)
-    watched = {entry["parameters"]["recipe"] for entry in by_flow["watch_source"]}
-    assert watched == {entry["parameters"]["recipe"] for entry in by_flow["retrain"]}
-    for entry in by_flow["retrain"]:
-        (trigger,) = entry["triggers"]
-        name = load_recipe(entry["parameters"]["recipe"]).publish.name
-        assert trigger["match"] == {"prefect.resource.id": source_resource(name)}
-        assert trigger["expect"] == [EVENT]
-
-
-def test_no_training_depends_on_a_slot_of_its_deployment() -> None:
+def test_a_retraining_has_a_schedule_and_no_slot() -> None:
     """Prefect ends a run whose slot it cannot renew, as after minutes without the server."""
     listed = yaml.safe_load((DEPLOY / "prefect.yaml").read_text(encoding="utf-8"))["deployments"]
-    limited = {e["entrypoint"].partition(":")[2] for e in listed if "concurrency_limit" in e}
-    assert limited == {"watch_source"}
+    scheduled = {e["entrypoint"].partition(":")[2] for e in listed if "schedules" in e}
+    assert scheduled == {"retrain"}
+    assert not [e["name"] for e in listed if "concurrency_limit" in e]
 
 
 def test_every_deployment_has_a_pool_that_the_pages_create() -> None:

@@ -310,8 +310,6 @@ def test_an_error_before_the_server_is_json_too(
         (["run", "digits", "-o", "train.steps"], "write it as key=value"),
         (["retrain", "nosuch"], "recipe nosuch: not found"),
         (["sweep", "nosuch"], "recipe nosuch: not found"),
-        (["watch", "nosuch"], "recipe nosuch: not found"),
-        (["watch", "digits"], "an event needs a lasting Prefect server"),
         (["generate", "x", "a cat", "-o", "sed=7"], "seed"),
     ],
 )

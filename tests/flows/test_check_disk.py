@@ -17,7 +17,8 @@ from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.plan import disk as module
 from tasks.plan.disk import check_disk
-from tasks.plan.plan import estimate_disk, in_words
+from tasks.plan.plan import estimate_disk
+from tasks.progress import bytes_in_words
 
 Here = Callable[..., str]  # of conftest.py
 #: Estimates are at most so many times the bytes of a run, and at least these.
@@ -37,7 +38,7 @@ LARGEST, SMALLEST = 2.2, 0.9
     ],
 )
 def test_a_number_of_bytes_never_rounds_to_a_thousand_of_its_unit(size: float, words: str) -> None:
-    assert in_words(size) == words
+    assert bytes_in_words(size) == words
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from configs.errors import Away
 from configs.load_recipe import load_recipe, recipe_names
 from flows import doctor
 from flows.cli import app, main
-from flows.show_plan import duration
 from runtimes.contract import Probe
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.plan.gpu import memory_of
+from tasks.progress import hours_in_words
 from tasks.publish.registry import Registry
 
 Here = Callable[..., str]  # of conftest.py
@@ -50,7 +50,6 @@ TELLING = {
     "retrain": ["retrain", "digits", "-o", "retrain.reply=1"],
     "sweep": ["sweep", "digits", "--set", "encode.resolution=32,64"],
     "place": ["place", "digits"],
-    "watch": ["watch", "digits", "-o", "source.counts=1"],
     "generate": ["generate", "digits", "seven", "-o", "n_sample=1"],
     "promote": ["promote", "tiny", "v9", "--store", "{place}/store"],
     "rollback": ["rollback", "tiny", "--store", "{place}/store"],
@@ -60,7 +59,7 @@ TELLING = {
 }
 #: Here they are wrong input: nothing is done.
 WRONG = {
-    *("plan", "run", "retrain", "sweep", "place", "watch", "generate"),
+    *("plan", "run", "retrain", "sweep", "place", "generate"),
     *("promote", "rollback", "push", "sign"),
 }
 
@@ -208,7 +207,7 @@ def test_a_shipped_recipe_is_planned_without_the_hub(
     rows = here("plan", "sdxl-lora", "--gpu", "H100").splitlines()
     assert re.fullmatch(r"memory    [\d.]+ GiB of 73.60 GiB: fits, [\d.]+ GiB spare", rows[-3])
     assert re.fullmatch(r"time      [\d.]+ (hours|minutes) \(at 20% .*\)", rows[-1])
-    assert [duration(hours) for hours in (1234.56, 0.05)] == ["1,234.6 hours", "3.0 minutes"]
+    assert [hours_in_words(hours) for hours in (1234.56, 0.05)] == ["1,234.6 hours", "3.0 minutes"]
     cause, refusal = here("plan", "sdxl", "--gpu", "24GB", code=2).splitlines()
     assert cause.endswith("the hub cannot be reached; this is the plan that comes with the recipe")
     assert refusal.startswith("kiln: sdxl needs 55.4 GiB, 24 GB has 22.1 GiB for tensors")

@@ -84,34 +84,17 @@ def test_a_scheduled_run_appears(server: Server) -> None:
 
 
 @pytest.mark.extended
-def test_a_changed_source_starts_a_retraining_after_the_one_that_runs(
+def test_retrainings_wait_for_each_other_and_find_nothing_new(
     server: Server, first: dict[str, Any], small: dict[str, Any]
 ) -> None:
-    """The event of the sensor starts it, by the automation that `prefect deploy` has made."""
-    deployment = server.ask("/deployments/name/retrain/digits")
-    parameters = {"recipe": "digits", "overrides": small}
-    server.update(f"/deployments/{deployment['id']}", {"parameters": parameters})
-
-    def triggered() -> list[dict[str, Any]]:
-        runs = {"deployments": {"id": {"any_": [deployment["id"]]}}}
-        found = server.ask("/flow_runs/filter", runs)
-        return [run for run in found if (run["created_by"] or {}).get("type") == "AUTOMATION"]
-
-    def ended(name: str) -> str:
-        return server.ended(server.run(name, small))
-
-    registry = registry_of(load_recipe("digits", small))
-    with one_at_a_time(registry):  # retrainings wait, so they are running
+    with one_at_a_time(registry_of(load_recipe("digits", small))):
         running = [server.run("retrain/digits", small) for _ in range(2)]
         for run in running:
             server.wait(run, lambda run=run: server.state(run) == "Running", PATIENCE)
-        assert ended("watch-source/digits") == "Waiting", "its event would start one more"
-    assert [server.ended(run) for run in running] == ["Unchanged"] * 2 and triggered() == []
-    assert ended("watch-source/digits") == "Completed"
-    (found,) = server.wait("the triggered run", triggered, PATIENCE)
-    assert server.ended(found["id"]) == "Unchanged"
-    assert "no new rows since v1" in server.shown(found["id"])["digits-retrain"]
-    assert ended("watch-source/digits") == "Unchanged"
+    assert [server.ended(run) for run in running] == ["Unchanged"] * 2
+    for run in running:
+        assert server.tasks(run).keys() == {"compare"}
+        assert "no new rows since v1" in server.shown(run)["digits-retrain"]
 
 
 def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(

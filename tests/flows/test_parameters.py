@@ -18,7 +18,6 @@ from flows.generate import generate
 from flows.prefect_run import revealed
 from flows.retrain import retrain
 from flows.sweep import sweep
-from flows.watch_source import watch_source
 from flows.work_pools import run_stage
 
 
@@ -98,7 +97,7 @@ def test_a_secret_that_prefect_has_stored_is_refused(overrides: dict[str, Any]) 
     assert "hidden" not in str(error.value)
 
 
-@pytest.mark.parametrize("flow", [finetune, generate, retrain, run_stage, sweep, watch_source])
+@pytest.mark.parametrize("flow", [finetune, generate, retrain, run_stage, sweep])
 def test_every_flow_refuses_a_secret_that_is_not_hidden(
     flow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +115,7 @@ def test_every_flow_refuses_a_secret_that_is_not_hidden(
         assert "hidden" not in str(error.value)
 
 
-@pytest.mark.parametrize("flow", [finetune, generate, retrain, sweep, watch_source])
+@pytest.mark.parametrize("flow", [finetune, generate, retrain, sweep])
 def test_the_name_of_a_run_has_no_secret(flow: Any) -> None:
     url = "https://us:hidden@models.example/a.safetensors?sig=hidden&name=a"
     given = {"recipe": url, "model": url}

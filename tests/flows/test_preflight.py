@@ -19,7 +19,7 @@ from flows.checks import _check_position_embeddings, check_gate_rules, prepare
 from flows.sweep import prepared
 from runtimes.hosts.host import NvidiaGpu, host_memory
 from runtimes.pipeline_folder.folder import Base
-from runtimes.process.planner import KINDS, Moment, StepMemory
+from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
@@ -381,13 +381,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Models that were planned; each step needs 1 GiB."""
     models: list[str] = []
 
-    def ask(_: str, request: dict[str, Any]) -> dict[str, Any]:
-        models.append(request["model"])
+    def ask(*words: str) -> dict[str, Any]:
+        models.append(json.loads(words[-1])["model"])
         numbers = dict.fromkeys((f.name for f in fields(StepMemory)), 0)
         moments = [Moment({**dict.fromkeys(KINDS, (0, 0)), "activations": (GIB, 0)})]
         return asdict(StepMemory(**{**numbers, "moments": moments, "accumulating": moments}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("tasks.plan.gpu.ask_planner", ask)
+    monkeypatch.setattr("tasks.plan.gpu.ask", ask)
     return models
 
 

@@ -60,7 +60,7 @@ class Stage:
         if self.errors:
             raise self.errors.pop(0)
         draft.write("file", b"content")
-        return {"samples": 1, "holdout": 0, "bad": {}, "caption_tokens": {}}
+        return {"samples": 1, "holdout": 0, "bad": {}, "caption_tokens": {}, "cut": {}}
 
     def __call__(self, *errors: Exception) -> str:
         """The outcome and the number of attempts."""

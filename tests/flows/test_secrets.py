@@ -249,9 +249,6 @@ def test_planted_secrets_are_nowhere(
             code, line = call(capsys, command_name, "sd2", **given)
             assert code in (1, 2) and "source" in line, line
             said += line
-        code, line = call(capsys, "watch", "sd2", **overrides)
-        assert code == 0, line
-        said += line
         for words in commands(planted, www):
             code, line = call(capsys, *words)
             assert code in (1, 2), line

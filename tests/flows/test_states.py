@@ -43,6 +43,7 @@ SUMMARY = {
     "holdout": 0,
     "bad": {},
     "caption_tokens": {},
+    "cut": {},
 }  # of an encode stage without faults
 
 

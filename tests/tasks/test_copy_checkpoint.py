@@ -14,7 +14,7 @@ from toy_recipes import base_of
 
 from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
-from configs.settings.train import Train, key_settings
+from configs.settings.train import Train
 from runtimes.process.job import TrainJob
 from runtimes.train.checkpoints import Checkpoints
 from tasks import train
@@ -26,7 +26,7 @@ from tasks.train import copy_checkpoint
 def parts_of(steps: int, **settings: Any) -> KeyParts:
     length = {} if "epochs" in settings else {"steps": steps}
     given = Train(**length, **{"lr_scheduler": "constant", **settings})
-    return KeyParts("train", 1, key_settings(given), {"latents": "0" * 64})
+    return KeyParts("train", 1, given.key_settings(), {"latents": "0" * 64})
 
 
 def finished_run(

@@ -105,7 +105,6 @@ def test_captions_that_are_no_utf8_are_counted_and_told(caplog: pytest.LogCaptur
     caplog.clear()
     whole = shard_statistics(rows[-1:], [done], [(1.0, 0)], Download(), 1)
     warn_of_captions({"images": 1, "data": statistics(whole).summary()})
-    warn_of_captions({"data": {}})
     assert not caplog.text
 
 
@@ -121,13 +120,6 @@ def test_pictures_without_a_caption_are_counted_and_named(
     caplog.clear()
     warn_of_captions({"images": 3, "data": statistics(shard).summary()}, expected=False)
     assert not caplog.text
-
-
-def test_records_of_before_have_no_examples() -> None:
-    shard = facts([1, None])
-    del shard["examples"], shard["illegible"], shard["uncaptioned"]
-    found = statistics(shard).summary()
-    assert found["examples"] == {} and found["illegible"]["rows"] == 0
 
 
 def test_facts_of_a_shard_are_small_however_many_hosts_it_has() -> None:

@@ -13,10 +13,12 @@ import pytest
 from source_rows import ROWS, context, make_recipe, many_rows, rows_of, write_list
 
 from configs.errors import Failed
+from configs.load_recipe import load_recipe
 from tasks import download
 from tasks.download import shard_plan, sources
 from tasks.download.lists import read_list
 from tasks.download.shard import download_shard
+from tasks.download.sources import SOURCES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -213,3 +215,30 @@ def test_planning_keeps_no_rows_in_memory(tmp_path: Path) -> None:
     small, large = peak(5_000), peak(15_000)
     # The text of 10,000 more rows is 5 MB; only the list of shards may grow.
     assert large - small < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ({"kind": "urls", "format": "csv"}, ["a.csv", "b.csv"]),
+        ({"kind": "folder"}, ["a.png", "a.txt"]),
+        ({"kind": "folder"}, ["metadata.jsonl"]),
+    ],
+    ids=["list", "pictures", "listed pictures"],
+)
+def test_a_piece_of_a_source_changes_with_its_files(
+    tmp_path: Path, source: dict[str, Any], names: list[str]
+) -> None:
+    files = [tmp_path / name for name in names]
+    for file in files:
+        file.write_text("url,caption\n")
+    settings = load_recipe("digits", {"source": {**source, "path": str(tmp_path)}}).source
+
+    def identities() -> tuple[str, ...]:
+        return tuple(piece.identity for piece in SOURCES[settings.kind](settings).pieces())
+
+    seen = [identities(), identities()]
+    for file in files:
+        os.utime(file, (1, 1))  # another time, the same size
+        seen.append(identities())
+    assert seen[0] == seen[1] and len(set(seen[1:])) == 1 + len(files)

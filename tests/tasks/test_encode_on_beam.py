@@ -16,7 +16,8 @@ from configs.errors import Away
 from runtimes.process.job import EncodeJob
 from tasks.encode import encode_on_beam
 from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, _Placeholder, encode_shards
-from tasks.encode.encoders import EncoderLost, EncoderPool, EncodingPlan
+from tasks.encode.encoders import EncoderPool, EncodingPlan
+from tasks.run_job import ProcessLost
 
 pytestmark = pytest.mark.slow
 
@@ -35,16 +36,12 @@ class Process:
         self.slots = [self._lost if ended else self._encode] * 2
 
     def _lost(self, *_: str) -> dict[str, Any]:
-        raise EncoderLost("ended with -9")
+        raise ProcessLost("ended with -9")
 
     def _encode(self, *_: str) -> dict[str, Any]:
         return FACTS
 
     def wait(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def join(self) -> None: ...
 
 
 def pool(*ended: bool) -> EncoderPool:
@@ -57,7 +54,7 @@ def test_no_shard_goes_to_a_process_that_has_ended() -> None:
     for _ in range(10):
         try:
             found.encode("", "", "")
-        except EncoderLost:
+        except ProcessLost:
             lost += 1
     assert lost == 2  # one for each shard that it worked on
 
@@ -65,7 +62,7 @@ def test_no_shard_goes_to_a_process_that_has_ended() -> None:
 def test_without_a_process_every_shard_fails() -> None:
     found = pool(True, True)
     for _ in range(10):
-        with pytest.raises(EncoderLost):
+        with pytest.raises(ProcessLost):
             found.encode("", "", "")
 
 
@@ -98,7 +95,7 @@ def test_a_lost_process_fails_the_stage_for_a_retry_and_leaves_no_report(tmp_pat
     dofn = EncodeShard(store.url, f"{store.root}/encode/key/progress", PLAN)
     lost = pool(True, True)
     dofn.open(lambda: lost)
-    with pytest.raises(EncoderLost, match=r"^ended with -9$") as caught:
+    with pytest.raises(ProcessLost, match=r"^ended with -9$") as caught:
         encode_shards(TASKS, store, dofn, {}, lambda *_: None)
     assert isinstance(caught.value, Away)
     assert list(Path(dofn.reports).glob("*")) == []

@@ -86,4 +86,4 @@ def test_changed_bytes_in_the_store_are_refused(
     weights.write_bytes(data)
     with pytest.raises(Refused, match=rf"other bytes .*: delete {copy.url}\.json"):
         copy.fetched(EncodeJob("torch", ""))
-    assert not list(cache.glob(copy.digest))
+    assert not list(cache.iterdir())

@@ -13,10 +13,10 @@ from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from flows.show_plan import lines, show_plan
 from runtimes.pipeline_folder.folder import Base
-from runtimes.process.planner import GpuStepRequest, Moment, StepMemory
+from runtimes.process.questions import GpuStepRequest, Moment, StepMemory, Unanswered
 from runtimes.torch_models.gpu_specs import GIB, Gpu
 from tasks.plan.gpu import USABLE, GpuPlan, check_fits, plan_for, with_train
-from tasks.plan.plan import PlanFailed, cache_key
+from tasks.plan.plan import cache_key
 
 Ask = Callable[..., dict[str, Any]]
 HOST = 64 * GIB
@@ -32,8 +32,9 @@ class Steps:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    def __call__(self, module: str, request: dict[str, Any]) -> dict[str, Any]:
-        assert module == "runtimes.torch.gpu_plan"
+    def __call__(self, option: str, module: str, text: str) -> dict[str, Any]:
+        assert (option, module) == ("-m", "runtimes.torch.gpu_plan")
+        request = json.loads(text)
         self.asked.append(request)
         train, sampling = request["train"], request["sampling_dtype"] is not None
         lora = train.get("method") == "lora" or sampling
@@ -66,7 +67,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     steps = Steps()
-    monkeypatch.setattr("tasks.plan.gpu.ask_planner", steps)
+    monkeypatch.setattr("tasks.plan.gpu.ask", steps)
     return steps
 
 
@@ -102,7 +103,7 @@ def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
 
 def test_the_peak_is_the_sum_of_its_parts(plan: Callable[..., GpuPlan]) -> None:
     found = plan(80)
-    parts = {name: gib(size) for name, size in found.peaks.training.items() if size}
+    parts = {name: gib(size) for name, size in found.peaks.parts.items() if size}
     assert parts == {"weights": 1, "optimizer": 2, "activations": 16, "temporaries": 2}
     assert gib(found.peaks.largest) == 21 and found.fits
     assert gib(found.peaks.sampling) == 1 + 4 / 4  # evaluate.batch_size 4
@@ -129,12 +130,10 @@ def test_sampling_is_planned_at_the_size_that_is_drawn(
 
 
 def test_micro_batches_keep_gradients(plan: Callable[..., GpuPlan]) -> None:
-    parts = plan(80, micro_batch_size=2, ema_decay=0.9).peaks.training
+    parts = plan(80, micro_batch_size=2, ema_decay=0.9).peaks.parts
     assert gib(parts["gradients"]) == gib(parts["ema"]) == 1
     assert gib(parts["activations"]) == 4
-    assert (
-        gib(plan(80, micro_batch_size=2, optimizer="adamw_8bit").peaks.training["optimizer"]) == 0.5
-    )
+    assert gib(plan(80, micro_batch_size=2, optimizer="adamw_8bit").peaks.parts["optimizer"]) == 0.5
 
 
 def test_samples_during_training_need_the_encoders_beside_the_state(
@@ -175,7 +174,7 @@ def test_selective_recomputation_is_planned_only_where_blocks_are_not_compiled(
     plan: Callable[..., GpuPlan],
 ) -> None:
     peaks = {
-        what: plan(80, gradient_checkpointing="selective", compile=what).peaks.training
+        what: plan(80, gradient_checkpointing="selective", compile=what).peaks.parts
         for what in ("auto", "none")
     }
     assert peaks["auto"]["activations"] > peaks["none"]["activations"]
@@ -272,7 +271,7 @@ def test_plans_are_cached_and_variants_share_them(
 
 
 def test_several_gpus_share_the_batch_and_not_the_weights(plan: Callable[..., GpuPlan]) -> None:
-    parts = plan(80, processes=4, device="cuda").peaks.training
+    parts = plan(80, processes=4, device="cuda").peaks.parts
     assert gib(parts["activations"]) == 4 and gib(parts["weights"]) == gib(parts["gradients"]) == 1
     with pytest.raises(Refused, match=r"train.fsdp: .* set 1"):
         plan(80, processes=4, fsdp="all")
@@ -361,8 +360,11 @@ def test_a_run_starts_if_it_cannot_be_planned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: Any) -> dict[str, Any]:
-        raise PlanFailed("no such operator")
+        raise Unanswered("runtimes.torch.gpu_plan", 1, "no such operator")
 
-    monkeypatch.setattr("tasks.plan.gpu.ask_planner", fail)
+    monkeypatch.setattr("tasks.plan.gpu.ask", fail)
     check_fits(make_recipe(tiny_sd, tmp_path), Base.open(tiny_sd), 20 * GIB, HOST, small=0)
-    assert "the memory of training is unknown: no such operator" in caplog.text
+    assert (
+        "the memory of training is unknown: runtimes.torch.gpu_plan ended with 1: no such operator"
+        in caplog.text
+    )

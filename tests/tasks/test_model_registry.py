@@ -1,7 +1,5 @@
 """Versions are numbered, complete or absent; the champion moves forth and back."""
 
-import os
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,8 @@ def test_a_registry_deletes_versions_of_its_own_model_only(kind: str, url_of: Ur
             found.publish(model(store, n))
     own.fs.rm_file(f"{own.root}/v1/manifest.json")
     assert own.keep(1) == ["v2"]
-    assert subfolders(own.fs, own.root) == ["v3"]
+    own.publish(model(store, 4))
+    assert subfolders(own.fs, own.root) == ["v3", "v4"]
     kept = [(f"{beside.root}/{v.name}", v.manifest["files"]) for v in beside.versions()]
     assert [first_fault(beside.fs, *version) for version in kept] == [None] * 3
 
@@ -66,15 +65,15 @@ def test_a_version_registered_without_a_report_gets_it_later(
         assert found.fs.cat_file(path) == held
 
 
-def test_a_version_without_a_manifest_is_overwritten(
+def test_a_version_without_a_manifest_is_deleted_by_the_next_publication(
     registry: tuple[Store, Registry],
 ) -> None:
     store, found = registry
     found.publish(model(store, 1))
     found.fs.rm_file(f"{found.root}/v1/manifest.json")
     assert found.versions() == []
-    assert found.publish(model(store, 2)).name == "v1"
-    assert found.fs.cat_file(f"{found.root}/v1/model_index.json") == b"2"
+    assert found.publish(model(store, 2)).name == "v2"
+    assert subfolders(found.fs, found.root) == ["v2"]
 
 
 def test_old_versions_are_deleted_but_no_champion_that_a_rollback_restores(
@@ -134,9 +133,9 @@ def test_a_deletion_that_was_killed_is_completed_by_the_next(
     crown(store, found, 1, 2, 3, 4)
     for name in ("v1", "v3"):
         found.fs.rm_file(f"{found.root}/{name}/manifest.json")
-    assert found.keep(9) == []
+    found.publish(model(store, 5))
     assert not found.fs.exists(f"{found.root}/v1")
-    assert found.fs.exists(f"{found.root}/v3"), "a rollback would restore it"
+    assert found.fs.exists(f"{found.root}/v3"), "it was the champion before the present one"
 
 
 def test_a_version_promoted_while_it_is_deleted_stays(
@@ -146,13 +145,13 @@ def test_a_version_promoted_while_it_is_deleted_stays(
     for n in (1, 2):
         found.publish(model(store, n))
     found.promote("v2")
-    delete, other = found.fs.rm_file, Registry(found.store.url, "digits")
+    other = Registry(found.store.url, "digits")
 
-    def promoted_first(path: str) -> None:
+    def promoted_first(*request: Any) -> bytes | None:
         other.promote("v1")
-        delete(path)
+        return cas.remove(*request)
 
-    monkeypatch.setattr(found.fs, "rm_file", promoted_first)
+    monkeypatch.setattr(publish_registry, "remove", promoted_first)
     assert found.keep(1) == []
     champion = found.champion()
     assert champion is not None and champion.name == "v1"
@@ -182,7 +181,7 @@ def test_a_version_is_not_deleted_under_a_promotion_that_has_found_it(
     assert [move["version"] for move in found.history()] == ["v2"]
 
 
-def test_an_interrupted_copy_beside_another_models_files_is_not_completed(
+def test_what_an_interrupted_copy_of_another_model_left_is_deleted(
     any_registry: tuple[Store, Registry],
 ) -> None:
     """Adapters beside the model_index.json of a pipeline would load as that pipeline."""
@@ -192,22 +191,21 @@ def test_an_interrupted_copy_beside_another_models_files_is_not_completed(
     draft = store.draft(KeyParts("publish", 1, {"lora": True}, {}))
     draft.write("pytorch_lora_weights.safetensors", b"adapters")
     adapters = draft.commit({}, {})
-    version = found.publish(adapters)
-    assert version.name == "v2"
+    assert found.publish(adapters).name == "v2"
     names = {str(path).rpartition("/")[2] for path in found.fs.find(f"{found.root}/v2")}
     assert names == {"manifest.json", "pytorch_lora_weights.safetensors"}
-    assert found.keep(5) == [] and not found.fs.exists(f"{found.root}/v1/model_index.json")
-    assert [version.name for version in found.versions()] == ["v2"]
+    assert not found.fs.exists(f"{found.root}/v1/model_index.json")
 
 
 def test_a_version_has_no_temporary_file_of_a_killed_publisher(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     found = Registry(f"{store.url}/registry", "digits")
-    for name in ("unet/weights.safetensors.0123.tmp", "manifest.json.4567.tmp"):
-        left = Path(found.root, "v1", name)
-        left.parent.mkdir(parents=True, exist_ok=True)
-        left.write_bytes(b"half of the wei")
-        assert found.publish(model(store, 1)).name == "v1" and not left.exists()
+    names = ("unet/weights.safetensors.0123.tmp", "manifest.json.4567.tmp")
+    left = [Path(found.root, "v1", name) for name in names]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half of the wei")
+    assert found.publish(model(store, 1)).name == "v2" and not any(map(Path.exists, left))
 
 
 def test_the_error_for_an_unknown_version_lists_the_known_ones(
@@ -221,18 +219,30 @@ def test_the_error_for_an_unknown_version_lists_the_known_ones(
         found.rollback()
 
 
-def test_a_damaged_champion_is_reported_and_a_damaged_version_is_repaired(
+def test_a_damaged_champion_is_reported_and_a_damaged_version_is_published_anew(
     any_registry: tuple[Store, Registry],
 ) -> None:
     store, found = any_registry
     artifact = model(store, 3)
     found.promote(found.publish(artifact).name)
     found.fs.pipe_file(f"{found.root}/v1/unet/weights.safetensors", b"xxx")
-    assert found.publish(artifact).name == "v1"
-    assert found.fs.cat_file(f"{found.root}/v1/unet/weights.safetensors") == bytes(3)
+    assert found.publish(artifact).name == found.publish(artifact).name == "v2"
+    assert found.fs.cat_file(f"{found.root}/v2/unet/weights.safetensors") == bytes(3)
+    assert not found.was_champion("v2"), "it replaces the damaged champion"
     found.fs.pipe_file(f"{found.root}/v1/manifest.json", b"{}")
     with pytest.raises(Refused, match="v1 is damaged"):
         found.champion()
+
+
+def test_no_rollback_restores_the_damaged_copy_of_a_champion(
+    registry: tuple[Store, Registry],
+) -> None:
+    store, found = registry
+    crown(store, found, 1, 2)
+    found.fs.pipe_file(f"{found.root}/v2/model_index.json", b"xxx")
+    crown(store, found, 2)
+    assert found.champion().name == "v3"
+    assert found.keep(1) == ["v2"] and found.rollback().name == "v1"
 
 
 @pytest.mark.parametrize("kind", ["memory", *REMOTE])
@@ -244,7 +254,7 @@ def test_a_file_that_arrives_late_changes_no_later_version(
     found = Registry(f"{store.url}/registry", "digits")
     requests = recorded_swaps(monkeypatch, "artifacts.lock.swap")
     found.publish(model(store, 1))
-    found.fs.rm_file(f"{found.root}/v1/manifest.json")
+    found.fs.rm(f"{found.root}/v1", recursive=True)  # its requests are still under way
     version = found.publish(model(store, 2))
     sent = [request for request in requests if "/v1/" in request[1]]
     assert version.name == "v1" and len(sent) == 4
@@ -285,34 +295,6 @@ def test_a_damaged_file_of_an_artifact_is_not_published(
     with pytest.raises(Damaged, match="is damaged"):
         found.publish(artifact)
     assert found.versions() == []
-
-
-def test_readers_never_see_a_half_repaired_version(tmp_path: Path) -> None:
-    store, found = Store(str(tmp_path)), Registry(str(tmp_path / "registry"), "digits")
-    artifact = model(store, 100_000)
-    found.promote(found.publish(artifact).name)
-    weights = tmp_path / "registry/digits/champion/unet/weights.safetensors"
-    done, seen = threading.Event(), set[int]()
-
-    def watch() -> None:
-        while not done.is_set():
-            seen.add(len(weights.read_bytes()))
-
-    reader = threading.Thread(target=watch)
-    reader.start()
-    for _ in range(20):
-        os.replace(_damaged(weights), weights)
-        found.publish(artifact)
-    done.set()
-    reader.join()
-    assert seen <= {7, 100_000}
-    assert weights.read_bytes() == bytes(100_000)
-
-
-def _damaged(weights: Path) -> Path:
-    harmed = weights.with_name("harmed")
-    harmed.write_bytes(b"damaged")
-    return harmed
 
 
 def test_a_model_rebuilt_with_other_bytes_is_a_version_of_its_own(

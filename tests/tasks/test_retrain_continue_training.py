@@ -64,7 +64,8 @@ def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
     [
         ({"train.prediction_type": "epsilon"}, "train.prediction_type"),
         ({"train.train_text_encoder": True}, "train.train_text_encoder, model"),
-        ({"train.method": "lora"}, "train.method, train.lora"),
+        ({"train.method": "lora", "train.lora.rank": 4}, "train.method, train.lora"),
+        ({"train.method": "lora"}, r"\(train.method\)"),
     ],
 )
 def test_a_start_of_another_kind_is_refused(

@@ -111,7 +111,7 @@ def test_the_smoke_test_has_the_packages_of_pythonpath(
     """As where packages are installed for one user, or by modules of a cluster."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path/only_there.py").touch()
-    (tmp_path / "script.py").write_text("import only_there")
+    (tmp_path / "script.py").write_text("import only_there; print('{}')")
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
     smoke_test.check(tiny_sdxl, Base.open(tiny_sdxl), *drawn_by(digits(tmp_path)))

@@ -22,7 +22,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from flows.show_plan import show_plan
 from runtimes.jax.tpu_step_memory import LEAST_EFFORT, _compile, _refused
-from runtimes.process.planner import StepCost
+from runtimes.process.questions import StepCost
 from runtimes.spmd.slices import parse_slice
 from tasks.plan import tpu
 from tasks.plan.tpu import Size, _largest, _size

@@ -11,11 +11,11 @@ from artifacts.store import Store
 from tasks.beam.workers import (
     WorkerReport,
     WorkerReports,
-    duration,
     progress_text,
     shard_counts,
     worker_report,
 )
+from tasks.progress import seconds_in_words
 
 KEYS = [f"{number:064d}"[::-1] for number in range(1, 6)]
 
@@ -85,7 +85,7 @@ def test_a_line_of_progress_has_failures_rates_and_the_time_left() -> None:
 
 
 def test_a_duration_has_two_units_at_least() -> None:
-    assert [duration(s) for s in (119, 120, 7199, 7200, 172_800)] == [
+    assert [seconds_in_words(s) for s in (119, 120, 7199, 7200, 172_800)] == [
         "119 s",
         "2 min",
         "120 min",

@@ -287,12 +287,6 @@ def test_files_of_adapters_are_the_same_bytes_each_time(tmp_path: Path, tiny_sdx
         assert len({(tmp_path / f"{number}" / name).read_bytes() for number in range(12)}) == 1
 
 
-def test_adapters_are_not_those_of_an_earlier_layout(tmp_path: Path, tiny_sdxl: Path) -> None:
-    for method in ("lora", "full"):
-        recipe = digits(tmp_path, tiny_sdxl, **{"train.method": method})
-        assert ("kohya" in settings_for_key(recipe)) == (method == "lora")
-
-
 def test_published_adapters_are_read_with_the_trained_strength(
     tmp_path: Path, tiny_sdxl: Path
 ) -> None:

@@ -252,12 +252,13 @@ def test_a_copy_gets_its_name_while_no_eviction_counts(
 ) -> None:
     """An eviction that lists the folder meanwhile would miss the file, and delete too little."""
     downloaded, download = threading.Event(), shard_cache._download
-    lock = remote.folder.parent / "shard-locks" / "eviction"
+    locks = remote.folder.parent / "shard-locks"
     held = ExitStack()
 
     def download_and_lock(*given: Any) -> None:
         download(*given)
-        held.enter_context(shard_cache._flocked(lock))  # another process begins to evict
+        lock = held.enter_context((locks / shard_cache.EVICTION).open())
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process begins to evict
         downloaded.set()
 
     monkeypatch.setattr(shard_cache, "_download", download_and_lock)

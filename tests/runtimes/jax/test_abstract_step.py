@@ -13,7 +13,7 @@ from configs.settings.train import Train
 jax = chips.importorskip("jax")
 from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
 from runtimes.jax.step import names_without_gradient  # noqa: E402
-from runtimes.process.planner import TpuStepRequest  # noqa: E402
+from runtimes.process.questions import TpuStepRequest  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "bench/models"
 GIB = 2**30

@@ -24,7 +24,7 @@ from runtimes.jax.abstract_step import AbstractStep  # noqa: E402
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.runtime import load_network  # noqa: E402
 from runtimes.jax.step import frozen_arrays  # noqa: E402
-from runtimes.process.planner import TpuStepRequest  # noqa: E402
+from runtimes.process.questions import TpuStepRequest  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("jax")]  # they share a process
 MakeJob = Callable[..., TrainJob]

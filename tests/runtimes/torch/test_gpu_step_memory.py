@@ -15,11 +15,13 @@ from kiln_command import ROOT
 
 from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
+from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.memory import peak_rss
-from runtimes.process.planner import GpuStepRequest, StepMemory, answer_planner
+from runtimes.process.questions import GpuStepRequest, StepMemory
+from runtimes.process.questions import ask as ask_process
 from runtimes.torch.gpu_plan import cuda_on_cpu, step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
@@ -277,17 +279,14 @@ def test_a_plan_leaves_the_operators_of_the_process_as_they_were() -> None:
     assert normalized() == torch.bfloat16
 
 
-def test_the_module_answers_in_json_also_for_wrong_input(
-    tiny_sdxl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_module_answers_in_json_also_for_wrong_input(tiny_sdxl: Path, tmp_path: Path) -> None:
     def answer(model: Path) -> dict[str, Any]:
-        path = tmp_path / "request.json"
-        path.write_text(json.dumps(asdict(GpuStepRequest(str(model), {}, 64))), encoding="utf-8")
-        answer_planner(str(path), GpuStepRequest, step_memory)
-        return dict(json.loads(capsys.readouterr().out))
+        request = json.dumps(asdict(GpuStepRequest(str(model), {}, 64)))
+        return ask_process("-m", "runtimes.torch.gpu_plan", request)
 
     assert StepMemory.from_json(answer(tiny_sdxl)).parameters > 0
-    assert "model_index.json" in answer(tmp_path)["wrong_input"]
+    with pytest.raises(Refused, match=r"model_index\.json"):
+        answer(tmp_path)
 
 
 @pytest.mark.extended

@@ -123,18 +123,6 @@ def test_a_setting_that_is_turned_off_is_another_run(
         check_same_run(saved, job, Train(**job.train))
 
 
-@pytest.mark.parametrize("recomputed", [True, False])
-def test_a_checkpoint_of_before_selective_recomputation_resumes(
-    make_job: MakeJob, recomputed: bool
-) -> None:
-    job = make_job(steps=4, checkpointing_steps=2)
-    assert train(job, RecordedEvents(), Stop())
-    saved = Checkpoints(job.work, 9).latest()
-    assert saved is not None
-    saved.facts["train"]["gradient_checkpointing"] = recomputed
-    check_same_run(saved, job, Train(**job.train))
-
-
 def test_wrong_train_settings_are_wrong_input(make_job: MakeJob) -> None:
     job = make_job()
     with pytest.raises(Refused, match=r"^train\.steps: .*greater than 0$"):

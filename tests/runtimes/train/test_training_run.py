@@ -21,7 +21,6 @@ from training import RecordedEvents, history
 
 from artifacts.safetensors import write_arrays
 from configs.errors import Refused
-from configs.settings.train import Train
 from runtimes.contract import State, StepBatch
 from runtimes.data.loader import Loader
 from runtimes.pipeline_folder.folder import Base
@@ -32,7 +31,7 @@ from runtimes.train import measurements, training_run
 from runtimes.train.checkpoints import CheckpointNotWritten, Checkpoints
 from runtimes.train.recorder import Diverged
 from runtimes.train.training_loop import train
-from runtimes.train.training_run import Profiling, Saver, _with_defaults
+from runtimes.train.training_run import Profiling, Saver
 from tasks.run_job import JobFailed, run_job
 
 pytestmark = pytest.mark.slow
@@ -443,11 +442,3 @@ def test_two_processes_go_back_together(make_job: MakeJob) -> None:
     with pytest.raises(JobFailed, match="1 batches have been left out already"):
         run_job(job, heard.append)
     assert [event["left_out"] for event in heard if event["event"] == "back"] == [1]
-
-
-def test_settings_of_an_older_version_had_their_defaults() -> None:
-    whole = Train().model_dump(mode="json")
-    older = {name: value for name, value in whole.items() if name != "debiased"}
-    older["lora"] = {"rank": 2}
-    expected = {**whole, "lora": {**whole["lora"], "rank": 2}, "gone": 1}
-    assert _with_defaults({**older, "gone": 1}) == expected

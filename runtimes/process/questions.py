@@ -1,35 +1,86 @@
-"""A planner's process: it reads a request and prints the plan as JSON.
+"""Questions to a process of its own, which answers one in JSON; those of plans, and their answers.
 
-tasks/plan/plan.py runs a planner's module on a request file. torch/gpu_plan.py computes a
-StepMemory, of training or sampling; jax/tpu_step_memory.py computes a StepCost, of training.
+torch/gpu_plan.py computes a StepMemory, of training or sampling; jax/tpu_step_memory.py computes a
+StepCost, of training. A runtime's probe and the smoke test are asked in the same way.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from configs.errors import Refused
+from configs.errors import Failed, Refused
 from runtimes.process.job import HasNetwork
 
+QUOTED = 20  # lines of a log that an error quotes
 
-def answer_planner(path: str, request: type[Any], compute: Callable[[Any], Any]) -> None:
-    """Print the result of a request, or its error, as one JSON object.
+
+class Unanswered(Failed):
+    """The process ended without an answer; the message has the last lines of its log.
+
+    Attributes:
+        code: its exit status; None if it was killed at the time limit.
+        log: its standard error.
+        last: the last line of it, or else the exit status.
+    """
+
+    def __init__(self, module: str, code: int | None, log: str) -> None:
+        lines = log.strip().splitlines()
+        quoted = "\n".join(lines[-QUOTED:])
+        super().__init__(f"{module} ended with {code}: {quoted}")
+        self.code = code
+        self.log = log
+        self.last = lines[-1] if lines else f"exit status {code}"
+
+
+def ask(
+    *words: str,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """The JSON object in the last line of output of a process, `python -P WORDS`.
 
     Args:
-        path: JSON file with the request's fields.
-        request: the request's dataclass.
-        compute: returns a dataclass, or raises Refused.
+        words: `-m` and a module, or a script; then its arguments.
+        environment: variables that are added to those of this process.
+        seconds: time limit; None: none.
+
+    Raises:
+        Refused: the process refuses its arguments, see `answer`.
+        Unanswered: it failed.
+        OSError: it cannot be started.
     """
-    fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    command = [python, "-P", *words]
+    variables = {**os.environ, **(environment or {})}
+    module = words[1] if words[0] == "-m" else words[0]
     try:
-        found = asdict(compute(request(**fields)))
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=seconds
+        )
+        answered = dict(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        raise Unanswered(module, None, "") from None
+    except (ValueError, IndexError, TypeError):
+        raise Unanswered(module, done.returncode, done.stderr) from None
+    if "wrong_input" in answered:
+        raise Refused(answered["wrong_input"])
+    return answered
+
+
+def answer(compute: Callable[[], Any]) -> None:
+    """Print the dataclass that `compute` returns, or its Refused, for `ask`; None: nothing."""
+    try:
+        computed = compute()
+        answered = {} if computed is None else asdict(computed)
     except Refused as error:
-        found = {"wrong_input": str(error)}
-    print(json.dumps(found))
+        answered = {"wrong_input": str(error)}
+    print(json.dumps(answered))
 
 
 #: Kinds of memory that change during a step. `compute_weights` are copies of weights in the compute
