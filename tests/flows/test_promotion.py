@@ -303,7 +303,7 @@ def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again
         assert registry.keep(1) == ["v1"]
 
     with monkeypatch.context() as patch:
-        patch.setattr("tasks.publish.register.check_champion", delete)
+        patch.setattr(publish.PublishStage, "check_champion", delete)
         with pytest.raises(Away, match=r"v1: no such version .* run again"):
             register(run.recipe, run.base, run.store, results, {})
     assert registry.champion() is None
