@@ -441,7 +441,7 @@ def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
 SECONDS = 20.0
 
 
-def check_model_available(path: str, *, revision: str | None) -> str:
+def check_model_available(path: str, *, revision: str | None = None) -> str:
     """Where a model is, in words such as `local folder` or `on the hub, 12 files`.
 
     Args:
@@ -451,25 +451,18 @@ def check_model_available(path: str, *, revision: str | None) -> str:
     Raises:
         Refused, Away: it cannot be fetched; the message has the reason.
     """
+    from huggingface_hub import snapshot_download
+
     if local_model(path) is not None:
         return "local folder"
     if "://" in path:
         _check_folder(path)
         return "remote folder"
-    return _ask_hub(path, revision)
-
-
-def check_on_hub(repo: str, *, revision: str | None) -> None:
-    """Raise Refused for a model that neither the hub's cache nor the hub has.
-
-    Raises Away if the hub does not answer.
-    """
-    from huggingface_hub import snapshot_download
-
     try:  # of a part of the files, `resolve_model` fetches the others
-        snapshot_download(repo, revision=revision, local_files_only=True)
+        snapshot_download(path, revision=revision, local_files_only=True)
     except (OSError, ValueError):
-        _ask_hub(repo, revision)
+        return _ask_hub(path, revision)
+    return "in the hub's cache"
 
 
 def check_file_available(path: str) -> str:

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """An error whose message has the setting, what is wrong with it, and the remedy.
@@ -38,3 +41,14 @@ class Away(UserError, RuntimeError):
 
 class Failed(UserError, RuntimeError):
     """Work that ended without its result, and would again."""
+
+
+@contextmanager
+def naming(setting: str, remedy: str | None = None) -> Iterator[None]:
+    """Give an error that has no setting and remedy these ones."""
+    try:
+        yield
+    except UserError as error:
+        error.setting = error.setting or setting
+        error.remedy = error.remedy or remedy
+        raise

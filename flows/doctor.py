@@ -13,32 +13,27 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from functools import wraps
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
-from artifacts.models import check_file_available, check_model_available
 from artifacts.store import Store
-from configs.errors import Away, Refused
-from configs.secrets import one_line, without_secrets
+from configs.errors import Refused
+from configs.findings import Check, Finding, collect, fine, note, problem
+from configs.secrets import without_secrets
 from configs.settings.recipe import (
     Recipe,
     RuntimeName,
-    warnings_without_effect,
-    with_defaults_without_effect,
 )
-from flows.checks import check_gate_and_prompts, devices_here, must_fit_one_gpu, stages_without_pool
+from flows.checks import checks_of
 from flows.runner import check_home, check_server, configured_server
 from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
@@ -54,104 +49,15 @@ from runtimes.hosts.host import (
     find_c_compiler,
     find_gpus,
     torch_cuda_version,
-    usable_gpus,
 )
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
-from tasks import download
-from tasks.evaluate.inception import fidelity_folder
+from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.disk import free_bytes
-from tasks.plan.gpu import RecipeMemory, memory_of, shipped_plans
+from tasks.plan.gpu import RecipeMemory, shipped_plans
 from tasks.progress import gib
-from tasks.publish.promotion_gate import warnings_of_few_prompts
-from tasks.stage import package_versions, storage_error
-
-#: Time limit in seconds of a check that needs a network; the clients of buckets have none.
-NETWORK_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: `problem` prevents work, `note` limits it."""
-
-    level: Literal["ok", "note", "problem"]
-    what: str
-    mend: str | None = None  # a command, or what else to do
-
-    @property
-    def words(self) -> str:
-        """The finding and its remedy."""
-        return self.what if self.mend is None else f"{self.what}: {self.mend}"
-
-
-Check = Callable[[], Iterable[Finding]]
-
-
-def problem(what: str, mend: str | None = None) -> Finding:
-    return Finding("problem", what, mend)
-
-
-def note(what: str, mend: str | None = None) -> Finding:
-    return Finding("note", what, mend)
-
-
-def fine(what: str) -> Finding:
-    return Finding("ok", what)
-
-
-def named(name: str, check: Callable[..., Iterable[Finding]], *given: Any) -> Check:
-    """A check with its arguments, and with a name for the message of its failure."""
-
-    def run() -> Iterable[Finding]:
-        return check(*given)
-
-    run.__name__ = name
-    return run
-
-
-def collect(checks: Iterable[Check]) -> Iterator[Finding]:
-    """The findings of all checks. One that fails is a problem and does not hide the others."""
-    for check in checks:
-        try:
-            yield from list(check())
-        except Exception as error:  # a machine may be broken in any way
-            name = check.__name__.strip("_").replace("_", " ")
-            words = without_secrets(one_line(error))
-            yield problem(f"{name} failed: {type(error).__name__}: {words}")
-
-
-def limited(
-    check: Check,
-    late: Callable[[str], Finding] = problem,
-    seconds: float = NETWORK_SECONDS,
-) -> Check:
-    """A check that ends in time; one that does not is the finding of `late`.
-
-    Its thread goes on until the program ends: few network clients can be interrupted.
-    """
-
-    @wraps(check)
-    def run() -> Iterable[Finding]:
-        found: Future[list[Finding]] = Future()
-
-        def work() -> None:
-            try:
-                found.set_result(list(check()))
-            except BaseException as error:  # raised below, in the thread of the caller
-                found.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        try:
-            return found.result(seconds)
-        except TimeoutError:
-            if found.done():  # the check's own
-                raise
-            name = check.__name__.strip("_").replace("_", " ")
-            return [late(f"{name} did not answer within {seconds:g} s")]
-
-    return run
-
+from tasks.stage import package_versions
 
 PYTHONS = ("3.11", "3.12")
 PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")
@@ -297,169 +203,6 @@ def caches() -> Iterator[Finding]:
         yield problem(f"the cache {folder} cannot be written", "set KILN_CACHE to another folder")
 
 
-def recipe_checks(
-    recipe: Recipe, probes: Mapping[str, Probe], arguments: Sequence[str]
-) -> list[Check]:
-    """The checks of a recipe, in order. Those that need a network have a time limit.
-
-    Args:
-        probes: runtime -> its probe.
-        arguments: those that gave the recipe, for the commands of remedies.
-    """
-    unused = named("settings", _without_effect, recipe)
-    recipe = with_defaults_without_effect(recipe)
-    late = problem if recipe.publish.hub is not None else note
-    source = named("source", _source, recipe)
-    return [
-        unused,
-        named("runtime", _runtime, recipe, probes[recipe.runtime]),
-        limited(named("gate and prompts", _gate_and_prompts, recipe)),
-        limited(named("memory", _memory, recipe, arguments)),  # also reads the prompts
-        *(limited(check) for check in (*_models(recipe), source, *_stores(recipe))),
-        limited(named("hub login", _hub_login, recipe), late),
-    ]
-
-
-def _without_effect(recipe: Recipe) -> Iterator[Finding]:
-    yield from map(note, warnings_without_effect(recipe))
-
-
-def _runtime(recipe: Recipe, probe: Probe) -> Iterator[Finding]:
-    name = recipe.runtime
-    devices = devices_here(recipe, stages_without_pool(recipe))
-    if not devices:
-        return
-    if not probe.available:
-        yield problem(f"runtime {name}: {probe.reason}")  # the reason has the remedy
-        return
-    yield fine(f"runtime {name}: {', '.join(probe.devices)}")
-    for setting, device in devices.items():
-        if device not in {"auto", *probe.names}:
-            there = ", ".join(sorted(probe.names))
-            yield problem(f"{setting} {device} is not here", f"set one of auto, {there}")
-    if name == "torch" and "cuda" not in probe.names and devices.get("train.device") == "auto":
-        yield note(
-            "runtime torch will train on the CPU, which suits only tiny models such as digits"
-        )
-
-
-def _gate_and_prompts(recipe: Recipe) -> Iterator[Finding]:
-    try:
-        check_gate_and_prompts(recipe)
-    except (ValueError, Away) as error:
-        yield problem(str(error))
-    else:
-        yield fine("gate and prompts")
-        yield from map(note, warnings_of_few_prompts(recipe))
-
-
-def _memory(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Finding]:
-    try:
-        plan = memory_of(recipe)
-        gpus = usable_gpus()
-    except (Refused, Away):  # a prompt file, which _gate_and_prompts reports
-        return
-    here = "train" in stages_without_pool(recipe) and must_fit_one_gpu(recipe)
-    if not here or not gpus:
-        return
-    largest = max(gpus, key=lambda gpu: gpu.memory)
-    given = without_secrets(shlex.join(arguments))
-    command = f"kiln plan {given} --gpu {largest.memory / GIB:.0f}GB"
-    if plan is None:
-        yield note("the recipe's memory is not planned yet", command)
-    elif plan.fits(largest.memory):
-        yield fine(f"memory: {gib(plan.largest, 1)} fit {largest.name}")
-    else:
-        there = f"{largest.name} has {gib(largest.memory, 1)}"
-        yield problem(f"memory: {gib(plan.largest, 1)} are needed, {there}", command)
-
-
-def _models(recipe: Recipe) -> Iterator[Check]:
-    settings = recipe.evaluate
-    revision = recipe.model.revision
-    places = {"model.path": recipe.model.path, "model.vae": recipe.model.vae}
-    places |= {"evaluate.clip": settings.clip, "evaluate.image_encoder": settings.image_encoder}
-    places |= {f"evaluate.judges {name}": path for name, path in settings.preference_models.items()}
-    for setting, path in places.items():
-        if path is not None:
-            given = revision if setting == "model.path" else None
-            yield named(setting, _model, setting, path, given)
-    if settings.inception is not None:
-        yield named("evaluate.inception", _inception, recipe, settings.inception)
-
-
-def _model(setting: str, path: str, revision: str | None) -> Iterator[Finding]:
-    try:
-        where = check_model_available(path, revision=revision)
-        yield fine(f"{setting}: {without_secrets(path)} ({where})")
-    except (Refused, Away) as error:
-        yield problem(f"{setting}: {error}", f"set {setting} to a folder, URL or hub id")
-
-
-def _inception(recipe: Recipe, path: str) -> Iterator[Finding]:
-    try:
-        yield fine(f"evaluate.inception: {without_secrets(path)} ({check_file_available(path)})")
-        if "evaluate" in stages_without_pool(recipe):
-            fidelity_folder()
-    except (Refused, Away) as error:
-        yield problem(str(error), "see docs/evaluation.md#features-of-inception")
-
-
-def _source(recipe: Recipe) -> Iterator[Finding]:
-    where = getattr(recipe.source, "path", None) or recipe.source.kind
-    try:
-        download.check(recipe)
-        yield fine(f"source: {without_secrets(str(where))} opens")
-    except (download.SourceError, Away) as error:
-        yield problem(str(error))
-
-
-def _stores(recipe: Recipe) -> Iterator[Check]:
-    yield named("store", _store, "store", recipe.store)
-    if recipe.publish.registry is not None:
-        yield named("registry", _store, "publish.registry", recipe.publish.registry)
-
-
-def _store(setting: str, url: str) -> Iterator[Finding]:
-    """Create, replace and delete an object, as a run does."""
-    mend = f"grant the permission, or set `{setting}` to another folder or URL"
-    try:
-        store = Store(url)
-    except Refused as error:
-        yield problem(f"{setting}: {error}", mend)
-        return
-    is_new = store.is_local and not os.path.isdir(store.root)
-    try:
-        store.check_writable()
-        yield fine(f"{setting}: {store.url} can be written")
-    except Exception as error:  # each filesystem's client has errors of its own
-        yield problem(f"{setting}: {storage_error(store, error)}", mend)
-    finally:
-        if is_new and os.path.isdir(store.root) and not os.listdir(store.root):
-            os.rmdir(store.root)
-
-
-def _hub_login(recipe: Recipe) -> Iterator[Finding]:
-    """Whether the hub knows the token, if there is one or publishing needs one."""
-    from huggingface_hub import HfApi, get_token, is_offline_mode
-
-    token = get_token()
-    mend = "hf auth login, or set HF_TOKEN"
-    needed = recipe.publish.hub is not None
-    if token is None:
-        if needed:
-            yield problem("publish.hub needs a hub token", mend)
-        return
-    if is_offline_mode():
-        return
-    try:
-        name = HfApi().whoami(token=token)["name"]
-        yield fine(f"hub token: of {name}")
-    except Exception as error:  # of several HTTP libraries
-        words = f"hub token: the hub does not accept it ({type(error).__name__})"
-        yield problem(words, mend) if needed else note(words, mend)
-
-
 def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -> bool:
     """Print the findings; returns whether `kiln run` works here.
 
@@ -472,7 +215,8 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     server, findings = _server()
     found = _facts(probes, installed, server)
     checks = _machine_checks(probes, installed, recipe)
-    checks += [] if recipe is None else recipe_checks(recipe, probes, arguments)
+    if recipe is not None:
+        checks += checks_of(Doors(recipe, fetch=False, words=arguments))
     findings += collect(checks)
     problems = [finding.words for finding in findings if finding.level == "problem"]
     if as_json:
@@ -518,15 +262,27 @@ def _machine_checks(
         return nvidia_driver(cuda, installed.get("torch"), wanted=wanted)
 
     return [
-        python_version,
-        named("packages", packages, installed),
-        named("runtimes", _runtimes, probes),
-        nvidia,
-        compiler,
-        named("disk", disk, "." if recipe is None else recipe.store),
-        caches,
-        hub_token,
+        Check("python", python_version),
+        Check("packages", partial(packages, installed)),
+        Check("runtimes", partial(_runtimes, probes)),
+        Check("NVIDIA", nvidia),
+        Check("trains on the CPU", partial(_trains_on_cpu, probes["torch"], recipe)),
+        Check("compiler", compiler),
+        Check("disk", partial(disk, "." if recipe is None else recipe.store)),
+        Check("caches", caches),
+        Check("hub token", hub_token),
     ]
+
+
+def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
+    """Whether a recipe that would train on a GPU finds none."""
+    if recipe is None or recipe.runtime != "torch" or "cuda" in probe.names:
+        return
+    here = devices_here(recipe, stages_without_pool(recipe))
+    if here.get("train.device") == "auto" and probe.available:
+        yield note(
+            "runtime torch will train on the CPU, which suits only tiny models such as digits"
+        )
 
 
 def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
@@ -560,7 +316,7 @@ def _server() -> tuple[str, list[Finding]]:
         except Refused as error:
             yield problem(str(error))
 
-    findings = list(collect([prefect_server]))
+    findings = list(collect([Check("prefect server", prefect_server)]))
     return state, findings
 
 

@@ -33,6 +33,7 @@ from rich.progress import (
 )
 
 from configs.errors import Failed, Refused
+from configs.findings import enter
 from configs.load_recipe import load_recipe, load_trials
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
@@ -244,7 +245,7 @@ def run(
         has_server = configured_server() is not None
         if not has_server:
             for recipe in recipes:
-                _check_before_server(recipe, arguments.get("until", STAGES[-1]))
+                _enter_before_server(recipe, arguments.get("until", STAGES[-1]))
             if len(recipes) > 1:
                 from tasks.compare_sweep_trials import check_metric
 
@@ -272,18 +273,11 @@ def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
     return [load_recipe(name, overrides)]
 
 
-def _check_before_server(recipe: Recipe, until: StageName) -> None:
+def _enter_before_server(recipe: Recipe, until: StageName) -> None:
     """Report wrong input before a server starts for this run, which takes longer."""
-    from flows.checks import check_before_server
+    from flows.checks import enter_before_server
 
-    if _sends_a_stage(recipe, until):
-        lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")
-    check_before_server(recipe, until)
-
-
-def _sends_a_stage(recipe: Recipe, until: StageName) -> bool:
-    stages = STAGES[: 1 + STAGES.index(until)]
-    return any(stage in stages for stage in recipe.place.pools())
+    enter_before_server(recipe, until)
 
 
 def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> None:
@@ -303,10 +297,9 @@ def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> No
 def _check_generate(settings: Generate, out: str) -> None:
     """Report wrong input before a server starts for this run, which takes longer."""
     from flows.generate import output_folder
-    from tasks.generate import check_before_server, with_prompts
+    from tasks.generate import checks
 
-    with_prompts(settings)
-    check_before_server(settings)
+    enter(checks(settings), remote=False)
     output_folder(out)
 
 

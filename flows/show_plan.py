@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from configs.errors import Away, Refused
+from configs.findings import enter
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
+from tasks.doors import Doors
 from tasks.plan.gpu import (
     TYPICAL_MFU,
     Advice,
@@ -227,6 +229,7 @@ def show_plan(
         Refused: there is no accelerator type.
         Refused: there are a slice and a GPU.
     """
+    enter(Doors(recipe, ("train",), fetch=False).settings())
     if gpu is None:
         plan = _plan_for_slice(recipe, topology, search=search)
         show(plan, slice_plan_facts(plan), _lines(plan), as_json=as_json)

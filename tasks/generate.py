@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from artifacts.filesystems import subfolders
-from artifacts.models import check_on_hub, local_model, resolve_model
+from artifacts.models import check_model_available, local_model, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
+from configs.findings import Check
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.publish import NAME
@@ -72,16 +75,23 @@ def find_model(settings: Generate) -> EvalModel:
     return load_published_model(resolve_model(locate(settings)))
 
 
-def check_before_server(settings: Generate) -> None:
-    """What `check` checks, of a model in local folders; and that the hub has one of it.
+def checks(settings: Generate) -> Iterator[Check]:
+    """The checks that need no fetched model."""
+    yield Check("prompts", partial(_check_prompts, settings))
+    yield Check("model", partial(_check_here, settings))
 
-    Raises as `find_model` and `check`.
-    """
+
+def _check_prompts(settings: Generate) -> None:
+    with_prompts(settings)
+
+
+def _check_here(settings: Generate) -> None:
+    """What `check` checks, of a model in a local folder; of another, that the hub has it."""
     place = locate(settings)
     folder = local_model(place)
     if folder is None:
         if "://" not in place:
-            check_on_hub(place, revision=None)
+            check_model_available(place)
     elif is_complete_here(folder):
         model = find_parts(folder)
         check(with_sampler(settings, model), model)

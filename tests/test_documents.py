@@ -15,6 +15,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 
 import pytest
@@ -252,7 +253,7 @@ def unknown_names(source: str) -> list[str]:
 def test_python_of_documents_uses_names_that_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     blocks = [body for language, body in FENCED.findall(text) if language == "python"]
-    assert [name for body in blocks for name in unknown_names(body)] == []
+    assert [name for body in blocks for name in unknown_names(dedent(body))] == []
 
 
 @pytest.mark.parametrize(

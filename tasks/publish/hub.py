@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from artifacts.models import resolve_model, was_not_reached
 from artifacts.records import first_fault, write_atomic
 from artifacts.store import MANIFEST
 from configs.errors import Failed, Refused
+from configs.findings import Finding, fine, note
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
 from tasks.stage import REPORT
@@ -40,6 +42,37 @@ log = logging.getLogger("kiln")
 def check_key(key: str) -> None:
     """Raise Refused for a file that is no private key of a supported curve."""
     _signer(key)
+
+
+def check_login(*, needed: bool) -> Iterator[Finding]:
+    """Whether the hub knows the token, if there is one.
+
+    Args:
+        needed: whether a model is pushed there. A token is then required.
+
+    Raises:
+        Refused: there is no token, or the hub refuses it.
+    """
+    from huggingface_hub import HfApi, get_token, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
+
+    remedy = "hf auth login, or set HF_TOKEN"
+    token = get_token()
+    if token is None:
+        if needed:
+            raise Refused("publish.hub needs a hub token", remedy=remedy)
+        return
+    if is_offline_mode():
+        return
+    try:
+        name = HfApi().whoami(token=token)["name"]
+    except Exception as error:  # of several HTTP libraries
+        why = f"hub token: the hub does not accept it ({type(error).__name__})"
+        if needed and isinstance(error, HfHubHTTPError):
+            raise Refused(why, remedy=remedy) from None
+        yield note(why, remedy)
+    else:
+        yield fine(f"hub token: of {name}")
 
 
 def sign_version(registry: Registry, version: Version, key: str) -> None:

@@ -25,6 +25,7 @@ from configs.settings.recipe import STAGES
 from flows import checks, runner
 from flows.cli import main
 from flows.generate import output_folder
+from tasks import doors
 
 Here = Callable[..., str]  # of conftest.py
 
@@ -215,29 +216,29 @@ def test_a_download_alone_needs_no_training_runtime(
     def missing(runtime: str) -> None:
         raise Refused(f"runtime {runtime} is not installed")
 
-    monkeypatch.setattr(checks.registry, "check_installed", missing)
+    monkeypatch.setattr(doors.registry, "check_installed", missing)
     recipe = load_recipe("digits", small)
-    checks.check_before_server(recipe, "download")
+    checks.enter_before_server(recipe, "download")
     with pytest.raises(Refused, match="is not installed"):
-        checks.check_before_server(recipe, "encode")
+        checks.enter_before_server(recipe, "encode")
 
 
 def test_a_setting_without_effect_is_not_refused_before_the_server(small: dict[str, Any]) -> None:
     tf32 = {**small, "train.allow_tf32": True, "train.device": "cpu"}
     with pytest.raises(Refused, match=r"allow_tf32 needs a CUDA device, not cpu"):
-        checks.check_before_server(load_recipe("digits", tf32))
-    checks.check_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
+        checks.enter_before_server(load_recipe("digits", tf32))
+    checks.enter_before_server(load_recipe("digits", {**tf32, "train.mixed_precision": "bf16"}))
 
 
 @pytest.mark.parametrize("path", ["s3://bucket/list.parquet", "https://a.org/list.parquet"])
 def test_a_remote_source_is_not_read_before_the_server(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(checks.download, "check", pytest.fail)
+    monkeypatch.setattr(doors.download, "check", pytest.fail)
     source = {"source.kind": "urls", "source.path": path}
     own = {name: value for name, value in small.items() if not name.startswith("source.")}
     recipe = load_recipe("digits", {**own, **source})
-    checks.check_before_server(recipe)
+    checks.enter_before_server(recipe)
 
 
 def test_of_a_sweep_the_trials_are_checked_before_the_server(
@@ -245,7 +246,7 @@ def test_of_a_sweep_the_trials_are_checked_before_the_server(
 ) -> None:
     checked = []
     monkeypatch.setattr(runner, "configured_server", lambda: None)
-    monkeypatch.setattr(runner, "_check_before_server", lambda r, _: checked.append(r.train.seed))
+    monkeypatch.setattr(runner, "_enter_before_server", lambda r, _: checked.append(r.train.seed))
     ended = {"status": "unchanged", "why": "", "metrics": {}}
     monkeypatch.setattr(runner, "_run_flow", lambda *_, **__: ended)
     swept = {"sweep.values": {"train.seed": [1, 2]}}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.findings import Check, Finding, collect
 from flows import doctor
-from flows.doctor import Finding, collect, limited
 from runtimes.hosts import host
 from runtimes.hosts.host import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
@@ -181,10 +181,10 @@ def test_a_check_that_does_not_answer_ends() -> None:
         never.wait()
         yield Finding("ok", "x")
 
-    (found,) = collect([limited(mute_bucket, seconds=0.05)])
+    checks = [Check("mute bucket", mute_bucket), Check("python", doctor.python_version)]
+    (found,) = collect(checks, seconds=0.05)
     never.set()
     assert found == Finding("problem", "mute bucket did not answer within 0.05 s")
-    assert list(collect([limited(doctor.python_version)])) == []
 
 
 def test_a_check_that_fails_hides_no_other() -> None:
@@ -194,9 +194,9 @@ def test_a_check_that_fails_hides_no_other() -> None:
     found = list(
         collect(
             [
-                disk_of_mars,
-                doctor.python_version,
-                lambda: [Finding("ok", "x")],
+                Check("disk of mars", disk_of_mars),
+                Check("python", doctor.python_version),
+                Check("x", lambda: [Finding("ok", "x")]),
             ]
         )
     )

@@ -10,13 +10,15 @@ import pytest
 from hub_server import HubServer, Repository
 from loopback_server import refusing
 
+from configs.findings import Finding, collect
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from flows import doctor
-from flows.doctor import Finding, collect
+from flows.checks import checks_of
 from runtimes.contract import Probe
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
+from tasks import doors
+from tasks.doors import Doors
 from tasks.evaluate import inception
 
 Here = Callable[..., str]  # of conftest.py
@@ -25,10 +27,10 @@ WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 MODEL = {"model_index.json": b"{}", WEIGHTS: b"not fetched"}
 
 
-def check(recipe: Recipe, **probes: Probe) -> dict[str, list[str]]:
+def check(recipe: Recipe) -> dict[str, list[str]]:
     """Findings by level."""
     found: dict[str, list[str]] = {"ok": [], "note": [], "problem": []}
-    for finding in collect(doctor.recipe_checks(recipe, CPU | probes, [recipe.name])):
+    for finding in collect(checks_of(Doors(recipe, fetch=False))):
         found[finding.level].append(finding.words)
     return found
 
@@ -151,12 +153,14 @@ def test_a_bucket_is_a_store_and_a_model(url_of: Callable[[str], str]) -> None:
     assert fs.find(f"{root}/store") == []
 
 
-def test_a_runtime_that_is_not_here_is_a_problem() -> None:
-    recipe = load_recipe("digits", {"runtime": "xla"})
-    (said,) = check(recipe, xla=Probe(False, [], {}, "no device: use another"))["problem"]
-    assert said == "runtime xla: no device: use another"
+def test_a_runtime_that_is_not_here_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = load_recipe("digits", {"train.device": "cuda:1"})
-    assert "train.device cuda:1 is not here" in check(absent)["problem"][0]
+    assert "train.device: cuda:1 is not on this machine (cpu" in check(absent)["problem"][0]
+    nothing = Probe(False, [], {}, "no device: use another")
+    monkeypatch.setattr("runtimes.registry.check_installed", lambda name: None)
+    monkeypatch.setattr("runtimes.registry.probe_runtime", lambda name: nothing)
+    (said,) = check(load_recipe("digits", {"runtime": "xla"}))["problem"]
+    assert said == "runtime xla: no device: use another"
 
 
 def test_a_token_that_the_hub_refuses_is_a_problem_where_one_is_needed(
@@ -168,19 +172,24 @@ def test_a_token_that_the_hub_refuses_is_a_problem_where_one_is_needed(
     assert "the hub does not accept it" in check(push)["problem"][0]
     assert "the hub does not accept it" in check(load_recipe("digits"))["note"][-1]
     hub.writers.add("hf_wrong")
-    assert check(push)["problem"] == [] and "hub token: of tests" in check(push)["ok"][-1]
+    assert check(push)["problem"] == [] and "hub token: of tests" in check(push)["ok"]
+
+
+def memory(recipe: Recipe, *words: str) -> list[Finding]:
+    """The findings of the memory alone."""
+    models = Doors(recipe, fetch=False, words=words).models()
+    return list(collect(check for check in models if check.name == "memory"))
 
 
 @pytest.mark.parametrize(("gib", "level"), [(24, "problem"), (80, "ok")])
 def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
     gib: int, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
-    found: list[Finding] = list(doctor._memory(load_recipe("sdxl"), ["sdxl"]))
-    assert [finding.level for finding in found] == [level]
+    monkeypatch.setattr(doors, "usable_gpus", lambda: [NvidiaGpu("a GPU", gib * GIB)])
+    (found,) = memory(load_recipe("sdxl"))
+    assert found.level == level
     changed = load_recipe("sdxl", {"train.micro_batch_size": 1})
-    given = ["my.yaml", "-o", "train.micro_batch_size=1"]
-    (said,) = doctor._memory(changed, given)
+    (said,) = memory(changed, "my.yaml", "-o", "train.micro_batch_size=1")
     command = f"kiln plan my.yaml -o train.micro_batch_size=1 --gpu {gib}GB"
     assert said.words.endswith(command) and said.level == "note"
 
@@ -191,15 +200,16 @@ def test_a_recipe_that_does_not_fit_the_gpu_is_a_problem(
 def test_memory_is_not_asked_for_where_a_run_does_not_ask(
     elsewhere: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
-    assert list(doctor._memory(load_recipe("sdxl", elsewhere), ["sdxl"])) == []
+    monkeypatch.setattr(doors, "usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    assert memory(load_recipe("sdxl", elsewhere)) == []
 
 
 def test_devices_of_other_machines_are_not_asked_for() -> None:
     cuda = {"encode.device": "cuda", "train.device": "cuda", "evaluate.device": "cpu"}
     remote = {"place.train": "gpu", "encode.beam": {"runner": "FlinkRunner"}}
-    assert len(check(load_recipe("digits", cuda))["problem"]) == 2
-    assert check(load_recipe("digits", cuda | remote))["problem"] == []
+    assert len(check(load_recipe("digits", cuda))["problem"]) == 1
+    found = check(load_recipe("digits", cuda | remote))["problem"]
+    assert not [words for words in found if "cuda" in words]
 
 
 @pytest.mark.parametrize(

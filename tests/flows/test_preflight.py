@@ -15,7 +15,7 @@ from reused_runs import published_by, run_of_digits
 from artifacts.latent_shards import Latents, ShardRef
 from configs.errors import Refused
 from configs.load_recipe import load_recipe, load_trials
-from flows.checks import _check_position_embeddings, check_gate_rules, prepare
+from flows.checks import check_gate_rules, prepare
 from flows.sweep import prepared
 from runtimes.hosts.host import NvidiaGpu, host_memory
 from runtimes.pipeline_folder.folder import Base
@@ -23,6 +23,7 @@ from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.evaluate import inception
+from tasks.open_models import _check_position_embeddings
 from tasks.publish.register import register
 from tasks.publish.stage import registry_of
 
@@ -228,8 +229,7 @@ def test_sides_beyond_the_position_embeddings_are_refused(
     def check(largest: int, denoiser_config: str | None = None, **sides: int) -> None:
         recipe = load_recipe("digits", {f"evaluate.{name}": side for name, side in sides.items()})
         train = recipe.train.model_copy(update={"denoiser_config": denoiser_config})
-        recipe = recipe.model_copy(update={"train": train})
-        _check_position_embeddings(recipe, Base.open(tiny_sd3), largest, 8)
+        _check_position_embeddings(train, recipe.evaluate, Base.open(tiny_sd3), largest)
 
     check(96, height=96)
     refused: list[tuple[dict[str, Any], str]] = [
@@ -396,7 +396,7 @@ def test_training_that_cannot_fit_the_gpu_is_refused(
 ) -> None:
     """The largest GPU of the machine counts."""
     found = [NvidiaGpu("a GPU", size * 2**20) for size in (50, 100)]
-    monkeypatch.setattr("flows.checks.usable_gpus", lambda: found)
+    monkeypatch.setattr("tasks.doors.usable_gpus", lambda: found)
     with pytest.raises(Refused, match=r"digits needs 1\.0 GiB, this GPU has 0\.1 GiB for"):
         prepare(load_recipe("digits", small))
     assert planned
@@ -408,8 +408,8 @@ def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts: list[int | None] = []
-    monkeypatch.setattr("flows.checks.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
-    monkeypatch.setattr("flows.checks.check_fits", lambda *given: hosts.append(given[-1]))
+    monkeypatch.setattr("tasks.doors.usable_gpus", lambda: [NvidiaGpu("a GPU", GIB)])
+    monkeypatch.setattr("tasks.doors.check_fits", lambda *given: hosts.append(given[-1]))
     recipe = load_recipe("digits", small)
     prepare(recipe)
     prepare(recipe, until="train")
@@ -419,6 +419,6 @@ def test_an_evaluation_elsewhere_needs_no_memory_of_this_host(
 def test_a_model_that_is_small_beside_the_gpu_is_not_planned(
     small: dict[str, Any], planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.checks.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
+    monkeypatch.setattr("tasks.doors.usable_gpus", lambda: [NvidiaGpu("a GPU", 24 * GIB)])
     prepare(load_recipe("digits", small))
     assert planned == []

@@ -25,12 +25,12 @@ from configs.load_recipe import load_recipe
 from configs.settings.data import UrlSource
 from configs.settings.recipe import PLACED_STAGES, STAGES, Recipe
 from flows import cli, finetune, send_stage, work_pools
-from flows.checks import _stages_here
+from flows.checks import checks_of
 from flows.prefect_run import patiently
 from flows.retrain import continue_from_champion
 from flows.run import Run, Sent
-from flows.runner import _sends_a_stage
 from tasks.beam.workers import received_recipe
+from tasks.doors import Doors
 from tasks.download import SourceError, shard_plan
 from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, read_spans
 from tasks.evaluate.inputs import MeasuringModels
@@ -322,7 +322,11 @@ def test_a_run_that_was_deleted_ends_the_stage(run: Run, monkeypatch: pytest.Mon
 
 def test_pools_of_stages_after_the_last_need_no_lasting_server() -> None:
     recipe = load_recipe("digits", {"place.train": "gpu"})
-    assert not _sends_a_stage(recipe, "encode") and _sends_a_stage(recipe, "train")
+    asked = {
+        until: [check.name for check in checks_of(Doors(recipe, STAGES[: 1 + STAGES.index(until)]))]
+        for until in ("encode", "train")
+    }
+    assert "server" not in asked["encode"] and "server" in asked["train"]
 
 
 def test_only_the_download_is_told_to_retry_failed_rows(run: Run) -> None:
@@ -413,9 +417,8 @@ def test_a_stage_begins_once_the_server_is_back(
 def test_devices_of_sent_stages_are_not_checked_here(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.checks.check_deployments", lambda *_: None)
     stages = ("download", "encode", "train", "evaluate", "publish")
-    assert _stages_here(run.recipe, stages) == ["encode", "evaluate", "publish"]
+    assert Doors(run.recipe, stages).here == ["encode", "evaluate", "publish"]
 
 
 @pytest.mark.parametrize(
