@@ -204,8 +204,9 @@ def _ours(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> N
     }
     recipe = list_recipe(out, path=str(listed), download=settings)
     plan = download.plan(recipe)
-    draft = Store(recipe.store).draft(download.key_parts(recipe, plan))
-    draft.commit(download.build(recipe, plan, draft, lambda *_: None), {})
+    stage = download.DownloadStage(recipe, plan)
+    draft = Store(recipe.store).draft(stage.parts)
+    draft.commit(stage.build(draft, lambda *_: None), {})
 
 
 def _img2dataset(workload: Workload, listed: Path, out: Path, job: dict[str, Any]) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from artifacts.latent_shards import open_latents
-from artifacts.store import Artifact, Draft, KeyParts, Store
+from artifacts.store import Artifact, Store
 from bench import report
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
@@ -24,7 +25,6 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 
 NEVER = 10**9
-Build = Callable[[Draft], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -107,37 +107,24 @@ class Stages:
     def latents(self) -> Artifact:
         """The latents of the recipe's pictures."""
         from tasks import download
-        from tasks.encode import stage as encode
+        from tasks.encode.stage import EncodeStage
 
         plan = download.plan(self._recipe)
-        images = self._stage(
-            download.key_parts(self._recipe, plan),
-            lambda draft: download.build(self._recipe, plan, draft, no_progress),
-        )
-        return self._stage(
-            encode.key_parts(self._recipe, images, self._base),
-            lambda draft: encode.build(self._recipe, images, self._base, draft, no_progress),
-        )
+        images = self._artifact(download.DownloadStage(self._recipe, plan))
+        return self._artifact(EncodeStage(self._recipe, images, self._base))
 
     def trained(self) -> Artifact:
         """The trained weights of the recipe."""
-        from tasks import train
+        from tasks.train import TrainStage
 
-        latents = self.latents()
-        return self._stage(
-            train.key_parts(self._recipe, latents, self._base, Path(self._recipe.evaluate.clip)),
-            lambda draft: train.build(
-                *(self._recipe, latents, self._base, None),
-                draft,
-                cast(Any, no_progress),
-            ),
-        )
+        return self._artifact(TrainStage(self._recipe, self.latents(), self._base, None))
 
-    def _stage(self, parts: KeyParts, build: Build) -> Artifact:
+    def _artifact(self, stage: Any) -> Artifact:
         from tasks.stage import build_or_reuse
 
-        result = build_or_reuse(self._store, parts, build, parents={})
-        self.seconds[parts.stage] = result.seconds
+        build = partial(stage.build, progress=no_progress)
+        result = build_or_reuse(self._store, stage.parts, build, parents={})
+        self.seconds[stage.name] = result.seconds
         return result.load(self._store)
 
 

@@ -129,25 +129,26 @@ def _download(folder: Path, _: int) -> dict[str, Any]:
     recipe = _row_recipe(folder)
     plan = download.plan(recipe)
     planned = report.peak_mib()
-    parts = download.key_parts(recipe, plan)
-    draft = Store(recipe.store).draft(parts)
-    summary = download.build(recipe, plan, draft, lambda *_: None)
+    stage = download.DownloadStage(recipe, plan)
+    draft = Store(recipe.store).draft(stage.parts)
+    summary = stage.build(draft, lambda *_: None)
     draft.commit(summary, {})
-    (folder / "images").write_text(parts.key)
+    (folder / "images").write_text(stage.parts.key)
     return {"plan_peak_mib": planned, "pictures": summary["images"]}
 
 
 def _encode(folder: Path, _: int) -> None:
     from runtimes.pipeline_folder.folder import Base
-    from tasks.encode import stage as encode
+    from tasks.encode.stage import EncodeStage
 
     recipe = _row_recipe(folder)
     store = Store(recipe.store)
     images = store.find("download", (folder / "images").read_text())
     assert images is not None
     base = Base.open(BASE)
-    draft = store.draft(encode.key_parts(recipe, images, base))
-    draft.commit(encode.build(recipe, images, base, draft, lambda *_: None), {})
+    stage = EncodeStage(recipe, images, base)
+    draft = store.draft(stage.parts)
+    draft.commit(stage.build(draft, lambda *_: None), {})
 
 
 def shard_figures(folder: Path, shards: int, measured: Measured, _: str) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def checks_of(doors: Doors) -> Iterator[Check]:
         yield Check("server", _lasting_server)
     yield from doors.places()
     if is_sent:
-        sent = partial(check_deployments, doors.recipe, doors.built)
+        sent = partial(check_deployments, doors.recipe.place, doors.built)
         yield Check("deployments", sent, remote=True)
     yield from doors.machine()
     yield from doors.models()

@@ -493,7 +493,7 @@ def place(
     import_prefect()
     from flows.work_pools import deploy_stages
 
-    deploy_stages(loaded, folder, accelerators)
+    deploy_stages(loaded.place, folder, accelerators)
 
 
 @app.command()

@@ -34,7 +34,6 @@ from configs.settings.recipe import (
     RuntimeName,
 )
 from flows.checks import checks_of
-from flows.run import free_bytes
 from flows.runner import check_home, check_server, configured_server
 from runtimes.contract import Probe
 from runtimes.hosts import detect_gaudi
@@ -55,6 +54,7 @@ from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
 from tasks.doors import Doors, devices_here, stages_without_pool
+from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, shipped_plans
 from tasks.progress import gib
 from tasks.stage import package_versions

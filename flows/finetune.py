@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
-from uuid import uuid4
 
 from prefect import flow, runtime, task
 from prefect.client.schemas.objects import State
@@ -24,9 +23,7 @@ from flows.prefect_run import (
     NO_OVERRIDES,
     Overrides,
     RecipeName,
-    compared_metrics,
     emit_published,
-    ended,
     prepare_process,
     rejected,
     revealed,
@@ -36,23 +33,20 @@ from flows.prefect_run import (
 )
 from flows.run import Run
 from flows.send_stage import run_task
-from tasks import download as download_stage
-from tasks import train as train_stage
-from tasks.beam.workers import REPORTS
-from tasks.encode import stage as encode_stage
-from tasks.evaluate import stage as evaluate_stage
-from tasks.evaluate.inputs import EvalInputs
+from tasks.download import DownloadStage
+from tasks.encode.stage import EncodeStage
+from tasks.evaluate.stage import EvaluateStage, compared_metrics
 from tasks.progress import artifact_key, show_in_prefect
-from tasks.publish import rejection as rejection_artifact
-from tasks.publish import stage as publish_stage
 from tasks.publish.register import register, show_version
-from tasks.retrain.champion import check_rivals_held_out
-from tasks.stage import StageResult, build_or_reuse, failing, storing, versions
+from tasks.publish.rejection import VerdictStage
+from tasks.publish.stage import PublishStage, Rejected, lineage_of, read_metrics
+from tasks.stage import StageResult, failing, storing
+from tasks.train import TrainStage, check_epochs
 
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
-    module.STAGE: module.show
-    for module in (download_stage, encode_stage, train_stage, evaluate_stage, publish_stage)
+    stage.name: stage.show
+    for stage in (DownloadStage, EncodeStage, TrainStage, EvaluateStage, PublishStage)
 }
 
 #: Reports of the flows that this process has ended: Prefect's server may be away then.
@@ -64,49 +58,16 @@ reports: list[dict[str, Any]] = []
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
     plan = run.plan()
-    again = run.retry_run is not None
-    retry = download_stage.choose_retry(run.recipe, plan, run.store, retry_failed=again)
-    parts = download_stage.key_parts(run.recipe, plan, retry)
-    progress = run.begin(parts)
-    build = partial(
-        download_stage.build, run.recipe, plan, progress=progress, retry_run=run.retry_run
-    )
-    parents = {"plan": plan.artifact}
-    result = build_or_reuse(
-        run.store, parts, build, parents=parents, send=run.send(parts, progress, [plan.artifact])
-    )
-    summary = result.load(run.store).summary
-    download_stage.check_data(summary, run.recipe.download)
-    has_captions = getattr(run.recipe.source, "caption_column", "caption") is not None
-    download_stage.warn_of_captions(summary, expected=has_captions)
-    return ended(run.store, run.model_name, result, download_stage.show)
+    stage = DownloadStage.of(run.recipe, plan, run.store, run.retry_run)
+    return run.ended(run.build(stage, [plan.artifact]), stage.show)
 
 
 @task(**stage_task("encode"))
 @redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
-    pictures = images.load(run.store)
-    inputs = (run.recipe, pictures, run.base)
-    parts = encode_stage.key_parts(*inputs)
-    progress = run.begin(parts)
-    build = partial(encode_stage.build, *inputs, progress=progress)
-    reports = f"{run.store.root}/{parts.stage}/{parts.key}/{REPORTS}-{uuid4().hex}"
-    share = partial(encode_stage.encode_missing, *inputs, run.store, reports, progress)
-    parents = {"images": pictures}
-    result = build_or_reuse(
-        *(run.store, parts, build),
-        parents=parents,
-        help_builder=share,
-        versions=partial(versions, run.recipe.runtime),
-        send=run.send(parts, progress, [images]),
-    )
-    summary = result.load(run.store).summary
-    settings = run.recipe.encode
-    encode_stage.check(summary, settings.max_bad)
-    encode_stage.warn_of_few_held_out(summary, settings.holdout)
-    encode_stage.tell_cut_captions(summary)
-    return ended(run.store, run.model_name, result, encode_stage.show)
+    stage = EncodeStage(run.recipe, images.load(run.store), run.base)
+    return run.ended(run.build(stage, [images]), stage.show)
 
 
 @task(**stage_task("train"))
@@ -114,24 +75,13 @@ def encode(run: Run, images: StageResult) -> StageResult:
 def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
     encoded = latents.load(run.store)
+    stage = TrainStage(run.recipe, encoded, run.base, run.measuring.clip)
     with failing("train"):
         opened = open_latents(encoded.uri)
         check_gate_rules(run.recipe, opened)
-        train_stage.check_epochs(run.recipe.train, opened.training)
-    clip = run.measuring.clip
-    parts = train_stage.key_parts(run.recipe, encoded, run.base, clip)
-    is_judged = publish_stage.STAGE in run.stages and run.force is None and run.champion is None
-    if is_judged and run.store.find(train_stage.STAGE, parts.key) is None:
-        with failing("train"):  # weights in the store may have been published before
-            check_rivals_held_out(run.recipe, run.store, encoded)
-    progress = run.begin(parts)
-    inputs = (run.recipe, encoded, run.base, clip)
-    build = partial(train_stage.build, *inputs, progress=progress)
-    parents = {"latents": encoded}
-    result = build_or_reuse(
-        run.store, parts, build, parents=parents, send=run.send(parts, progress, [latents])
-    )
-    return ended(run.store, run.model_name, result, train_stage.show)
+        check_epochs(run.recipe.train, opened.training)
+        run.check_rivals(stage)
+    return run.ended(run.build(stage, [latents]), stage.show)
 
 
 @task(**stage_task("evaluate"))
@@ -144,36 +94,24 @@ def evaluate(
     The champion is measured too, where a rule of the gate names it and it was measured otherwise.
     """
     before = (images, latents, trained)
-    pictures, encoded, tuned = (one.load(run.store) for one in before)
-    given = run.eval_inputs(pictures, encoded)
-    parts = evaluate_stage.key_parts(given, tuned)
-    progress = run.begin(parts)
-    build = partial(evaluate_stage.build, given, tuned, progress=progress)
-    parents = {"images": given.images, "latents": given.latents, "model": tuned}
-    result = build_or_reuse(
-        run.store, parts, build, parents=parents, send=run.send(parts, progress, before)
-    )
-    measured = result.load(run.store)
-    _measure_champion(run, given, tuned, measured, before)
-    facts = compared_metrics(measured.summary)
-    return ended(run.store, run.model_name, replace(result, facts=facts), evaluate_stage.show)
+    pictures, encoded, tuned = (result.load(run.store) for result in before)
+    stage = EvaluateStage(run.eval_inputs(pictures, encoded), tuned)
+    result = run.build(stage, before)
+    _measure_champion(run, stage, result.load(run.store), before)
+    return run.ended(result, stage.show)
 
 
 def _measure_champion(
-    run: Run,
-    given: EvalInputs,
-    tuned: Artifact,
-    measured: Artifact,
-    before: Sequence[StageResult],
+    run: Run, stage: EvaluateStage, measured: Artifact, before: Sequence[StageResult]
 ) -> None:
     """Measure the champion, if the gate will ask. Raises Away if it changes meanwhile."""
-    champion = run.champion_to_measure(tuned, measured)
+    champion = run.champion_to_measure(stage.trained, measured)
     if champion is None:
         return
     try:
-        run.champion_metrics(given, measured, before)(champion.uri)
+        run.champion_metrics(stage.data, measured, before)(champion.uri)
     except Failed as error:  # of a worker that has found another champion
-        if run.champion_to_measure(tuned, measured) == champion:
+        if run.champion_to_measure(stage.trained, measured) == champion:
             raise
         raise Away(f"another model became the champion meanwhile: {error}") from error
 
@@ -188,36 +126,24 @@ def publish(
     evaluated: StageResult,
 ) -> StageResult:
     """Publish the model if it passes the gate; a new version becomes the champion."""
-    run.check_start_is_champion(trained.digest)
+    run.check_start(trained.digest)
     before = (images, latents, trained, evaluated)
-    pictures, encoded, tuned, measured = (one.load(run.store) for one in before)
-    parts = publish_stage.key_parts(run.recipe, tuned, measured, run.base, run.force)
-    given = run.eval_inputs(pictures, encoded)
-    lineage = publish_stage.lineage_of(pictures, encoded, tuned, measured)
-    publication = publish_stage.Publication(
-        run.recipe, tuned, measured, lineage, run.base, run.force
-    )
-    metrics = run.champion_metrics(given, measured, before[:3])
-    build = partial(publish_stage.build, publication, metrics, progress=run.begin(parts))
-    parents = {"model": tuned, "evaluation": measured}
+    pictures, encoded, tuned, measured = (result.load(run.store) for result in before)
+    metrics = run.champion_metrics(run.eval_inputs(pictures, encoded), measured, before[:3])
+    lineage = lineage_of(pictures, encoded, tuned, measured)
+    stage = PublishStage(run.recipe, run.base, tuned, measured, run.force, lineage, metrics)
     try:
-        result = build_or_reuse(run.store, parts, build, parents=parents)
-    except publish_stage.Rejected as rejection:
-        parts = rejection_artifact.key_parts(parts, rejection)
-        run.begin(parts)
-        build = partial(rejection_artifact.build, rejection)
-        result = build_or_reuse(run.store, parts, build, parents=parents)
-        return rejected(run.model_name, result, rejection)
-    with failing(publish_stage.STAGE), storing(run.store):
-        compared = compared_metrics(publish_stage.read_metrics(result.load(run.store)))
-    start = None if run.champion is None else run.champion.version
-    registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, start)
+        result = run.build(stage)
+    except Rejected as rejection:
+        return rejected(run.model_name, run.build(VerdictStage(stage, rejection)), rejection)
+    with failing(stage.name), storing(run.store):
+        compared = compared_metrics(read_metrics(result.load(run.store)))
+    registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, run.start)
     if registered.pop("promoted"):  # not again for a model that is reused
         emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
     version = partial(show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
-    result = replace(result, facts=registered | compared)
-    return ended(run.store, run.model_name, result, publish_stage.show)
+    return run.ended(replace(result, facts=registered | compared), stage.show)
 
 
 @flow(name="finetune", flow_run_name=run_name("finetune {recipe}"))
@@ -252,13 +178,13 @@ def finetune(
 
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
-    recipe = run.recipe
+    place = run.recipe.place
     given = without_edges(run)
-    yield (images := run_task(download, recipe, given))
-    yield (latents := run_task(encode, recipe, given, images))
-    yield (trained := run_task(train, recipe, given, latents))
-    yield (evaluated := run_task(evaluate, recipe, given, images, latents, trained))
-    yield run_task(publish, recipe, given, images, latents, trained, evaluated)
+    yield (images := run_task(download, place, given))
+    yield (latents := run_task(encode, place, given, images))
+    yield (trained := run_task(train, place, given, latents))
+    yield (evaluated := run_task(evaluate, place, given, images, latents, trained))
+    yield run_task(publish, place, given, images, latents, trained, evaluated)
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:
@@ -277,7 +203,7 @@ def report_of(results: Sequence[StageResult]) -> dict[str, Any]:
     """The report of a run, from the result of each stage, in order."""
     last = results[-1]
     status = "built"
-    if last.stage == publish_stage.STAGE:
+    if last.stage == PublishStage.name:
         status = "rejected" if last.outcome == "rejected" else "published"
     shown = ("key", "uri", "outcome", "seconds")
     stages = {

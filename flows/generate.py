@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -17,27 +17,42 @@ from artifacts.store import Store
 from configs.errors import Refused
 from configs.secrets import redacted_errors
 from configs.settings.generate import Generate, read_settings
-from flows.prefect_run import begin, ended, prepare_process, revealed, run_name, stage_task
+from flows.prefect_run import Builder, prepare_process, revealed, run_name, stage_task
 from tasks import generate as stage
-from tasks.stage import StageResult, build_or_reuse
+from tasks.stage import StageResult
 
 log = logging.getLogger("kiln")
+
+
+@dataclass(frozen=True)
+class GenerateRun(Builder):
+    """A run of the flow `generate`."""
+
+    store: Store
+    id: str
+    stage: stage.GenerateStage
+
+    @property
+    def model_name(self) -> str:
+        """The model, as a user names it."""
+        return self.stage.options.model
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Settings and model, for `kiln ls`."""
+        return {"settings": self.stage.parts.settings, "model": self.model_name}
 
 
 @task(**stage_task("generate"))
 @redacted_errors()
 def draw(settings: Generate, run_id: str) -> StageResult:
     """Sample the pictures of all prompts."""
-    found = stage.find_model(settings)
-    settings = stage.with_sampler(settings, found)
-    stage.check(settings, found)
-    store = Store(settings.store)
-    parts = stage.key_parts(settings, found)
-    facts = {"settings": parts.settings, "model": settings.model}
-    progress = begin(store, run_id, parts, settings.model, facts)
-    build = partial(stage.build, settings, found, progress=progress)
-    result = build_or_reuse(store, parts, build, parents={})
-    return ended(store, settings.model, result, stage.show)
+    model = stage.find_model(settings)
+    settings = stage.with_sampler(settings, model)
+    stage.check(settings, model)
+    drawing = stage.GenerateStage(settings, model)
+    run = GenerateRun(Store(settings.store), run_id, drawing)
+    return run.ended(run.build(drawing), drawing.show)
 
 
 @task(task_run_name="copy", cache_policy=NO_CACHE)

@@ -9,8 +9,8 @@ Automations react to the events of a model: published, or rejected by the gate. 
 as a form in the UI, and checked in the run. An error in pydantic's own check would reach people as
 a traceback with Prefect's words, and Prefect would log all parameters beside it.
 
-A stage's task has retries, a time limit and a limit of concurrency. Its begin is recorded for
-`kiln gc`, and its final state is shown in Prefect's UI.
+A stage's task has retries, a time limit and a limit of concurrency. A `Builder` builds all stages
+in the same way: the begin is recorded for `kiln gc`, the end is shown in Prefect's UI.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from prefect import runtime
@@ -51,11 +53,12 @@ from configs.errors import Refused, UserError
 from configs.load_recipe import recipe_names
 from configs.secrets import hide_secrets, one_line, redact_logs, without_secrets
 from configs.settings.recipe import STAGES
+from tasks.evaluate.stage import compared_metrics
 from tasks.panels import Links, Panel
 from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
 from tasks.publish.stage import STAGE, Rejected, show_verdicts
 from tasks.run_job import stopping
-from tasks.stage import REPORT, StageResult, storing
+from tasks.stage import REPORT, Stage, StageResult, build_or_reuse, storing
 
 log = logging.getLogger("kiln")
 
@@ -382,40 +385,83 @@ def without_edges(run: Any) -> Any:
 REUSED = "Reused"
 
 
-def begin(
-    store: Store, run_id: str, parts: KeyParts, model: str, facts: dict[str, Any]
-) -> Progress:
-    """Record, before a stage is built, that a run needs it: `kiln gc` keeps what runs need.
+class Builder(ABC):
+    """What builds the stages of a flow run, each in the same way."""
 
-    Args:
-        facts: other facts of the run, for its record.
+    store: Store
+    id: str  # of the flow run
 
-    Returns the progress of building the stage.
-    """
-    with storing(store):
-        record_run(store, run_id, {**facts, "stages": {parts.stage: [parts.key]}})
-    return Progress(parts.stage, model)
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """Name of the model, which separates recipes in Prefect."""
 
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the record of the run has beside its stages."""
 
-def ended(
-    store: Store, model: str, result: StageResult, show: Callable[[Artifact], list[Panel]]
-) -> Any:
-    """Show a stage's artifact in the UI, and return the final state of its task.
+    def begin(self, parts: KeyParts) -> Progress:
+        """Record, before a stage is built, that the run needs it: `kiln gc` keeps what runs need.
 
-    Prefect passes the result to a task that receives the state, and draws an edge.
+        Returns the progress of building the stage.
+        """
+        with storing(self.store):
+            record_run(self.store, self.id, {**self.facts, "stages": {parts.stage: [parts.key]}})
+        return Progress(parts.stage, self.model_name)
 
-    Args:
-        model: name of the model in training, which separates recipes in the UI.
-        show: returns the panels of the stage's artifact.
-    """
-    heading = f"{result.stage}: {result.outcome}"
+    def send(
+        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
+    ) -> Callable[[], str] | None:
+        """A call that lets a run elsewhere build a stage; None: it is built here.
 
-    def panels() -> list[Panel]:  # loads the artifact where an error is only logged
-        return [*show(result.load(store)), *_earlier_stages(model, result.stage)]
+        Args:
+            before: what the stage is built from: results of the stages before, or the plan.
+        """
+        return None
 
-    show_in_prefect(artifact_key(model, result.stage), heading, panels)
-    log.info("%s: %s in %.1f s (%s)", result.stage, result.outcome, result.seconds, result.key[:12])
-    return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
+    def build(
+        self, stage: Stage, before: Sequence[StageResult | Artifact] | None = None
+    ) -> StageResult:
+        """Build a stage's artifact, here or elsewhere, or reuse it, and check it.
+
+        Args:
+            before: as of `send`; None: it is built here.
+
+        Raises:
+            Failed, Failed: as `build_or_reuse` and the stage's `check`.
+        """
+        parts = stage.parts
+        progress = self.begin(parts)
+        result = build_or_reuse(
+            *(self.store, parts, partial(stage.build, progress=progress)),
+            parents=stage.parents,
+            help_builder=stage.helper(self.store, progress),
+            versions=stage.versions,
+            send=None if before is None else self.send(parts, progress, before),
+        )
+        summary = result.load(self.store).summary
+        stage.check(summary)
+        return replace(result, facts=stage.facts(summary))
+
+    def ended(self, result: StageResult, show: Callable[[Artifact], list[Panel]]) -> Any:
+        """Show a stage's artifact in the UI, and return the final state of its task.
+
+        Prefect passes the result to a task that receives the state, and draws an edge.
+
+        Args:
+            show: returns the panels of the stage's artifact.
+        """
+        heading = f"{result.stage}: {result.outcome}"
+        model = self.model_name
+
+        def panels() -> list[Panel]:  # loads the artifact where an error is only logged
+            return [*show(result.load(self.store)), *_earlier_stages(model, result.stage)]
+
+        show_in_prefect(artifact_key(model, result.stage), heading, panels)
+        text = "%s: %s in %.1f s (%s)"
+        log.info(text, result.stage, result.outcome, result.seconds, result.key[:12])
+        return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
 
 
 def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:
@@ -437,11 +483,6 @@ def rejected(model: str, verdict: StageResult, rejection: Rejected) -> Any:
     facts |= compared_metrics(rejection.measured)
     result = replace(verdict, stage=STAGE, outcome="rejected", facts=facts)
     return Completed(name="Rejected", message=str(rejection), data=result)
-
-
-def compared_metrics(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run reports of metrics.json: the metrics of all models, and their differences."""
-    return {name: measured[name] for name in ("metrics", "differences") if name in measured}
 
 
 def _earlier_stages(model: str, stage: str) -> list[Links]:

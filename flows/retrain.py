@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,38 +13,37 @@ from prefect import flow, runtime, task
 from prefect.states import Completed
 
 from artifacts.errors import retrying
-from artifacts.gc import CONTINUED, record_registry
+from artifacts.gc import record_registry
 from artifacts.latent_shards import open_latents
 from artifacts.lock import hold, owner_in_words
 from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
-from configs.settings.recipe import Recipe
 from flows.checks import check_gate_rules, prepare
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
 from flows.prefect_run import (
     NO_OVERRIDES,
     Overrides,
     RecipeName,
-    ended,
     prepare_process,
     revealed,
     run_name,
     stage_task,
     without_edges,
 )
-from flows.run import Run
+from flows.run import Retraining, Run
 from flows.send_stage import run_task
 from tasks import download as download_stage
-from tasks import train as train_stage
 from tasks.progress import artifact_key, show_in_prefect
-from tasks.publish import rejection as rejection_artifact
+from tasks.publish.registry import Registry
+from tasks.publish.rejection import VerdictStage
 from tasks.publish.stage import registry_of
-from tasks.retrain import continue_training, decision, selection
 from tasks.retrain.champion import Champion, check_held_out, find_champion
 from tasks.retrain.changes import Changes, plan_changes
-from tasks.retrain.decision import show_retraining, verdict_of
-from tasks.stage import StageResult, build_or_reuse, failing
+from tasks.retrain.continue_training import ContinuedTraining, check_start, recipe_of
+from tasks.retrain.decision import DecisionStage, show_retraining, verdict_of
+from tasks.retrain.selection import SelectionStage, new_samples
+from tasks.stage import StageResult, failing
 
 log = logging.getLogger("kiln")
 LOCK = "retrain-lock.json"  # in the model's folder of the registry
@@ -63,16 +62,17 @@ class Compared(NamedTuple):
 def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
     with failing("retrain"):
-        champion = find_champion(run.recipe, run.store)
+        registry = registry_of(run.recipe)
+        champion = find_champion(registry, run.store)
         if champion is not None:  # its registry may have moved since the publication
-            record_registry(run.store, registry_of(run.recipe).store)
+            record_registry(run.store, registry.store)
         plan = download_stage.plan(run.recipe, run.begin)
-        _, changes = plan_changes(run.recipe, run.store, champion, plan)
-        models = run.model_digests()
+        _, changes = plan_changes(run.recipe.download, run.store, champion, plan)
+        decision = DecisionStage(run.recipe, changes, champion, run.model_digests())
         if champion is None or changes.new_rows >= run.recipe.retrain.min_new_rows:
             # Before it is looked for: `kiln gc` keeps what recent runs need.
-            run.begin(decision.key_parts(run.recipe, changes, champion, models))
-        why = decision.why_unchanged(run.recipe, run.store, changes, champion, models)
+            run.begin(decision.parts)
+        why = decision.why_unchanged(run.store)
         if why is not None:
             log.info("retrain: unchanged: %s", why)
         elif champion is not None:
@@ -80,57 +80,40 @@ def compare(run: Run) -> Compared:
             check_held_out(run.recipe, run.store, champion, continues=continues)
             if continues:
                 start = champion.load(run.store, "train", champion.trained)
-                continue_training.check_start(run.recipe, run.base, start)
+                check_start(run.recipe, run.base, start)
     return Compared(champion, changes, why)
 
 
 @task(**stage_task("train"))
 @redacted_errors()
-def continue_from_champion(run: Run, latents: StageResult) -> StageResult:
+def continue_from_champion(run: Retraining, latents: StageResult) -> StageResult:
     """Train from the champion's weights, on the new samples and a replay of the old ones."""
     champion = run.champion
-    store = run.store
-    assert champion is not None
-    encoded = latents.load(store)
-    old = champion.load(store, "encode", champion.latents)
+    encoded = latents.load(run.store)
+    old = champion.load(run.store, "encode", champion.latents)
     with failing("train"):
         check_gate_rules(run.recipe, open_latents(run.eval_inputs(encoded, encoded).latents.uri))
-        parts = selection.key_parts(run.recipe, encoded, old, champion.digest)
-        run.begin(parts)
-        build = partial(selection.build, run.recipe, encoded, old, champion.digest)
-        selected = build_or_reuse(store, parts, build, parents={"latents": encoded}).load(store)
-        recipe = continue_training.recipe_of(run.recipe, selected)
-        start = champion.load(store, "train", champion.trained)
-        clip = run.measuring.clip
-        parts = train_stage.key_parts(recipe, selected, run.base, clip, start, encoded)
-    progress = run.begin(parts)
-    build = partial(
-        continue_training.build,
-        *(recipe, selected, run.base, clip, start, encoded),
-        progress=progress,
-    )
-    parents = {"latents": selected, CONTINUED: start}
-    send = run.send(parts, progress, [latents])
-    result = build_or_reuse(store, parts, build, parents=parents, send=send)
-    facts = {name: selected.summary[name] for name in ("new", "replayed")}
-    result = replace(result, facts={"samples": {**facts, "steps": recipe.train.steps}})
-    return ended(store, run.model_name, result, train_stage.show)
+        selection = SelectionStage(run.recipe, encoded, old, champion.digest)
+        selected = run.build(selection).load(run.store)
+        recipe = recipe_of(run.recipe, selected)
+        start = champion.load(run.store, "train", champion.trained)
+    clip = run.measuring.clip
+    stage = ContinuedTraining(recipe, selected, run.base, clip, start, encoded)
+    return run.ended(run.build(stage, [latents]), stage.show)
 
 
 @task(**stage_task("conclude"))
 @redacted_errors()
-def conclude(run: Run, changes: Changes, report: dict[str, Any]) -> None:
+def conclude(run: Run, champion: Champion | None, changes: Changes, report: dict[str, Any]) -> None:
     """Record the decision, with the evaluation and the verdict as its parents."""
-    parts = decision.key_parts(run.recipe, changes, run.champion, run.model_digests())
-    run.begin(parts)
-    build = partial(decision.build, changes, report)
-    parents: dict[str, Artifact] = {}
+    evidence: dict[str, Artifact | None] = {}
     if "evaluate" in report["stages"]:
         evaluated = run.store.load("evaluate", report["stages"]["evaluate"]["key"])
-        parents = {} if evaluated is None else {"evaluation": evaluated}
-    judged = verdict_of(run.store, report)
-    parents |= {} if judged is None else {rejection_artifact.STAGE: judged}
-    build_or_reuse(run.store, parts, build, parents=parents)
+        evidence["evaluation"] = evaluated
+    evidence[VerdictStage.name] = verdict_of(run.store, report)
+    there = {name: artifact for name, artifact in evidence.items() if artifact is not None}
+    models = run.model_digests()
+    run.build(DecisionStage(run.recipe, changes, champion, models, report, there))
 
 
 @flow(name="retrain", flow_run_name=run_name("retrain {recipe}"))
@@ -150,52 +133,52 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     with redacted_errors():
         checked = load_recipe(recipe, revealed(overrides))
         run = prepare(checked, run_id=run_id)
-        with one_at_a_time(run.recipe):
+        with one_at_a_time(registry_of(run.recipe)):
             return _retrain(run)
 
 
 def _retrain(run: Run) -> Any:
-    champion, changes, unchanged = run_task(compare, run.recipe, run)
-    run = replace(run, champion=champion)
+    champion, changes, unchanged = run_task(compare, run.recipe.place, run)
+    run = run.from_champion(champion)
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
-        return _unchanged(run, changes, unchanged, facts)
+        return _unchanged(run, champion, changes, unchanged, facts)
     given = without_edges(run)
-    images = run_task(download, run.recipe, given)
-    latents = run_task(encode, run.recipe, given, images)
+    images = run_task(download, run.recipe.place, given)
+    latents = run_task(encode, run.recipe.place, given, images)
     if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
-        return _unchanged(run, changes, why, facts)
-    training = training_task(run.recipe, champion)
-    trained = run_task(training, run.recipe, given, latents)
-    evaluated = run_task(evaluate, run.recipe, given, images, latents, trained)
-    published = run_task(publish, run.recipe, given, images, latents, trained, evaluated)
+        return _unchanged(run, champion, changes, why, facts)
+    trained = run_task(training_task(run), run.recipe.place, given, latents)
+    evaluated = run_task(evaluate, run.recipe.place, given, images, latents, trained)
+    published = run_task(publish, run.recipe.place, given, images, latents, trained, evaluated)
     states: list[Any] = [images, latents, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
     try:
-        run_task(conclude, run.recipe, run, changes, report)
+        run_task(conclude, run.recipe.place, run, champion, changes, report)
     except Exception as error:  # the model is published, or measured and rejected: that stands
         again = "the decision is not recorded: an equal retraining may run again"
         log.warning("retrain: %s: %s", again, one_line(error))
-    _show(run, changes, report)
+    _show(run, champion, changes, report)
     return final_state(report, states[-1])
 
 
-def training_task(recipe: Recipe, champion: object | None) -> Any:
+def training_task(run: Run) -> Any:
     """The Prefect task that continues the champion's training, or trains from the base."""
-    continues = champion is not None and recipe.retrain.start == "champion"
-    return continue_from_champion if continues else train
+    return continue_from_champion if run.continues else train
 
 
 def _has_new_samples(run: Run, champion: Champion, latents: StageResult) -> bool:
     def count() -> int:
         old = champion.load(run.store, "encode", champion.latents)
-        return selection.new_samples(latents.load(run.store), old)
+        return new_samples(latents.load(run.store), old)
 
     return retrying(count) > 0
 
 
-def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> Any:
+def _unchanged(
+    run: Run, champion: Champion | None, changes: Changes, why: str, facts: dict[str, Any]
+) -> Any:
     report = {
         "status": "unchanged",
         "why": why,
@@ -204,20 +187,19 @@ def _unchanged(run: Run, changes: Changes, why: str, facts: dict[str, Any]) -> A
         "metrics": {},
         **facts,
     }
-    _show(run, changes, report)
+    _show(run, champion, changes, report)
     return Completed(name="Unchanged", message=why, data=report)
 
 
-def _show(run: Run, changes: Changes, report: dict[str, Any]) -> None:
-    panels = partial(show_retraining, run.recipe, run.store, run.champion, changes, report)
-    key = artifact_key(run.model_name, decision.STAGE)
+def _show(run: Run, champion: Champion | None, changes: Changes, report: dict[str, Any]) -> None:
+    panels = partial(show_retraining, run.model_name, run.store, champion, changes, report)
+    key = artifact_key(run.model_name, DecisionStage.name)
     show_in_prefect(key, f"{run.model_name}: {report['status']}", panels)
 
 
 @contextmanager
-def one_at_a_time(recipe: Recipe) -> Iterator[None]:
+def one_at_a_time(registry: Registry) -> Iterator[None]:
     """Wait until no other retraining of the model runs, on this server or another."""
-    registry = registry_of(recipe)
 
     def waits(owner: dict[str, Any]) -> None:
         log.info("retrain: %s retrains %s; waiting", owner_in_words(owner), registry.name)

@@ -29,7 +29,7 @@ from artifacts.filesystems import REAL, Clock
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
-from configs.settings.recipe import PlacedStage, Recipe, StageName
+from configs.settings.recipe import Place, PlacedStage, StageName
 from flows.prefect_run import REUSED
 from tasks.progress import Progress
 
@@ -50,9 +50,9 @@ def deployment_of(pool: str) -> str:
     return f"{FLOW}/{pool.partition('/')[0]}"
 
 
-def check_deployments(recipe: Recipe, stages: Sequence[StageName]) -> None:
+def check_deployments(place: Place, stages: Sequence[StageName]) -> None:
     """Raise Refused if a stage's pool has no deployment on the Prefect server."""
-    pools = {stage: pool for stage, pool in recipe.place.pools().items() if stage in stages}
+    pools = {stage: pool for stage, pool in place.pools().items() if stage in stages}
     if not pools:
         return
     with get_client(sync_client=True) as client:
@@ -68,7 +68,7 @@ def check_deployments(recipe: Recipe, stages: Sequence[StageName]) -> None:
 
 def run_task(
     task: Task[Any, Any],
-    recipe: Recipe,
+    place: Place,
     *arguments: Any,
     name: str | None = None,
 ) -> Any:
@@ -77,9 +77,10 @@ def run_task(
     A task that waits for another run of the stage has no concurrency limit.
 
     Args:
+        place: the stages with a work pool.
         name: of the task run; None: the task's.
     """
-    if task.task_run_name in recipe.place.pools():
+    if task.task_run_name in place.pools():
         task = task.with_options(tags={"sent"})
     if name is not None:
         task = task.with_options(task_run_name=name)
@@ -105,7 +106,8 @@ def _away_in_words(error: Exception) -> str:
 
 
 def send_stage(
-    recipe: Recipe,
+    pool: str,
+    model: str,
     store: Store,
     stage: PlacedStage,
     parameters: Mapping[str, Any],
@@ -119,6 +121,8 @@ def send_stage(
     for. The run is cancelled if this one ends.
 
     Args:
+        pool: POOL or POOL/QUEUE.
+        model: name of the model in training, for the run's name.
         parameters: of the flow `kiln-stage`.
 
     Raises:
@@ -126,13 +130,12 @@ def send_stage(
             good.
         Away: MOST_CRASHES runs crashed without progress, or the server is away.
     """
-    pool = recipe.place.pools()[stage]
     key = parameters["key"]
     crashes = 0
     best = 0.0
     while True:
         reached = _Reached(progress)
-        state, name = _run_once(recipe, stage, pool, parameters, reached)
+        state, name = _run_once(stage, model, pool, parameters, reached)
         where = f"{stage}: run {name} on pool {pool}"
         if state.is_completed():
             return "reused" if state.name == REUSED else "built"
@@ -176,11 +179,11 @@ def _built_although_crashed(
 
 
 def _run_once(
-    recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[str, Any], reached: _Reached
+    stage: PlacedStage, model: str, pool: str, parameters: Mapping[str, Any], reached: _Reached
 ) -> tuple[State[Any], str]:
     """The final state and the name of a new run of the stage; it is cancelled if this one ends."""
     with get_client(sync_client=True) as client:
-        sent = _start(recipe, stage, pool, parameters)
+        sent = _start(stage, model, pool, parameters)
         try:
             _tell(client, stage, pool, sent, reached.progress)
             return _wait(client, sent, reached), sent.name
@@ -192,7 +195,7 @@ def _run_once(
             raise
 
 
-def _start(recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[str, Any]) -> FlowRun:
+def _start(stage: PlacedStage, model: str, pool: str, parameters: Mapping[str, Any]) -> FlowRun:
     try:
         return cast(
             FlowRun,
@@ -200,7 +203,7 @@ def _start(recipe: Recipe, stage: PlacedStage, pool: str, parameters: Mapping[st
                 deployment_of(pool),
                 parameters=dict(parameters),
                 timeout=0,
-                flow_run_name=f"{stage} of {recipe.publish.name}",
+                flow_run_name=f"{stage} of {model}",
                 work_queue_name=pool.partition("/")[2] or None,
                 idempotency_key=str(uuid4()),  # a request that is repeated makes no second run
             ),

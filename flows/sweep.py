@@ -76,10 +76,10 @@ def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first = replace(runs[0], trials=[run.recipe for run in runs])
     settings = first.recipe.sweep
-    recipe = first.recipe
+    place = first.recipe.place
     given = without_edges(first)
-    images = run_task(download, recipe, given)
-    latents = run_task(encode, recipe, given, images)
+    images = run_task(download, place, given)
+    latents = run_task(encode, place, given, images)
     data = [images, latents]
     with failing(STAGE):
         opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
@@ -95,7 +95,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     if best is None:
         raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
     winner = without_edges(runs[best])
-    published = run_task(publish, recipe, winner, images, latents, *measured[best])
+    published = run_task(publish, place, winner, images, latents, *measured[best])
     report = report_of([one.result() for one in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
@@ -111,9 +111,9 @@ def _try(
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     try:
         given = without_edges(run)
-        trained = run_task(train, run.recipe, given, latents, name=f"train {number}")
+        trained = run_task(train, run.recipe.place, given, latents, name=f"train {number}")
         inputs = (given, images, latents, trained)
-        evaluated = run_task(evaluate, run.recipe, *inputs, name=f"evaluate {number}")
+        evaluated = run_task(evaluate, run.recipe.place, *inputs, name=f"evaluate {number}")
         report = report_of([trained.result(), evaluated.result()])
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
         curve = retrying(lambda: read_curve(trained.result().load(run.store)))

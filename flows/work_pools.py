@@ -25,7 +25,7 @@ from artifacts.errors import retrying
 from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
-from configs.settings.recipe import PlacedStage, Recipe
+from configs.settings.recipe import Place, PlacedStage
 from flows.checks import prepare
 from flows.finetune import download, encode, evaluate, report_of
 from flows.prefect_run import (
@@ -41,6 +41,7 @@ from flows.run import Run, Sent
 from flows.runner import check_server, lasting_server
 from flows.send_stage import FLOW
 from tasks.beam.workers import received_recipe
+from tasks.publish.stage import registry_of
 from tasks.retrain.champion import find_champion
 from tasks.stage import StageResult
 
@@ -74,21 +75,21 @@ def run_stage(
 
         def check() -> tuple[Run, list[StageResult]]:
             run = prepare(recipe, only=stage, run_id=runtime.flow_run.id)
-            run = replace(_with_champion(run, champion), sent=sent, retry_run=retry_run)
-            return run, [] if stage == "download" else run.results_before()
+            run = replace(_with_champion(run, champion), scope=sent, retry_run=retry_run)
+            return run, [] if stage == "download" else sent.results_before(run)
 
-        run, given = retrying(check)
-    state = _task(recipe, stage, champion)(without_edges(run), *given)
-    report = report_of([*given, state.result()])
+        run, results = retrying(check)
+    state = _task(run, stage)(without_edges(run), *results)
+    report = report_of([*results, state.result()])
     if state.name == REUSED:
         return Completed(name=REUSED, message=state.message, data=report)
     return report
 
 
-def _task(recipe: Recipe, stage: PlacedStage, champion: str | None) -> Any:
+def _task(run: Run, stage: PlacedStage) -> Any:
     """The Prefect task that builds the stage."""
     if stage == "train":
-        return training_task(recipe, champion)
+        return training_task(run)
     return {"download": download, "encode": encode, "evaluate": evaluate}[stage]
 
 
@@ -96,10 +97,10 @@ def _with_champion(run: Run, version: str | None) -> Run:
     """The run of a retraining. Raises Failed if the champion is another one by now."""
     if version is None:
         return run
-    champion = find_champion(run.recipe, run.store)
+    champion = find_champion(registry_of(run.recipe), run.store)
     if champion is None or champion.version != version:
         raise Failed(f"retrain: the champion is no longer {version}: run again")
-    return replace(run, champion=champion)
+    return run.from_champion(champion)
 
 
 LOST = "kiln: lost stages"
@@ -108,8 +109,8 @@ HEARTBEAT = 30
 SILENCE = 90
 
 
-def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) -> None:
-    """Let each work pool of a recipe run its stages; what exists is updated.
+def deploy_stages(place: Place, folder: str | None, accelerators: int | None) -> None:
+    """Let each work pool that a recipe names run its stages; what exists is updated.
 
     Args:
         folder: folder of Kilnworks on the workers' machines; default: that of this checkout.
@@ -119,7 +120,7 @@ def deploy_stages(recipe: Recipe, folder: str | None, accelerators: int | None) 
         Refused: the recipe names no pool, or one that the server does not have.
         Refused: no lasting Prefect server is configured, or it does not answer.
     """
-    pools = sorted({pool.partition("/")[0] for pool in recipe.place.pools().values()})
+    pools = sorted({pool.partition("/")[0] for pool in place.pools().values()})
     if not pools:
         raise Refused("place: no stage has a work pool, such as place.train=gpu")
     check_server(lasting_server("place: work pools need"))

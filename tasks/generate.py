@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from artifacts.filesystems import subfolders
 from artifacts.models import check_model_available, local_model, resolve_model
-from artifacts.store import Artifact, Draft, KeyParts
+from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
 from configs.findings import Check
@@ -35,7 +36,7 @@ from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Progress
 from tasks.publish.registry import Registry, registry_url
 from tasks.run_job import run_job
-from tasks.stage import RECIPE, runtime_facts
+from tasks.stage import RECIPE, Stage, runtime_facts
 from tasks.train import check_guidance, ignores_guidance
 
 STAGE = "generate"
@@ -164,11 +165,6 @@ def settings_for_key(settings: Generate) -> dict[str, Any]:
     return settings.key_settings()
 
 
-def key_parts(settings: Generate, model: EvalModel) -> KeyParts:
-    """The artifact's key: settings and model."""
-    return KeyParts(STAGE, VERSION, settings_for_key(settings), {"model": model.digest})
-
-
 def with_prompts(settings: Generate) -> Generate:
     """The settings with `file` replaced by its prompts. Raises Refused if it is unreadable."""
     if settings.file is None:
@@ -177,41 +173,85 @@ def with_prompts(settings: Generate) -> Generate:
     return settings.model_copy(update={"prompts": prompts, "file": None})
 
 
-def build(
-    settings: Generate,
-    model: EvalModel,
-    draft: Draft,
-    progress: Progress,
-    *,
-    run: RunJob = run_job,
-) -> dict[str, Any]:
-    """Write `samples/00000.png`, ... and their index `pictures.json` into the draft.
+@dataclass(frozen=True)
+class GenerateStage(Stage):
+    """Pictures of prompts, with their index."""
 
-    Args:
-        settings: of `with_sampler`.
-    """
-    prompts = ordered(settings)
-    negative = filter(None, [settings.negative_prompt])
-    cuts = tell_cut_prompts(STAGE, model.base, (*prompts, *negative))
-    with scratch(draft) as folder:
-        job = _job(settings, model, prompts, folder, draft)
-        result = run(job, progress_callback(progress))
-        for number in range(len(prompts)):
-            draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
-    noise = settings.num_images_per_prompt if settings.fixed_noise else len(prompts)
-    listed = [
-        {"file": f"samples/{number:05d}.png", "prompt": prompt, "noise": number % noise}
-        for number, prompt in enumerate(prompts)
-    ]
-    text = json.dumps({"pictures": listed, "settings": job.words}, indent=1, ensure_ascii=False)
-    draft.write(LIST, text.encode())
-    return {
-        "pictures": len(prompts),
-        "num_images_per_prompt": settings.num_images_per_prompt,
-        "cut": cuts,
-        **{name: result[name] for name in ("drawn", "seconds", "first_seconds", "compile_seconds")},
-        "run": runtime_facts(settings.runtime),
-    }
+    options: Generate  # of `with_sampler`
+    model: EvalModel
+    run: RunJob = run_job
+
+    name = STAGE
+    version = VERSION
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect a picture."""
+        return settings_for_key(self.options)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The model."""
+        return {"model": self.model.digest}
+
+    def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        """Write `samples/00000.png`, ... and their index `pictures.json` into the draft."""
+        options = self.options
+        prompts = ordered(options)
+        negative = filter(None, [options.negative_prompt])
+        cuts = tell_cut_prompts(STAGE, self.model.base, (*prompts, *negative))
+        with scratch(draft) as folder:
+            job = self._job(prompts, folder, draft.store.compiled_url)
+            result = self.run(job, progress_callback(progress))
+            for number in range(len(prompts)):
+                draft.upload(str(folder / f"{number:05d}.png"), f"samples/{number:05d}.png")
+        noise = options.num_images_per_prompt if options.fixed_noise else len(prompts)
+        listed = [
+            {"file": f"samples/{number:05d}.png", "prompt": prompt, "noise": number % noise}
+            for number, prompt in enumerate(prompts)
+        ]
+        text = json.dumps({"pictures": listed, "settings": job.words}, indent=1, ensure_ascii=False)
+        draft.write(LIST, text.encode())
+        times = ("drawn", "seconds", "first_seconds", "compile_seconds")
+        return {
+            "pictures": len(prompts),
+            "num_images_per_prompt": options.num_images_per_prompt,
+            "cut": cuts,
+            **{name: result[name] for name in times},
+            "run": runtime_facts(options.runtime),
+        }
+
+    def _job(self, prompts: tuple[str, ...], out: Path, compiled: str) -> GenerateJob:
+        options = self.options
+        sampler = sampler_settings(options, "negative_prompt")
+        listed = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
+        words = dict(sorted((sampler | options.model_dump(mode="json", include=listed)).items()))
+        sampler |= {"eta": options.ddim_eta, "batch_size": options.num_images_per_prompt}
+        return GenerateJob(
+            runtime=options.runtime,
+            **self.model.base.job_fields,
+            drawings=(self.model.weights.drawing(out),),
+            prompts=prompts,
+            sampler=sampler,
+            device=options.device,
+            dtype=options.dtype,
+            offload=options.offload,
+            compiled=compiled,
+            fixed_noise=options.fixed_noise,
+            words={**words, "model": self.model.digest},
+        )
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """The grid, the timings, the settings and the prompt of each picture."""
+        index = json.loads(artifact.read(LIST))
+        title = f"Pictures ({len(index['pictures'])})"
+        return [
+            PicturePanel("Grid", grid(artifact, artifact.summary["num_images_per_prompt"], SHOWN)),
+            Facts("Drawn", artifact.summary | {"cut": cut_facts(artifact.summary.get("cut", {}))}),
+            Facts("Settings", {k: v for k, v in index["settings"].items() if v is not None}),
+            Table(title, index["pictures"][:SHOWN]),
+        ]
 
 
 def ordered(settings: Generate) -> tuple[str, ...]:
@@ -230,37 +270,3 @@ def grid(artifact: Artifact, columns: int, limit: int | None = None) -> bytes:
 def sample_names(artifact: Artifact) -> list[str]:
     """Paths of an artifact's pictures, in order."""
     return [one["file"] for one in json.loads(artifact.read(LIST))["pictures"]]
-
-
-def show(artifact: Artifact) -> list[Panel]:
-    """The grid, the timings, the settings and the prompt of each picture."""
-    found = json.loads(artifact.read(LIST))
-    title = f"Pictures ({len(found['pictures'])})"
-    return [
-        PicturePanel("Grid", grid(artifact, artifact.summary["num_images_per_prompt"], SHOWN)),
-        Facts("Drawn", artifact.summary | {"cut": cut_facts(artifact.summary.get("cut", {}))}),
-        Facts("Settings", {k: v for k, v in found["settings"].items() if v is not None}),
-        Table(title, found["pictures"][:SHOWN]),
-    ]
-
-
-def _job(
-    settings: Generate, model: EvalModel, prompts: tuple[str, ...], out: Path, draft: Draft
-) -> GenerateJob:
-    sampler = sampler_settings(settings, "negative_prompt")
-    listed = {"ddim_eta", "dtype", "runtime", "num_images_per_prompt", "fixed_noise"}
-    words = dict(sorted((sampler | settings.model_dump(mode="json", include=listed)).items()))
-    sampler |= {"eta": settings.ddim_eta, "batch_size": settings.num_images_per_prompt}
-    return GenerateJob(
-        runtime=settings.runtime,
-        **model.base.job_fields,
-        drawings=(model.weights.drawing(out),),
-        prompts=prompts,
-        sampler=sampler,
-        device=settings.device,
-        dtype=settings.dtype,
-        offload=settings.offload,
-        compiled=draft.store.compiled_url,
-        fixed_noise=settings.fixed_noise,
-        words={**words, "model": model.digest},
-    )

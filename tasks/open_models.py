@@ -139,7 +139,7 @@ class Models:
         _check_schedulers(recipe, base)
         train.check(recipe, base)
         if "train" in self.stages:
-            train.warn_of_kohya(recipe, base)
+            train.warn_of_kohya(recipe.train, base)
         yield from _check_license(recipe, base.folder)
 
     def _check_measuring(self) -> Iterator[Finding]:
@@ -237,9 +237,9 @@ def _check_schedulers(recipe: Recipe, base: Base) -> None:
 
 
 def _check_license(recipe: Recipe, base: Path) -> Iterator[Finding]:
-    if recipe.publish.require_license and shown_license(recipe, base) == UNKNOWN_LICENSE:
+    if recipe.publish.require_license and shown_license(recipe.publish, base) == UNKNOWN_LICENSE:
         raise Refused(
             "publish.require_license: neither publish.license nor the base's card has a licence"
         )
-    if (conflict := license_conflict(recipe, base)) is not None:
+    if (conflict := license_conflict(recipe.publish, base)) is not None:
         yield note(conflict)

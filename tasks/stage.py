@@ -19,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from artifacts.errors import classify
 from artifacts.filesystems import ask_at_once, subfolders
@@ -40,6 +41,8 @@ from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import SCHEDULER_FILE
 from runtimes.process.job import Drawing
 from runtimes.registry import interpreter, spec_of
+from tasks.panels import Panel
+from tasks.progress import Progress
 
 #: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
 RECENT = 20
@@ -150,6 +153,61 @@ class StageResult:
     def load(self, store: Store) -> Artifact:
         """The artifact. Raises Failed if it was deleted."""
         return _load(store, self.stage, self.key)
+
+
+class Stage(ABC):
+    """A stage and what it is built from; each stage is a frozen dataclass of its inputs.
+
+    `Builder.build` (flows/prefect_run.py) records, builds or reuses, and checks all of them.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int]  # raised when the meaning of the output changes
+
+    @cached_property
+    def parts(self) -> KeyParts:
+        """What the artifact's key is computed from, once."""
+        return KeyParts(self.name, self.version, self.settings, self.inputs)
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the artifact."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> dict[str, str]:
+        """Input name -> sha256 (hex) of its content."""
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """Input name -> artifact, for the lineage and for `kiln gc`."""
+        return {}
+
+    @abstractmethod
+    def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        """Add the artifact's files to the draft; returns its summary (see `build_or_reuse`)."""
+
+    def check(self, summary: dict[str, Any]) -> None:
+        """Warn of an artifact, built or reused, and raise Failed beyond limits outside its key."""
+        return
+
+    def facts(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """What the run's report has of the artifact."""
+        return {}
+
+    def helper(self, store: Store, progress: Progress) -> Callable[[], object] | None:
+        """A call that does a share of the work of another host's build; None: it has no shares."""
+        return None
+
+    def versions(self) -> Mapping[str, str]:
+        """What helper and builder must have in common, such as the code's digest."""
+        return {}
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """The artifact for people: in Prefect's UI and in the report."""
+        return []
 
 
 def _load(store: Store, stage: str, key: str) -> Artifact:

@@ -27,12 +27,13 @@ from artifacts.filesystems import entries, matching, name_of, subfolders
 from artifacts.latent_shards import open_latents
 from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
-from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Refused
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
+from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import Adapter, choose_layers, layers_of, to_kohya
 from runtimes.families.family import Family
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
@@ -46,7 +47,7 @@ from tasks.panels import Chart, Facts, Panel, PicturePanel, Strip, Table, human
 from tasks.panels_charts import loss_chart
 from tasks.progress import Progress, show_in_prefect
 from tasks.run_job import Event, run_job
-from tasks.stage import runtime_facts
+from tasks.stage import Stage, runtime_facts
 
 #: Settings without effect on the weights of a step, unless Train.weights_depend_on_steps.
 STEPS = ("steps", "epochs")
@@ -156,7 +157,7 @@ def check(recipe: Recipe, base: Base) -> None:
     settings = recipe.train
     family = base.family
     if settings.method == "lora":
-        _adapted_layers(recipe, base)
+        _adapted_layers(settings.lora, base)
     if settings.guidance_scale != 1 and not family.takes_guidance(base.denoiser):
         raise Refused("train.guidance_scale: the base takes no guidance scale: set 1")
     if settings.train_text_encoder and not family.clip:
@@ -178,21 +179,20 @@ def check(recipe: Recipe, base: Base) -> None:
         _check_makes_denoiser(replacement)
 
 
-def warn_of_kohya(recipe: Recipe, base: Base) -> None:
+def warn_of_kohya(settings: Train, base: Base) -> None:
     """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
-    if recipe.train.method != "lora":
+    if settings.method != "lora":
         return
-    outputs = _adapted_layers(recipe, base)
-    if why := without_kohya(base.family, base.denoiser, outputs, dora=recipe.train.lora.dora):
+    outputs = _adapted_layers(settings.lora, base)
+    if why := without_kohya(base.family, base.denoiser, outputs, dora=settings.lora.dora):
         log.warning("train.lora: no file in kohya's layout will be published: %s", why)
 
 
-def _adapted_layers(recipe: Recipe, base: Base) -> dict[str, int]:
+def _adapted_layers(lora: Lora, base: Base) -> dict[str, int]:
     """Layer of the denoiser with an adapter -> number of its outputs. Raises Refused."""
     family = base.family
     shapes = weight_shapes(base.denoiser_folder)
     layers = layers_of(shapes)
-    lora = recipe.train.lora
     chosen = choose_layers(family.denoiser, layers, lora, family.attention_layers)
     return {name: shapes[f"{name}.weight"][0] for name in chosen}
 
@@ -350,102 +350,126 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         settings["best_checkpoint"] |= {
             **sampler_settings(recipe.evaluate),
             "scores": sample_metrics(recipe.evaluate.judges),
-            "prompts": [*sample_prompts(recipe)],
+            "prompts": [*sample_prompts(recipe.evaluate)],
         }
     return settings
 
 
-def key_parts(
-    recipe: Recipe,
-    latents: Artifact,
-    base: Base,
-    clip: Path,
-    start: Artifact | None = None,
-    holdout: Artifact | None = None,
-) -> KeyParts:
-    """The artifact's key: settings, latents, the weights of the base in training, and the start.
+@dataclass(frozen=True)
+class TrainStage(Stage):
+    """Latents, as trained weights of a base."""
 
-    Args:
-        clip: folder of the CLIP model; its weights count if scores choose the checkpoint.
-        start: train artifact whose weights training continues from; None: the base's.
-        holdout: latents with the held-out samples, which count if their loss chooses the
-            checkpoint; None: `latents`.
-    """
-    settings = settings_for_key(recipe) | base.family.key_facts
-    inputs = {"latents": latents.digest, "base": digest_base(recipe, base)}
-    if start is not None:
-        inputs["start"] = start.digest
-    rule = recipe.train.best_checkpoint
-    if rule is not None and rule.by_samples:
-        inputs["clip"] = digest_model(clip)
-    elif rule is not None and holdout is not None:
-        inputs["holdout"] = holdout.digest
-    if recipe.encode.text_dtype is not None and not recipe.train.train_text_encoder:
-        inputs["text_encoders"] = digest_model(base.folder, base.family.clip_encoders)
-    return KeyParts(STAGE, VERSION, settings, inputs)
+    recipe: Recipe
+    latents: Artifact
+    base: Base
+    clip: Path | None  # folder of the CLIP model that scores samples; None: none are drawn
+    start: Artifact | None = None  # whose weights training continues from; None: the base's
+    holdout: Artifact | None = None  # latents with the held-out samples; None: `latents`
+
+    name = STAGE
+    version = VERSION
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the weights, with facts of the base's family."""
+        return settings_for_key(self.recipe) | self.base.family.key_facts
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Latents, the weights of the base in training, and the start.
+
+        The CLIP model or the held-out samples count if they choose the checkpoint.
+        """
+        settings = self.recipe.train
+        inputs = {"latents": self.latents.digest, "base": digest_base(settings, self.base)}
+        if self.start is not None:
+            inputs["start"] = self.start.digest
+        rule = settings.best_checkpoint
+        if rule is not None and rule.by_samples:
+            assert self.clip is not None  # samples are drawn
+            inputs["clip"] = digest_model(self.clip)
+        elif rule is not None and self.holdout is not None:
+            inputs["holdout"] = self.holdout.digest
+        if self.recipe.encode.text_dtype is not None and not settings.train_text_encoder:
+            encoders = self.base.family.clip_encoders
+            inputs["text_encoders"] = digest_model(self.base.folder, encoders)
+        return inputs
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The latents."""
+        return {"latents": self.latents}
+
+    def build(
+        self, draft: Draft, progress: Progress, adapters: str | None = None
+    ) -> dict[str, Any]:
+        """Train in the draft's folder.
+
+        Training resumes from a checkpoint there, or of a run that differs only in its steps.
+
+        Args:
+            adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
+        """
+        recipe = self.recipe
+        settings = settings_for(recipe.train, open_latents(self.latents.uri).training)
+        if not settings.weights_depend_on_steps:
+            copy_checkpoint(draft, settings)
+        prompts = () if self.clip is None else sample_prompts(recipe.evaluate)
+        judges = recipe.evaluate.judges
+        score = None if self.clip is None else SampleScorer(judges, self.clip, prompts)
+        job = TrainJob(
+            runtime=recipe.runtime,
+            **self.base.job_fields,
+            latents=self.latents.uri,
+            train=settings.model_dump(mode="json"),
+            work=draft.uri,
+            out=draft.uri,
+            sample_prompts=prompts,
+            sampler=sampler_settings(recipe.evaluate, "batch_size"),
+            denoiser_config=replacement_config(recipe.train),
+            compiled=draft.store.compiled_url,
+            adapters=adapters,
+            holdout=None if self.holdout is None else self.holdout.uri,
+            text_dtype=recipe.encode.text_dtype,
+            claim=None if draft.lock is None else draft.lock.claim,
+        )
+        watch = Watch(progress, draft.store.fs, score)
+        grace = recipe.train.grace_seconds
+        if recipe.tpu is None:
+            run_job(job, watch, grace_seconds=grace)
+        else:
+            tpu.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
+        for file in watch.files:
+            draft.add(file)
+        history = _history(draft.read("history.jsonl"))
+        here = recipe.tpu is None
+        run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
+        if scores := watch.all_scores(f"{draft.path}/samples"):
+            run["sample_scores"] = scores
+        return _summary(history, watch.chosen, settings.global_batch_size) | {"run": run}
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """The loss curve, the samples over training, and the figures of the run."""
+        history = _history(artifact.read("history.jsonl"))
+        run = artifact.manifest["run"]
+        kept = ("runtime", "device", *FIGURES, "seconds")
+        facts = {name: run[name] for name in kept if run.get(name) is not None}
+        facts = {name.replace("_", " "): v for name, v in (artifact.summary | facts).items()}
+        facts["TensorBoard"] = f"{artifact.uri}/tensorboard"
+        chosen = artifact.summary.get("chosen_step")
+        panels: list[Panel] = [Facts("Run", facts), Chart("Loss", loss_chart(history, chosen))]
+        if samples := _samples(artifact, chosen):
+            panels.append(Strip("Samples while training", samples))
+        if scores := run.get("sample_scores"):
+            panels.append(Table("Scores of the samples", scores))
+        return panels
 
 
-def digest_base(recipe: Recipe, base: Base) -> str:
+def digest_base(settings: Train, base: Base) -> str:
     """sha256 (hex) of the base's parts in training, and of its scheduler."""
-    texts = base.family.clip_encoders if recipe.train.train_text_encoder else ()
+    texts = base.family.clip_encoders if settings.train_text_encoder else ()
     return digest_model(base.folder, (base.family.denoiser, "scheduler", *texts))
-
-
-def build(
-    recipe: Recipe,
-    latents: Artifact,
-    base: Base,
-    clip: Path | None,
-    draft: Draft,
-    progress: Progress,
-    *,
-    adapters: str | None = None,
-    holdout: Artifact | None = None,
-) -> dict[str, Any]:
-    """Train in the draft's folder.
-
-    Training resumes from a checkpoint there, or of a run that differs only in its steps.
-
-    Args:
-        clip: folder of the CLIP model that scores sample pictures; None: none are drawn.
-        adapters: URL of the LoRA file with the weights of step 0; None: new adapters.
-        holdout: latents with the held-out samples; None: `latents`.
-    """
-    settings = settings_for(recipe.train, open_latents(latents.uri).training)
-    if not settings.weights_depend_on_steps:
-        copy_checkpoint(draft, settings)
-    prompts = () if clip is None else sample_prompts(recipe)
-    score = None if clip is None else SampleScorer(recipe.evaluate.judges, clip, prompts)
-    job = TrainJob(
-        runtime=recipe.runtime,
-        **base.job_fields,
-        latents=latents.uri,
-        train=settings.model_dump(mode="json"),
-        work=draft.uri,
-        out=draft.uri,
-        sample_prompts=prompts,
-        sampler=sampler_settings(recipe.evaluate, "batch_size"),
-        denoiser_config=replacement_config(recipe.train),
-        compiled=draft.store.compiled_url,
-        adapters=adapters,
-        holdout=None if holdout is None else holdout.uri,
-        text_dtype=recipe.encode.text_dtype,
-        claim=None if draft.lock is None else draft.lock.claim,
-    )
-    watch = Watch(progress, draft.store.fs, score)
-    grace = recipe.train.grace_seconds
-    if recipe.tpu is None:
-        run_job(job, watch, grace_seconds=grace)
-    else:
-        tpu.run_on_slice(recipe.tpu, job, watch, store=draft.store, grace_seconds=grace)
-    for file in watch.files:
-        draft.add(file)
-    history = _history(draft.read("history.jsonl"))
-    here = recipe.tpu is None
-    run = (runtime_facts(recipe.runtime) if here else {"runtime": recipe.runtime}) | watch.facts
-    if scores := watch.all_scores(f"{draft.path}/samples"):
-        run["sample_scores"] = scores
-    return _summary(recipe, history, watch.chosen) | {"run": run}
 
 
 def settings_for(given: Train, samples: int) -> Train:
@@ -501,40 +525,19 @@ def warn_of_warmup(settings: Train) -> None:
         log.warning(words, warmup, steps)
 
 
-def _summary(
-    recipe: Recipe, history: list[dict[str, Any]], chosen: dict[str, Any]
-) -> dict[str, Any]:
+def _summary(history: list[dict[str, Any]], chosen: dict[str, Any], batch: int) -> dict[str, Any]:
     until = history[: chosen.get("chosen_step", len(history))]  # losses of the published weights
     tail = [line["loss"] for line in until[-max(1, len(until) // 10) :]]
     validated = [line for line in until if "validation_loss" in line]
     left_out = sum(len(line.get("skipped", ())) for line in history)
     return {
         "steps": len(history),
-        "samples_seen": len(history) * recipe.train.global_batch_size,
+        "samples_seen": len(history) * batch,
         "loss_last_tenth": sum(tail) / len(tail),
         **({"validation_loss": validated[-1]["validation_loss"]} if validated else {}),
         **({"batches_left_out": left_out} if left_out else {}),
         **chosen,
     }
-
-
-def show(artifact: Artifact) -> list[Panel]:
-    """The loss curve, the samples over training, and the figures of the run."""
-    history = _history(artifact.read("history.jsonl"))
-    run = artifact.manifest["run"]
-    kept = ("runtime", "device", *FIGURES, "seconds")
-    facts = {name.replace("_", " "): run[name] for name in kept if run.get(name) is not None}
-    facts["TensorBoard"] = f"{artifact.uri}/tensorboard"
-    chosen = artifact.summary.get("chosen_step")
-    panels: list[Panel] = [
-        Facts("Run", {name.replace("_", " "): v for name, v in artifact.summary.items()} | facts),
-        Chart("Loss", loss_chart(history, chosen)),
-    ]
-    if samples := _samples(artifact, chosen):
-        panels.append(Strip("Samples while training", samples))
-    if scores := run.get("sample_scores"):
-        panels.append(Table("Scores of the samples", scores))
-    return panels
 
 
 def _history(text: bytes) -> list[dict[str, Any]]:

@@ -50,12 +50,11 @@ def make_recipe(
 
 
 def build(recipe: Recipe, *, retry_failed: bool = False) -> Artifact:
-    plan, store = download.plan(recipe), Store(recipe.store)
-    retry = download.choose_retry(recipe, plan, store, retry_failed=retry_failed)
-    draft = store.draft(download.key_parts(recipe, plan, retry))
+    store = Store(recipe.store)
     retry_run = uuid4().hex if retry_failed else None
-    summary = download.build(recipe, plan, draft, lambda *_: None, retry_run=retry_run)
-    return draft.commit(summary, {})
+    stage = download.DownloadStage.of(recipe, download.plan(recipe), store, retry_run)
+    draft = store.draft(stage.parts)
+    return draft.commit(stage.build(draft, lambda *_: None), {})
 
 
 def shard_bytes(artifact: Artifact) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from artifacts.records import digest_bytes
 from artifacts.store import Artifact, KeyParts, Store
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
-from tasks.encode import stage as encode
+from tasks.encode.stage import EncodeStage
 
 Pictures = dict[str, tuple[bytes, tuple[str, ...]]]  # sample key -> (picture, captions)
 
@@ -57,13 +57,14 @@ def encode_images(
 ) -> Artifact:
     model = Path(recipe.model.path)
     store = Store(recipe.store)
-    draft = store.draft(encode.key_parts(recipe, images, Base.open(model, vae)))
+    stage = EncodeStage(recipe, images, Base.open(model, vae))
+    draft = store.draft(stage.parts)
 
     def progress(done: int, total: int, text: str = "") -> None:
         if seen is not None:
             seen.append((done, total))
 
-    return draft.commit(encode.build(recipe, images, Base.open(model, vae), draft, progress), {})
+    return draft.commit(stage.build(draft, progress), {})
 
 
 def digests_of(artifact: Artifact) -> dict[str, str]:

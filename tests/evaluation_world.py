@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, GenerateJob, Job
 from runtimes.sample.generate_job import generate
-from tasks.encode import stage as encode
+from tasks.encode.stage import EncodeStage
 from tasks.evaluate import metrics
-from tasks.evaluate import stage as evaluate
 from tasks.evaluate.distances import Estimates
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
+from tasks.evaluate.stage import EvaluateStage
 from tasks.progress import Progress
+from tasks.stage import Stage, StageResult, build_or_reuse
 
 NEW = ["a red cat", "a blue dog"]
 LOSSES = {HOLDOUT_LOSS, *metrics.BANDS}
@@ -72,8 +74,9 @@ def fill_store(url: Path, model: Path, clip: Path, scratch: Path) -> None:
     recipe = evaluation_recipe(url, model, clip)
     store = Store(recipe.store)
     images = noise_pictures(store, scratch / "shard.tar")
-    draft = store.draft(encode.key_parts(recipe, images, Base.open(model)))
-    draft.commit(encode.build(recipe, images, Base.open(model), draft, Progress("encode")), {})
+    stage = EncodeStage(recipe, images, Base.open(model))
+    draft = store.draft(stage.parts)
+    draft.commit(stage.build(draft, Progress("encode")), {})
 
 
 @dataclass
@@ -114,11 +117,9 @@ class World:
     def evaluate(
         self, trained: Artifact, recipe: Recipe | None = None, run: Any = None
     ) -> Artifact:
-        given = self.inputs(recipe or self.recipe)
-        draft = self.store.draft(evaluate.key_parts(given, trained))
-        progress = Progress("evaluate")
-        summary = evaluate.build(given, trained, draft, progress, run=run or self.run)
-        return draft.commit(summary, {})
+        stage = EvaluateStage(self.inputs(recipe or self.recipe), trained, run or self.run)
+        draft = self.store.draft(stage.parts)
+        return draft.commit(stage.build(draft, Progress("evaluate")), {})
 
     def inputs(self, recipe: Recipe) -> EvalInputs:
         judges = [one for one in recipe.evaluate.judges if isinstance(one, PreferenceModel)]
@@ -132,11 +133,12 @@ class World:
 
     def measured(self, champion: Path, evaluated: Artifact) -> PublishedMetrics:
         given = self.inputs(self.recipe)
-        return metrics_of_published(given, evaluated, self.begin, str(champion), run=self.run)
+        return metrics_of_published(given, evaluated, self.build, str(champion), run=self.run)
 
-    def begin(self, parts: KeyParts) -> Progress:
-        self.begun.append((parts.stage, parts.key))
-        return Progress(parts.stage)
+    def build(self, stage: Stage) -> StageResult:
+        self.begun.append((stage.name, stage.parts.key))
+        build = partial(stage.build, progress=Progress(stage.name))
+        return build_or_reuse(self.store, stage.parts, build, parents=stage.parents)
 
 
 def metrics_in(artifact: Artifact) -> dict[str, Any]:

@@ -59,15 +59,16 @@ def train_apart(recipe: Recipe, report: Report, store: Path) -> Path:
     Args:
         store: a new store, without checkpoints.
     """
-    from tasks import train
     from tasks.progress import Progress
+    from tasks.train import TrainStage
 
     latents = Store(str(folder(report, "encode").parents[1])).load(
         "encode", report["stages"]["encode"]["key"]
     )
     assert latents is not None
-    draft = Store(str(store)).draft(KeyParts(train.STAGE, train.VERSION, {}, {}))
-    train.build(recipe, latents, base_of(recipe), None, draft, Progress(train.STAGE))
+    stage = TrainStage(recipe, latents, base_of(recipe), None)
+    draft = Store(str(store)).draft(KeyParts(stage.name, stage.version, {}, {}))
+    stage.build(draft, Progress(stage.name))
     return Path(draft.uri)
 
 

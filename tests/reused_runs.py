@@ -12,7 +12,7 @@ from artifacts.store import Artifact, KeyParts, Store
 from configs.load_recipe import load_recipe
 from flows.run import Run
 from tasks.evaluate.inputs import MeasuringModels
-from tasks.publish import stage as publish
+from tasks.publish.stage import PublishStage
 from tasks.stage import StageResult
 
 
@@ -56,7 +56,7 @@ def published_by(run: Run, number: int = 9) -> list[StageResult]:
         commit(run.store, stage, number, {"source": "s", "base": "b"})
         for stage in ("download", "encode", "train", "evaluate")
     ]
-    inputs = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    inputs = PublishStage(run.recipe, run.base, before[2], before[3]).inputs
     made = commit(run.store, "publish", number, inputs)
     run.store.fs.pipe_file(f"{made.path}/report.html", b"")
     return [reused(artifact) for artifact in (*before, made)]

@@ -105,8 +105,8 @@ def redistributed(recipe: Recipe, prompts: Mapping[str, int]) -> Recipe:
 
 def _prompts(recipe: Recipe, rule: Rule) -> Prompts | None:
     """The numbers of the prompts of a rule's pictures; None of a held-out loss."""
-    sets = prompt_sets(recipe)
-    chosen = sets_of_metric(rule.metric, recipe)
+    sets = prompt_sets(recipe.evaluate)
+    chosen = sets_of_metric(rule.metric, recipe.evaluate)
     return prompt_numbers({name: sets[name] for name in chosen}) if chosen else None
 
 

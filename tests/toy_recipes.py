@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.load_recipe import load_recipe
-from configs.settings.recipe import Recipe
+from configs.settings.recipe import Model, Recipe
 from runtimes.pipeline_folder.folder import Base
 
 Overrides = dict[str, Any]
@@ -60,6 +60,11 @@ OPEN_GATE: Overrides = {
     "publish.smoke_test": False,
     "publish.require_license": False,  # tiny models have no card
 }
+
+
+def drawn_by(recipe: Recipe) -> tuple[Model, str]:
+    """What the smoke test knows of a recipe."""
+    return recipe.model, recipe.evaluate.device
 
 
 def toy(name: str, store: Path, source: Overrides, tiny_model: Callable[[str], Path]) -> Overrides:

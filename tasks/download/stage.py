@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import chain, islice
 from typing import Any
@@ -17,8 +16,9 @@ from typing import Any
 from PIL import Image, ImageOps
 
 from artifacts.image_shards import read_tar
-from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
+from configs.settings.data import Source as SourceSettings
 from configs.settings.recipe import Recipe
 from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import REPORTS, beam_options
@@ -42,8 +42,10 @@ from tasks.download.shard_plan import (
     read_plan,
 )
 from tasks.download.sources import SOURCES
-from tasks.download.statistics import DownloadStatistics, check_data
+from tasks.download.statistics import DownloadStatistics, check_data, warn_of_captions
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
+from tasks.progress import Report
+from tasks.stage import Stage
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 #: Facts of a shard that the manifest has; its record has all of them.
@@ -55,7 +57,7 @@ log = logging.getLogger("kiln")
 
 
 def settings_for_key(recipe: Recipe, retry: int = 0) -> dict[str, Any]:
-    """The settings that affect the artifact, given the source's content; `retry` of next_retry."""
+    """The settings that affect the artifact, given the source's content."""
     return {**recipe.download.key_settings(), "retry": retry}
 
 
@@ -67,7 +69,7 @@ def check(recipe: Recipe) -> None:
             f"for png it is the compression level, 0 to 9 (got {download.encode_quality})",
             setting="download.encode_quality",
         )
-    _source(recipe).check()
+    _source(recipe.source).check()
 
 
 def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
@@ -79,7 +81,7 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
     check(recipe)
     download = recipe.download
     key = shard_key(download)
-    return plan_shards(_source(recipe), Store(recipe.store), download.shard_size, key, begin)
+    return plan_shards(_source(recipe.source), Store(recipe.store), download.shard_size, key, begin)
 
 
 def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
@@ -98,115 +100,138 @@ def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: Non
         return found
 
 
-def key_parts(recipe: Recipe, plan: DownloadPlan, retry: int = 0) -> KeyParts:
-    """The inputs of the artifact's key: the settings, every row of the source and the retry."""
-    settings = settings_for_key(recipe, retry)
-    layout = {} if plan.layout is None else {"layout": plan.layout}
-    return KeyParts(STAGE, VERSION, settings, {"source": plan.source_digest, **layout})
+@dataclass(frozen=True)
+class DownloadStage(Stage):
+    """The pictures of a planned source, as image shards."""
 
+    recipe: Recipe
+    plan: DownloadPlan
+    retry: int = 0  # 0: the first download, without a further attempt at failed rows
+    retry_run: str | None = None  # id of the run that fetches rows with transient failures again
 
-def choose_retry(recipe: Recipe, plan: DownloadPlan, store: Store, *, retry_failed: bool) -> int:
-    """The retry whose artifact a run uses: 0 is the first download.
+    name = STAGE
+    version = VERSION
 
-    It is the last one in the store. With `retry_failed` it is the next one, while a shard has
-    transient failures and a retry left.
-    """
-    last = 0
-    limit = recipe.download.retry_failed
-    for retry in range(1, limit + 1):
-        key = key_parts(recipe, plan, retry).key
-        if store.fs.exists(f"{store.root}/{STAGE}/{key}/{MANIFEST}"):
-            last = retry
-    if not retry_failed:
-        return last
-    artifact = store.find(STAGE, key_parts(recipe, plan, last).key)
-    entries = [] if artifact is None else artifact.files
-    has_next = any(entry.meta and may_retry(entry.meta, recipe.download) for entry in entries)
-    return min(last + 1, limit) if has_next else last
+    @classmethod
+    def of(
+        cls, recipe: Recipe, plan: DownloadPlan, store: Store, retry_run: str | None = None
+    ) -> DownloadStage:
+        """The stage of the retry that a run uses.
 
+        It is the last one in the store. With `retry_run` it is the next one, while a shard has
+        transient failures and a retry left.
+        """
+        last = 0
+        limit = recipe.download.retry_failed
+        stages = [cls(recipe, plan, retry, retry_run) for retry in range(limit + 1)]
+        for retry in range(1, limit + 1):
+            if store.fs.exists(f"{store.root}/{STAGE}/{stages[retry].parts.key}/{MANIFEST}"):
+                last = retry
+        if retry_run is None:
+            return stages[last]
+        artifact = store.find(STAGE, stages[last].parts.key)
+        entries = [] if artifact is None else artifact.files
+        has_next = any(entry.meta and may_retry(entry.meta, recipe.download) for entry in entries)
+        return stages[min(last + 1, limit) if has_next else last]
 
-def build(
-    recipe: Recipe,
-    plan: DownloadPlan,
-    draft: Draft,
-    progress: Callable[[int, int, str], None],
-    *,
-    retry_run: str | None = None,
-) -> dict[str, Any]:
-    """Download the plan's shards that the store lacks, and add all of them to the draft.
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the pictures, and the retry."""
+        return settings_for_key(self.recipe, self.retry)
 
-    Args:
-        retry_run: id of the run that fetches the rows with transient failures of the other shards
-            again, once in all its tries; None if it does not.
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Every row of the source, and the layout of a retraining's shards."""
+        layout = {} if self.plan.layout is None else {"layout": self.plan.layout}
+        return {"source": self.plan.source_digest, **layout}
 
-    Returns:
-        The artifact's summary: counts of rows, images, outcomes and shards.
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The plan."""
+        return {"plan": self.plan.artifact}
 
-    Raises:
-        Refused: the source or the Beam options cannot be used.
-        Away: an outage deferred shards; the next run downloads only these.
-        Outage: after several such shards in a row.
-        Failed: more rows failed than `download.max_failed` allows.
-        Failed: the store is not writable; Away if it is full or does not answer.
-    """
-    with quiet_import():  # Beam takes seconds to import
-        from tasks.download.download_on_beam import run_pipeline
-    store = draft.store
-    with _source(recipe).open() as served_at:
-        notes = f"{draft.path}/{NOTES}"
-        context = DownloadContext(
-            store=store.url,
-            notes=notes,
-            reports=f"{draft.path}/{REPORTS}",
-            source=recipe.source,
-            settings=recipe.download,
-            served_at=served_at,
-            plan_key=plan_key(),
-            rows=plan.rows,
-            retry_run=retry_run,
-        )
-        deferred = run_pipeline(plan.shards, context, beam_options(recipe, "download"), progress)
-    if deferred:
-        raise Away(_outage(deferred, len(plan.shards)))
-    outcomes: Counter[str] = Counter()
-    found = DownloadStatistics()
-    for shard in store.committed_shards(STAGE, sorted(spec.key for spec in plan.shards)):
-        if shard is None:
-            raise RuntimeError("download: the pipeline ended without committing every shard")
-        outcomes.update(shard.meta["outcomes"])
-        found.add(shard.meta)
-        draft.add_shard(replace(shard, meta={name: shard.meta[name] for name in IN_MANIFEST}))
-    summary = {
-        "rows": plan.rows,
-        "images": outcomes["success"],
-        "outcomes": dict(sorted(outcomes.items())),
-        "shards": len(plan.shards),
-        "data": found.summary(),
-    }
-    check_data(summary, recipe.download)
-    return summary
+    def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
+        """Download the plan's shards that the store lacks, and add all of them to the draft.
 
+        With `retry_run`, rows with transient failures of the other shards are fetched again, once
+        in all tries of that run.
 
-def show(artifact: Artifact) -> list[Panel]:
-    """Panels: counts by outcome, and the first pictures."""
-    summary = artifact.summary
-    outcomes = Counter(summary["outcomes"]).most_common()
-    rows = [
-        {"outcome": o, "failure": _kind(o), "rows": n, "share": f"{n / summary['rows']:.1%}"}
-        for o, n in outcomes
-    ]
-    facts = {"rows": summary["rows"], "images": summary["images"], "shards": summary["shards"]}
-    panels: list[Panel] = [
-        Facts("Download", facts),
-        Table("Outcomes", rows, bars="rows"),
-        *_examples(summary),
-        *_data_panels(summary),
-    ]
-    tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
-    if pictures := _thumbnails(tars):
-        grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
-        panels.append(PicturePanel("Some of the pictures", to_png(grid)))
-    return panels
+        Returns:
+            The artifact's summary: counts of rows, images, outcomes and shards.
+
+        Raises:
+            Refused: the source or the Beam options cannot be used.
+            Away: an outage deferred shards; the next run downloads only these.
+            Outage: a Away, after several such shards in a row.
+            Failed: more rows failed than `download.max_failed` allows.
+            Failed: the store is not writable; Away if it is full or does not answer.
+        """
+        with quiet_import():  # Beam takes seconds to import
+            from tasks.download.download_on_beam import run_pipeline
+        recipe = self.recipe
+        plan = self.plan
+        store = draft.store
+        with _source(recipe.source).open() as served_at:
+            context = DownloadContext(
+                store=store.url,
+                notes=f"{draft.path}/{NOTES}",
+                reports=f"{draft.path}/{REPORTS}",
+                source=recipe.source,
+                settings=recipe.download,
+                served_at=served_at,
+                plan_key=plan_key(),
+                rows=plan.rows,
+                retry_run=self.retry_run,
+            )
+            options = beam_options(recipe, "download")
+            deferred = run_pipeline(plan.shards, context, options, progress)
+        if deferred:
+            raise Away(_outage(deferred, len(plan.shards)))
+        outcomes: Counter[str] = Counter()
+        statistics = DownloadStatistics()
+        for shard in store.committed_shards(STAGE, sorted(spec.key for spec in plan.shards)):
+            if shard is None:
+                raise RuntimeError("download: the pipeline ended without committing every shard")
+            outcomes.update(shard.meta["outcomes"])
+            statistics.add(shard.meta)
+            draft.add_shard(replace(shard, meta={name: shard.meta[name] for name in IN_MANIFEST}))
+        summary = {
+            "rows": plan.rows,
+            "images": outcomes["success"],
+            "outcomes": dict(sorted(outcomes.items())),
+            "shards": len(plan.shards),
+            "data": statistics.summary(),
+        }
+        check_data(summary, recipe.download)
+        return summary
+
+    def check(self, summary: dict[str, Any]) -> None:
+        """Raise Failed for too many failed rows, and warn of captions that are missing."""
+        check_data(summary, self.recipe.download)
+        has_captions = getattr(self.recipe.source, "caption_column", "caption") is not None
+        warn_of_captions(summary, expected=has_captions)
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """Panels: counts by outcome, and the first pictures."""
+        summary = artifact.summary
+        outcomes = Counter(summary["outcomes"]).most_common()
+        rows = [
+            {"outcome": o, "failure": _kind(o), "rows": n, "share": f"{n / summary['rows']:.1%}"}
+            for o, n in outcomes
+        ]
+        facts = {name: summary[name] for name in ("rows", "images", "shards")}
+        panels: list[Panel] = [
+            Facts("Download", facts),
+            Table("Outcomes", rows, bars="rows"),
+            *_examples(summary),
+            *_data_panels(summary),
+        ]
+        tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
+        if pictures := _thumbnails(tars):
+            grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
+            panels.append(PicturePanel("Some of the pictures", to_png(grid)))
+        return panels
 
 
 def _examples(summary: dict[str, Any]) -> list[Panel]:
@@ -254,8 +279,8 @@ def _kind(outcome: str) -> str:
     return "transient" if is_transient(outcome) else "permanent"
 
 
-def _source(recipe: Recipe) -> Source:
-    return SOURCES[recipe.source.kind](recipe.source)
+def _source(settings: SourceSettings) -> Source:
+    return SOURCES[settings.kind](settings)
 
 
 def _outage(deferred: list[Deferred], shards: int) -> str:

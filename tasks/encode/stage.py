@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from artifacts.latent_shards import INFO
-from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Failed
 from configs.settings.recipe import Recipe
 from runtimes.data.loader import TOKEN_STEP, padded_rows
@@ -29,107 +31,155 @@ from tasks.encode.transform import (
     shard_key,
 )
 from tasks.panels import Facts, Panel, Table
-from tasks.stage import runtime_facts
+from tasks.progress import Report
+from tasks.stage import Stage, runtime_facts, versions
+
+if TYPE_CHECKING:
+    from tasks.encode.encode_on_beam import EncodeTask
 
 log = logging.getLogger("kiln")
 #: A rule of thumb: metrics against fewer held-out pictures have wide intervals.
 FEW_HELD_OUT = 20
 
 
-def key_parts(recipe: Recipe, images: Artifact, base: Base) -> KeyParts:
-    """The artifact's key: settings, pictures and encoders. Raises Refused."""
-    inputs = {"images": images.digest, "encoders": base.digest_encoders()}
-    return KeyParts(STAGE, VERSION, settings_for_key(recipe), inputs)
+@dataclass(frozen=True)
+class EncodeStage(Stage):
+    """Pictures and captions, as latent shards."""
 
+    recipe: Recipe
+    images: Artifact
+    base: Base
 
-def build(
-    recipe: Recipe,
-    images: Artifact,
-    base: Base,
-    draft: Draft,
-    progress: Callable[[int, int, str], None],
-) -> dict[str, Any]:
-    """Encode the image shards that have no latent shard, and add all latent shards to the draft.
+    name = STAGE
+    version = VERSION
 
-    Raises:
-        Refused: the model or the settings are invalid; nothing was encoded.
-        Failed: more than `encode.max_bad` of the samples are bad, or no sample is left.
-    """
-    reports = f"{draft.path}/{REPORTS}"
-    shards = encode_missing(recipe, images, base, draft.store, reports, progress)
-    info = dict(base.encoders)
-    summary = summarise(shards, info["vae_scale_factor"], base.caption_limits)
-    check(summary, recipe.encode.max_bad)
-    if summary["uncaptioned"]:
-        log.warning(
-            "encode: %d of %d pictures have no caption and train unconditionally; if this is "
-            "wrong, check source.caption_column or the .txt files beside them",
-            summary["uncaptioned"],
-            summary["samples"],
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the latents."""
+        return settings_for_key(self.recipe)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The pictures and the encoders. Raises Refused."""
+        return {"images": self.images.digest, "encoders": self.base.digest_encoders()}
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The pictures."""
+        return {"images": self.images}
+
+    def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
+        """Encode the image shards that have no latent shard, and add all latent shards.
+
+        Raises:
+            Refused: the model or the settings are invalid; nothing was encoded.
+            Failed: more than `encode.max_bad` of the samples are bad, or no sample is left.
+        """
+        base = self.base
+        shards = self.encode_missing(draft.store, f"{draft.path}/{REPORTS}", progress)
+        info = dict(base.encoders)
+        summary = summarise(shards, info["vae_scale_factor"], base.caption_limits)
+        check_samples(summary, self.recipe.encode.max_bad)
+        if summary["uncaptioned"]:
+            log.warning(
+                "encode: %d of %d pictures have no caption and train unconditionally; if this is "
+                "wrong, check source.caption_column or the .txt files beside them",
+                summary["uncaptioned"],
+                summary["samples"],
+            )
+        for shard in shards:
+            draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
+        settings = TransformSettings.of(self.recipe)
+        info |= batch_tokens(shards)
+        info |= {"masks": settings.masks, "scored": settings.scored}
+        if self.recipe.encode.text_dtype is not None:
+            info["text_dtype"] = self.recipe.encode.text_dtype
+        draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
+        return summary | {"run": runtime_facts(self.recipe.runtime)}
+
+    def encode_missing(self, store: Store, reports: str, progress: Report) -> list[Shard]:
+        """The latent shards of all image shards; those that the store lacks are encoded.
+
+        Several flows may do so at once: each shard is encoded by one of them.
+
+        Args:
+            reports: folder of the workers' reports, of this flow alone.
+
+        Raises:
+            Refused: the model or the settings are invalid; nothing was encoded.
+            Failed: there is no image shard.
+        """
+        # Beam takes seconds to import, which a reused artifact does not need.
+        with quiet_import():
+            from tasks.encode.encode_on_beam import EncodeShard, encode_shards
+
+        chosen = self.recipe.encode
+        settings = TransformSettings.of(self.recipe)
+        bucket_sizes(settings, self.base.encoders["size_step"])
+        tasks = self._tasks(settings)
+        if not tasks:
+            raise Failed("encode: the images artifact has no image shard")
+        job = EncodeJob(
+            runtime=self.recipe.runtime,
+            **self.base.job_fields,
+            batch_size=chosen.batch_size,
+            device=chosen.device,
+            dtype=chosen.dtype,
+            text=chosen.text,
+            compiled=store.compiled_url,
         )
-    for shard in shards:
-        draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
-    settings = TransformSettings.of(recipe)
-    info |= batch_tokens(shards)
-    info |= {"masks": settings.masks, "scored": settings.scored}
-    if recipe.encode.text_dtype is not None:
-        info["text_dtype"] = recipe.encode.text_dtype
-    draft.write(INFO, json.dumps(info, indent=1, sort_keys=True).encode())
-    return summary | {"run": runtime_facts(recipe.runtime)}
+        options = beam_options(self.recipe, "encode")
+        is_remote = workers_of(options) is Workers.REMOTE
+        copy = put_encoders(store, self.base) if is_remote else None
+        plan = EncodingPlan(job, settings)
+        dofn = EncodeShard(store.url, reports, plan, chosen.processes, copy)
+        return encode_shards(tasks, store, dofn, options, progress)
 
+    def _tasks(self, settings: TransformSettings) -> list[EncodeTask]:
+        """What to encode, once for image shards with equal bytes."""
+        from tasks.encode.encode_on_beam import EncodeTask
 
-def encode_missing(
-    recipe: Recipe,
-    images: Artifact,
-    base: Base,
-    store: Store,
-    reports: str,
-    progress: Callable[[int, int, str], None],
-) -> list[Shard]:
-    """The latent shards of all image shards; those that the store lacks are encoded.
+        digest = self.base.digest_encoders()
+        chosen = self.recipe.encode
+        how = (digest, chosen.dtype, chosen.batch_size, settings, chosen.text)
+        tasks = {}
+        for entry in self.images.files:
+            if entry.path.endswith(".tar"):
+                key = shard_key(entry.sha256, *how)
+                tar = self.images.url(entry.path)
+                tasks[key] = EncodeTask(key, tar, entry.sha256, entry.meta["samples"])
+        return list(tasks.values())
 
-    Several flows may do so at once: each shard is encoded by one of them.
+    def check(self, summary: dict[str, Any]) -> None:
+        """Raise Failed for too many bad samples; warn of few held-out pictures, cut captions."""
+        settings = self.recipe.encode
+        check_samples(summary, settings.max_bad)
+        warn_of_few_held_out(summary, settings.holdout)
+        tell_cut_captions(summary)
 
-    Args:
-        reports: folder of the workers' reports, of this flow alone.
+    def helper(self, store: Store, progress: Report) -> Callable[[], object]:
+        """A call that encodes shards beside another host's build."""
+        reports = f"{store.root}/{self.name}/{self.parts.key}/{REPORTS}-{uuid4().hex}"
+        return partial(self.encode_missing, store, reports, progress)
 
-    Raises:
-        Refused: the model or the settings are invalid; nothing was encoded.
-        Failed: there is no image shard.
-    """
-    # Beam takes seconds to import, which a reused artifact does not need.
-    with quiet_import():
-        from tasks.encode.encode_on_beam import EncodeShard, EncodeTask, encode_shards
+    def versions(self) -> Mapping[str, str]:
+        """The code, and the packages that encode."""
+        return versions(self.recipe.runtime)
 
-    settings = TransformSettings.of(recipe)
-    bucket_sizes(settings, base.encoders["size_step"])
-    digest = base.digest_encoders()
-    dtype = recipe.encode.dtype
-    text = recipe.encode.text
-    tasks = {}
-    for entry in images.files:
-        if entry.path.endswith(".tar"):
-            key = shard_key(entry.sha256, digest, dtype, recipe.encode.batch_size, settings, text)
-            tar = images.url(entry.path)
-            samples = entry.meta["samples"]
-            tasks[key] = EncodeTask(key, tar, entry.sha256, samples)
-    if not tasks:
-        raise Failed("encode: the images artifact has no image shard")
-    job = EncodeJob(
-        runtime=recipe.runtime,
-        **base.job_fields,
-        batch_size=recipe.encode.batch_size,
-        device=recipe.encode.device,
-        dtype=dtype,
-        text=text,
-        compiled=store.compiled_url,
-    )
-    options = beam_options(recipe, "encode")
-    is_remote = workers_of(options) is Workers.REMOTE
-    copy = put_encoders(store, base) if is_remote else None
-    plan = EncodingPlan(job, settings)
-    dofn = EncodeShard(store.url, reports, plan, recipe.encode.processes, copy)
-    return encode_shards(list(tasks.values()), store, dofn, options, progress)
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """Counts, buckets and caption lengths."""
+        summary = artifact.summary
+        counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
+        facts = {name: summary[name] for name in counts} | cut_facts(summary["cut"])
+        facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
+        buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
+        lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]
+        return [
+            Facts("Encoded", facts),
+            Table("Buckets", buckets, bars="samples"),
+            Table("Caption lengths", lengths, bars="captions"),
+        ]
 
 
 def batch_tokens(shards: list[Shard]) -> dict[str, int]:
@@ -175,7 +225,7 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
     }
 
 
-def check(summary: dict[str, Any], max_bad: float) -> None:
+def check_samples(summary: dict[str, Any], max_bad: float) -> None:
     """Raise Failed for too many bad samples; committed shards stay for the next run."""
     bad = sum(summary["bad"].values())
     reasons = ", ".join(f"{reason}: {n}" for reason, n in summary["bad"].items()) or "none read"
@@ -212,18 +262,3 @@ def tell_cut_captions(summary: dict[str, Any]) -> None:
     """Log how many captions each text encoder cuts."""
     total = sum(summary["caption_tokens"].values())
     tell_cuts(STAGE, summary["cut"], total, "captions")
-
-
-def show(artifact: Artifact) -> list[Panel]:
-    """Counts, buckets and caption lengths."""
-    summary = artifact.summary
-    counts = ("samples", "holdout", "captions", "uncaptioned", "truncated", "shards", "bytes")
-    facts = {name: summary[name] for name in counts} | cut_facts(summary["cut"])
-    facts |= {f"bad: {reason}": n for reason, n in summary["bad"].items()}
-    buckets = [{"height x width": k, "samples": n} for k, n in summary["buckets"].items()]
-    lengths = [{"tokens from": k, "captions": n} for k, n in summary["caption_tokens"].items()]
-    return [
-        Facts("Encoded", facts),
-        Table("Buckets", buckets, bars="samples"),
-        Table("Caption lengths", lengths, bars="captions"),
-    ]

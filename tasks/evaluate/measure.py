@@ -95,7 +95,7 @@ class MetricSuite:
         """The metrics of a recipe. Raises Refused if a model fails to load."""
         recipe = given.recipe
         settings = given.recipe.evaluate
-        sets = prompt_sets(given.recipe)
+        sets = prompt_sets(given.recipe.evaluate)
         prompts = all_prompts(sets)
         models = given.measuring.preference_models
         clip = Clip(given.measuring.clip, settings.device)
@@ -109,7 +109,7 @@ class MetricSuite:
             encoders[INCEPTION] = Inception(given.measuring.inception, settings.device)
         return cls(
             sets=sets,
-            compared=compared_sets(recipe),
+            compared=compared_sets(recipe.evaluate),
             judges=open_judges(settings.judges, models, settings.device, prompts),
             resampling=Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,

@@ -25,7 +25,7 @@ from PIL import Image
 from artifacts.errors import reading
 from configs.errors import Refused
 from configs.explain_errors import hint_of
-from configs.settings.evaluate import JudgeName, PreferenceModel, PromptSet
+from configs.settings.evaluate import Evaluate, JudgeName, PreferenceModel, PromptSet
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from tasks.evaluate import memorization
@@ -87,18 +87,18 @@ PromptSets = dict[str, tuple[str, ...]]
 MAX_SAMPLES = 8
 
 
-def prompt_sets(recipe: Recipe) -> PromptSets:
+def prompt_sets(settings: Evaluate) -> PromptSets:
     """Prompt set name -> the prompt of every picture.
 
     Raises:
         Refused: a prompt file cannot be read, or the name has unsupported characters.
     """
-    return {name: _expand(name, given) for name, given in recipe.evaluate.prompts.items()}
+    return {name: _expand(name, listed) for name, listed in settings.prompts.items()}
 
 
-def sample_prompts(recipe: Recipe) -> tuple[str, ...]:
+def sample_prompts(settings: Evaluate) -> tuple[str, ...]:
     """Up to 8 distinct prompts for samples during training, alternating between the sets."""
-    sets = [list(dict.fromkeys(prompts)) for prompts in prompt_sets(recipe).values()]
+    sets = [list(dict.fromkeys(prompts)) for prompts in prompt_sets(settings).values()]
     longest = max(len(prompts) for prompts in sets)
     alternating = (prompts[i] for i in range(longest) for prompts in sets if i < len(prompts))
     return tuple(dict.fromkeys(alternating))[:MAX_SAMPLES]
@@ -186,7 +186,7 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
     sets = list(recipe.evaluate.prompts)
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
     if recipe.encode.holdout > 0 and held_out:
-        if min(held_out, _compared_pictures(recipe)) >= LEAST_COMPARED:
+        if min(held_out, _compared_pictures(recipe.evaluate)) >= LEAST_COMPARED:
             names += [CMMD, *DISTANCES]
             names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
         names += [HOLDOUT_LOSS, *BANDS]
@@ -213,12 +213,12 @@ def by_set(metric: str, sets: Iterable[str]) -> list[str]:
     return [f"{metric}/{name}" for name in sets]
 
 
-def compared_sets(recipe: Recipe) -> tuple[str, ...]:
+def compared_sets(settings: Evaluate) -> tuple[str, ...]:
     """Names of the prompt sets whose pictures are compared with held-out ones."""
-    return tuple(name for name, given in recipe.evaluate.prompts.items() if given.compare)
+    return tuple(name for name, listed in settings.prompts.items() if listed.compare)
 
 
-def sets_of_metric(metric: str, recipe: Recipe) -> tuple[str, ...]:
+def sets_of_metric(metric: str, settings: Evaluate) -> tuple[str, ...]:
     """Names of the prompt sets whose pictures a metric is of; none of a held-out loss."""
     name, _, part = metric.partition("/")
     if name == HOLDOUT_LOSS:
@@ -226,13 +226,13 @@ def sets_of_metric(metric: str, recipe: Recipe) -> tuple[str, ...]:
     if part:
         return (part,)
     if name in (CMMD, *DISTANCES, *INCEPTION_DISTANCES):
-        return compared_sets(recipe)
-    return tuple(recipe.evaluate.prompts)
+        return compared_sets(settings)
+    return tuple(settings.prompts)
 
 
-def _compared_pictures(recipe: Recipe) -> int:
-    sets = prompt_sets(recipe)
-    return sum(len(sets[name]) for name in compared_sets(recipe))
+def _compared_pictures(settings: Evaluate) -> int:
+    sets = prompt_sets(settings)
+    return sum(len(sets[name]) for name in compared_sets(settings))
 
 
 def all_prompts(sets: PromptSets) -> list[str]:

@@ -12,8 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from artifacts.errors import is_forbidden, is_outage
 from artifacts.models import IGNORED, cache_folder, digest_model, digest_model_file, resolve_model
 from artifacts.records import Damaged, digest_json, distrust, read_checked, read_record
-from artifacts.store import MANIFEST, Artifact, Draft, KeyParts, Store
+from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
@@ -41,8 +40,9 @@ from tasks.stage import (
     BOOTSTRAP,
     METRICS,
     RECIPE,
+    Stage,
+    StageResult,
     TrainedWeights,
-    build_or_reuse,
     runtime_facts,
     storing,
 )
@@ -173,12 +173,11 @@ class PublishedMetrics(NamedTuple):
 
 
 def metrics_of_published(
-    given: EvalInputs,
+    data: EvalInputs,
     evaluated: Artifact,
-    begin: Callable[[KeyParts], Progress],
+    build: Callable[[Stage], StageResult],
     uri: str,
     *,
-    send: Callable[[KeyParts, Progress], Callable[[], str] | None] | None = None,
     run: RunJob = run_job,
 ) -> PublishedMetrics:
     """A published model's metrics, comparable with the `tuned` ones of an evaluation.
@@ -189,52 +188,73 @@ def metrics_of_published(
 
     Args:
         evaluated: artifact of the evaluation.
-        begin: records that the run needs an artifact; returns the progress of building it.
+        build: builds or reuses a stage's artifact.
         uri: folder or URL of the published model.
-        send: returns a call that lets another machine build an artifact, or None to build it here.
     """
-    found = published_estimates(uri, evaluated.summary["fingerprint"])
-    if found is not None:
-        return PublishedMetrics(found)
+    published = published_estimates(uri, evaluated.summary["fingerprint"])
+    if published is not None:
+        return PublishedMetrics(published)
     log.info("evaluate: the champion has no comparable metrics: measuring it again")
     model = load_published_model(resolve_model(uri))
-    # The fingerprint has what ours must share with it, such as the prediction type of the loss.
-    shared = {"published": model.digest, "comparable": fingerprint(given)}
-    inputs = given.digests() | shared
-    parts = KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
-    progress = begin(parts)
-    build = partial(_build_published, given, model, progress=progress, run=run)
-    parents = {"images": given.images, "latents": given.latents}
-    sent = None if send is None else send(parts, progress)
-    result = build_or_reuse(evaluated.store, parts, build, parents=parents, send=sent)
-    artifact = result.load(evaluated.store)
+    artifact = build(ChampionEvaluation(data, model, run)).load(evaluated.store)
     return PublishedMetrics(read_estimates(artifact, ("tuned",))["tuned"], artifact)
 
 
-@memory_released()
-def _build_published(
-    given: EvalInputs, model: EvalModel, draft: Draft, progress: Progress, run: RunJob
-) -> dict[str, Any]:
-    """Sample with a published model, and write its finite metrics, as `tuned`, into the draft.
+@dataclass(frozen=True)
+class ChampionEvaluation(Stage):
+    """A published model, measured as the tuned one of an evaluation."""
 
-    A rule that names another metric then has no comparable value, and fails unless it is forced.
-    """
-    spec = sampling_spec(given)
-    store = draft.store
-    if not same_loss(given, model):
-        spec = replace(spec, latents=None)  # the model may not even accept our latents
-    with draw.scratch(draft) as folder:
-        on_event = draw.progress_callback(progress)
-        (shard,) = draw.draw([model], spec, store, folder, run, on_event)
-    suite = MetricSuite.of(given, store, progress)
-    models = {"tuned": _finite(suite.measure(store, shard, "champion", progress).metrics)}
-    for one in [shard, *suite.shards]:
-        draft.add_shard(one)
-    draft.write(BOOTSTRAP, to_npz(models))
-    facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(given)}
-    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-    run_facts = runtime_facts(given.recipe.runtime)
-    return {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}, **facts, "run": run_facts}
+    data: EvalInputs
+    model: EvalModel
+    run: RunJob = run_job
+
+    name = STAGE
+    version = VERSION
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the evaluation."""
+        return settings_for_key(self.data.recipe)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The model, and what its metrics must share with the evaluation.
+
+        That is more than the data, such as the prediction type of the loss.
+        """
+        shared = {"published": self.model.digest, "comparable": fingerprint(self.data)}
+        return self.data.digests() | shared
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The reference data."""
+        return {"images": self.data.images, "latents": self.data.latents}
+
+    @memory_released()
+    def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        """Sample with the model, and write its finite metrics, as `tuned`, into the draft.
+
+        A rule that names another metric then has no comparable value, and fails unless it is
+        forced.
+        """
+        data = self.data
+        spec = sampling_spec(data)
+        store = draft.store
+        if not same_loss(data, self.model):
+            spec = replace(spec, latents=None)  # the model may not even accept our latents
+        with draw.scratch(draft) as folder:
+            on_event = draw.progress_callback(progress)
+            (shard,) = draw.draw([self.model], spec, store, folder, self.run, on_event)
+        suite = MetricSuite.of(data, store, progress)
+        models = {"tuned": _finite(suite.measure(store, shard, "champion", progress).metrics)}
+        for used in [shard, *suite.shards]:
+            draft.add_shard(used)
+        draft.write(BOOTSTRAP, to_npz(models))
+        facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(data)}
+        draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+        run_facts = runtime_facts(data.recipe.runtime)
+        counts = {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}}
+        return {**counts, **facts, "run": run_facts}
 
 
 def _finite(estimates: Estimates) -> Estimates:

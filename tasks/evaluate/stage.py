@@ -6,13 +6,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from artifacts.latent_shards import open_latents
-from artifacts.store import Artifact, Draft, KeyParts, Shard, Store
+from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
@@ -45,7 +45,7 @@ from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
 from tasks.run_job import run_job
-from tasks.stage import BOOTSTRAP, GRID, METRICS, local_weights, runtime_facts
+from tasks.stage import BOOTSTRAP, GRID, METRICS, Stage, local_weights, runtime_facts
 
 PAIRS = "closest_pairs.png"
 MODELS = ("base", "tuned")
@@ -58,18 +58,12 @@ def settings_for_key(recipe: Recipe) -> dict[str, Any]:
         **recipe.evaluate.key_settings(),
         # A digest sorts names, and a picture's number selects its noise.
         "sets": list(recipe.evaluate.prompts),
-        "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe).items()},
+        "prompts": {name: list(prompts) for name, prompts in prompt_sets(recipe.evaluate).items()},
         "judges": judge_names(recipe.evaluate.judges),
-        "compared": compared_sets(recipe),
+        "compared": compared_sets(recipe.evaluate),
         "reference": asdict(TransformSettings.of(recipe)),
         "holdout_loss": recipe.train.holdout_loss_inputs,
     }
-
-
-def key_parts(given: EvalInputs, trained: Artifact) -> KeyParts:
-    """The artifact's key: settings, both models and the reference data."""
-    inputs = given.digests() | {"model": trained.digest}
-    return KeyParts(STAGE, VERSION, settings_for_key(given.recipe), inputs)
 
 
 def check(recipe: Recipe) -> None:
@@ -78,10 +72,8 @@ def check(recipe: Recipe) -> None:
     for judge in judge_names(recipe.evaluate.judges):
         names = by_set(judge, recipe.evaluate.prompts)
         if judge in LOWER_IS_BETTER or any(known[name] > 1 for name in names):
-            raise Refused(
-                f"{judge} is the name of another metric: rename it", setting="evaluate.judges"
-            )
-    check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe)))
+            raise Refused(f"evaluate.judges: {judge} is the name of another metric: rename it")
+    check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe.evaluate)))
 
 
 def check_drawn_size(recipe: Recipe, base: Base) -> None:
@@ -94,47 +86,112 @@ def check_drawn_size(recipe: Recipe, base: Base) -> None:
     check_sides(given.judges, *size)
 
 
-@memory_released()
-def build(
-    given: EvalInputs, trained: Artifact, draft: Draft, progress: Progress, *, run: RunJob = run_job
-) -> dict[str, Any]:
-    """Sample with both models, and write metrics, pictures and the grid into the draft."""
-    spec = sampling_spec(given)
-    store = draft.store
-    if spec.latents is None:
-        log.warning("evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances")
-    cuts = tell_cut_prompts(STAGE, given.base, spec.prompts)
-    with draw.scratch(draft) as folder, local_weights(trained) as weights:
-        models = [given.model(), given.model(trained, weights)]
-        shards = draw.draw(models, spec, store, folder, run, draw.progress_callback(progress))
-    drawn = dict(zip(MODELS, shards, strict=True))
-    log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
-    suite = MetricSuite.of(given, store, progress)
-    base, tuned = (
-        suite.measure(store, shard, name, progress)
-        for name, shard in zip(("base", "tuned model"), shards, strict=True)
-    )
-    found: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
-    _check_finite(found)
-    if not same_loss(given, models[0]):
-        found["base"] = _without_loss(base.metrics)
-    for shard in [*shards, *suite.shards]:
-        draft.add_shard(shard)
-    draft.write(BOOTSTRAP, to_npz(found))
-    draft.write(GRID, _grid(store, drawn, suite.sets))
-    facts = {
-        "metrics": metrics_by_name(found),
-        "differences": {
-            name: {"base": one} for name, one in differences(tuned.metrics, found["base"]).items()
-        },
-        "memorization": _memorization(given, suite, store, shards[-1], tuned, draft),
-        "fingerprint": fingerprint(given),
-    }
-    draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-    run_facts = runtime_facts(given.recipe.runtime)
-    keys = {model: shard.key for model, shard in drawn.items()}
-    counts = {"pictures": len(spec.prompts), "cut": cuts, "drawn": keys}
-    return {**counts, **facts, "run": run_facts}
+@dataclass(frozen=True)
+class EvaluateStage(Stage):
+    """The base and the tuned model, measured on equal prompts and noise."""
+
+    data: EvalInputs
+    trained: Artifact
+    run: RunJob = run_job
+
+    name = STAGE
+    version = VERSION
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect pictures or metrics."""
+        return settings_for_key(self.data.recipe)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Both models, those that measure, and the reference data."""
+        return self.data.digests() | {"model": self.trained.digest}
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The reference data and the trained weights."""
+        return {"images": self.data.images, "latents": self.data.latents, "model": self.trained}
+
+    @memory_released()
+    def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        """Sample with both models, and write metrics, pictures and the grid into the draft."""
+        data = self.data
+        spec = sampling_spec(data)
+        store = draft.store
+        if spec.latents is None:
+            log.warning(
+                "evaluate: no held-out picture (encode.holdout): no holdout_loss, no distances"
+            )
+        cuts = tell_cut_prompts(STAGE, data.base, spec.prompts)
+        with draw.scratch(draft) as folder, local_weights(self.trained) as weights:
+            models = [data.model(), data.model(self.trained, weights)]
+            on_event = draw.progress_callback(progress)
+            shards = draw.draw(models, spec, store, folder, self.run, on_event)
+        drawn = dict(zip(MODELS, shards, strict=True))
+        log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
+        suite = MetricSuite.of(data, store, progress)
+        base, tuned = (
+            suite.measure(store, shard, name, progress)
+            for name, shard in zip(("base", "tuned model"), shards, strict=True)
+        )
+        measured: dict[str, Estimates] = {"base": base.metrics, "tuned": tuned.metrics}
+        _check_finite(measured)
+        if not same_loss(data, models[0]):
+            measured["base"] = _without_loss(base.metrics)
+        for shard in [*shards, *suite.shards]:
+            draft.add_shard(shard)
+        draft.write(BOOTSTRAP, to_npz(measured))
+        draft.write(GRID, _grid(store, drawn, suite.sets))
+        compared = differences(tuned.metrics, measured["base"])
+        facts = {
+            "metrics": metrics_by_name(measured),
+            "differences": {name: {"base": estimate} for name, estimate in compared.items()},
+            "memorization": _memorization(data, suite, store, shards[-1], tuned, draft),
+            "fingerprint": fingerprint(data),
+        }
+        draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+        run_facts = runtime_facts(data.recipe.runtime)
+        keys = {model: shard.key for model, shard in drawn.items()}
+        counts = {"pictures": len(spec.prompts), "cut": cuts, "drawn": keys}
+        return {**counts, **facts, "run": run_facts}
+
+    def facts(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The metrics of both models, and their differences."""
+        return compared_metrics(summary)
+
+    @staticmethod
+    def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
+        """The pictures of all models side by side, the metrics, and the pairs closest to copies.
+
+        Args:
+            champion: a comparable evaluation of the champion.
+        """
+        summary = artifact.summary
+        metrics = summary["metrics"]
+        compared = summary["differences"]
+        if champion is not None:
+            own = champion.summary["metrics"]
+            theirs = {n: {"champion": own[n]["tuned"]} for n in own if "tuned" in own[n]}
+            metrics = {n: m | theirs.get(n, {}) for n, m in metrics.items()}
+            tuned = (read_estimates(evaluated)["tuned"] for evaluated in (artifact, champion))
+            paired = differences(*tuned)
+            compared = {
+                n: m | ({"champion": paired[n]} if n in paired else {}) for n, m in compared.items()
+            }
+        panels: list[Panel] = [
+            compare_pictures(artifact, champion),
+            Chart("Metrics", intervals_chart(metrics, lower_is_better)),
+            Table(
+                "Metrics and paired differences, with 95% confidence intervals",
+                metric_rows(metrics, compared),
+            ),
+        ]
+        return panels + show_closest_pairs(artifact)
+
+
+def compared_metrics(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run reports of metrics.json: the metrics of all models, and their differences."""
+    return {name: measured[name] for name in ("metrics", "differences") if name in measured}
 
 
 def _check_finite(models: Mapping[str, Estimates]) -> None:
@@ -188,34 +245,6 @@ def _memorization(
     prompts = all_prompts(suite.sets)
     found = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
     return {**facts, "closest_pairs": found}
-
-
-def show(artifact: Artifact, champion: Artifact | None = None) -> list[Panel]:
-    """The pictures of all models side by side, the metrics, and the pairs closest to copies.
-
-    Args:
-        champion: a comparable evaluation of the champion.
-    """
-    summary = artifact.summary
-    metrics = summary["metrics"]
-    compared = summary["differences"]
-    if champion is not None:
-        own = champion.summary["metrics"]
-        theirs = {n: {"champion": own[n]["tuned"]} for n in own if "tuned" in own[n]}
-        metrics = {n: m | theirs.get(n, {}) for n, m in metrics.items()}
-        found = differences(*(read_estimates(one)["tuned"] for one in (artifact, champion)))
-        compared = {
-            n: m | ({"champion": found[n]} if n in found else {}) for n, m in compared.items()
-        }
-    panels: list[Panel] = [
-        compare_pictures(artifact, champion),
-        Chart("Metrics", intervals_chart(metrics, lower_is_better)),
-        Table(
-            "Metrics and paired differences, with 95% confidence intervals",
-            metric_rows(metrics, compared),
-        ),
-    ]
-    return panels + show_closest_pairs(artifact)
 
 
 def show_closest_pairs(artifact: Artifact) -> list[Panel]:

@@ -27,6 +27,7 @@ from artifacts.records import digest_json
 from artifacts.store import Store
 from configs.errors import Refused
 from configs.load_recipe import CHECKOUT
+from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
@@ -80,7 +81,7 @@ class Planner:
     """
 
     def __init__(self, recipe: Recipe, base: Base, say: Callable[[str], None]) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         self._base = base
         self._say = say
         self._found: dict[str, StepMemory] = {}
@@ -104,14 +105,15 @@ class Planner:
 
         versions = {name: version(name) for name in STEP_PACKAGES}
         key = cache_key(VERSION, request, versions)
-        return StepMemory.from_json(load_or_compute(Store(self._recipe.store), key, compute))
+        return StepMemory.from_json(load_or_compute(Store(self.recipe.store), key, compute))
 
-    def requests(self, recipe: Recipe) -> list[GpuStepRequest]:
-        """All that `peaks` needs."""
-        sampling = [self._sampling(recipe.evaluate.dtype)]
-        if recipe.train.sample_every_n_steps:
-            sampling.append(self._sampling(recipe.train.compute_dtype))
-        return [self.training_request(recipe.train), *sampling]
+    def requests(self) -> list[GpuStepRequest]:
+        """All that `peaks` of the recipe needs."""
+        train = self.recipe.train
+        sampling = [self._sampling(self.recipe.evaluate.dtype)]
+        if train.sample_every_n_steps:
+            sampling.append(self._sampling(train.compute_dtype))
+        return [self.training_request(train), *sampling]
 
     def permits(self, train: Train) -> bool:
         """Whether the base can be trained so: adapters add no inputs to a denoiser."""
@@ -130,7 +132,7 @@ class Planner:
 
     def _sampling(self, dtype: str) -> GpuStepRequest:
         names = {"inpainting", "aesthetic_score", "init", "denoiser_config"}
-        settings = self._recipe.train.model_dump(mode="json", include=names)
+        settings = self.recipe.train.model_dump(mode="json", include=names)
         size = self._drawn_size()
         return replace(self._request(settings), sampling_dtype=dtype, drawn_size=size)
 
@@ -138,16 +140,16 @@ class Planner:
         """(height, width) of the pictures that training and evaluation draw, in pixels."""
         base = self._base
         scale = base.encoders["vae_scale_factor"]
-        asked = self._recipe.evaluate.model_dump(include={"height", "width"})
+        asked = self.recipe.evaluate.model_dump(include={"height", "width"})
         return image_size(asked, base.family, base.denoiser, scale)
 
     def _request(self, train: dict[str, Any]) -> GpuStepRequest:
         return GpuStepRequest(
             **self._base.job_fields,
             train=train,
-            resolution=self._recipe.encode.resolution,
-            denoiser_config=replacement_config(self._recipe.train),
-            text_dtype=self._recipe.encode.text_dtype,
+            resolution=self.recipe.encode.resolution,
+            denoiser_config=replacement_config(self.recipe.train),
+            text_dtype=self.recipe.encode.text_dtype,
         )
 
     def step(self, train: Train) -> StepMemory:
@@ -157,50 +159,54 @@ class Planner:
         self.compute([request])
         return self._found[repr(request)]
 
-    def peaks(self, recipe: Recipe) -> Peaks:
+    def peaks(self, train: Train, evaluate: Evaluate) -> Peaks:
         """Peak memory of a variant of the recipe."""
-        settings = recipe.train
-        step = self.step(recipe.train)
-        average = 0 if settings.ema_decay is None else step.ema
+        step = self.step(train)
+        average = 0 if train.ema_decay is None else step.ema
         state = {
             "weights": step.weights,
-            "optimizer": optimizer_bytes(step, settings),
+            "optimizer": optimizer_bytes(step, train),
             "ema": average,
         }
-        samples, several = micro_batch(settings)
+        samples, several = micro_batch(train)
         held = sum(state.values())
         drawn = 0
-        if settings.sample_every_n_steps:
-            batch = min(recipe.evaluate.batch_size, len(sample_prompts(recipe)))
-            within = self._get(self._sampling(settings.compute_dtype)).peak(batch)
+        if train.sample_every_n_steps:
+            batch = min(evaluate.batch_size, len(sample_prompts(evaluate)))
+            within = self._get(self._sampling(train.compute_dtype)).peak(batch)
             # Autocast keeps a copy of each trained weight until all pictures are drawn.
-            casts = 0 if settings.compute_dtype == "float32" else 2 * step.parameters
+            casts = 0 if train.compute_dtype == "float32" else 2 * step.parameters
             drawn = held + casts + step.encoders + sum(within.values())
-        evaluated = self._get(self._sampling(recipe.evaluate.dtype))
-        weights = evaluated.offloaded if recipe.evaluate.offload else evaluated.weights
+        drawing = self._get(self._sampling(evaluate.dtype))
+        weights = drawing.offloaded if evaluate.offload else drawing.weights
         return Peaks(
             parts=state | step.peak(samples, accumulating=several),
-            sampling=weights + sum(evaluated.peak(recipe.evaluate.batch_size).values()),
+            sampling=weights + sum(drawing.peak(evaluate.batch_size).values()),
             samples=drawn,
             checkpoint=held + step.largest,  # one array at a time is copied to the host
-            host=evaluated.weights if recipe.evaluate.offload else 0,
+            host=drawing.weights if evaluate.offload else 0,
         )
 
     def largest_micro_batch(
-        self, recipe: Recipe, usable: int, most: int = 4096, *, enlarges: bool = False
+        self,
+        train: Train,
+        evaluate: Evaluate,
+        usable: int,
+        most: int = 4096,
+        *,
+        enlarges: bool = False,
     ) -> int | None:
         """The largest micro-batch that fits, of those that the global batch size permits.
 
         Args:
             enlarges: whether the global batch size may grow to one micro-batch per GPU.
         """
-        settings = recipe.train
-        share = settings.global_batch_size // settings.processes
+        share = train.global_batch_size // train.processes
 
         def exceeds(size: int) -> bool:
-            batch = max(settings.global_batch_size, size * settings.processes)
+            batch = max(train.global_batch_size, size * train.processes)
             sizes = {"micro_batch_size": size, "global_batch_size": batch}
-            return self.peaks(with_train(recipe, sizes)).largest > usable
+            return self.peaks(with_train(train, sizes), evaluate).largest > usable
 
         if enlarges and not exceeds(share):
             return bisect(range(share, LARGEST + 1), False, key=exceeds) + share - 1
@@ -208,15 +214,14 @@ class Planner:
         return next(sizes, None)
 
 
-def with_train(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
-    """The recipe with other train settings; names of nested ones are dotted."""
-    train = recipe.train
+def with_train(train: Train, settings: dict[str, Any]) -> Train:
+    """The settings with others; names of nested ones are dotted."""
     for name, value in settings.items():
         section, _, nested = name.rpartition(".")
         if section:
             value = getattr(train, section).model_copy(update={nested: value})
         train = train.model_copy(update={section or name: value})
-    return recipe.model_copy(update={"train": train})
+    return train
 
 
 def micro_batch(settings: Train) -> tuple[int, bool]:
@@ -269,31 +274,34 @@ class Advice:
         return " ".join(f"-o {name}={value}" for name, value in values.items())
 
 
-def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
-    """Minimal sets of changes that make a recipe fit, those with the fewest FLOPs first.
+def advise(planner: Planner, usable: int) -> list[Advice]:
+    """Minimal sets of changes that make the recipe fit, those with the fewest FLOPs first.
 
     Adapters are advised only if nothing else fits.
 
     Args:
         usable: bytes for tensors.
     """
-    smaller, sampling = _smaller_sampling(planner, recipe, usable)
+    recipe = planner.recipe
+    train = recipe.train
+    smaller, sampling = _smaller_sampling(planner, usable)
     changes = [
         change
         for change in CHANGES
-        if _applies(change[0], recipe) and planner.permits(with_train(recipe, change[0]).train)
+        if _applies(change[0], recipe.runtime, train)
+        and planner.permits(with_train(train, change[0]))
     ]
     cheap = [change for change in changes if "method" not in change[0]]
-    before = executed_flops(planner.step(recipe.train))
+    before = executed_flops(planner.step(train))
     found: list[Advice] = []
     for settings, notes in _that_fit(planner, smaller, cheap, usable) or _that_fit(
         planner, smaller, changes, usable
     ):
-        variant = with_train(smaller, settings)
-        ratio = executed_flops(planner.step(variant.train)) / before
-        changed = {n: v for n, v in settings.items() if attrgetter(n)(recipe.train) != v}
+        variant = with_train(train, settings)
+        ratio = executed_flops(planner.step(variant)) / before
+        changed = {n: v for n, v in settings.items() if attrgetter(n)(train) != v}
         dotted = {f"train.{name}": value for name, value in changed.items()} | sampling
-        peaks = planner.peaks(variant)
+        peaks = planner.peaks(variant, smaller)
         if "evaluate.offload" in sampling:
             notes += (f"{gib(peaks.host, 1)} of the host's memory for the evaluation",)
         found.append(Advice(dotted, peaks.largest, ratio, notes))
@@ -301,23 +309,24 @@ def advise(planner: Planner, recipe: Recipe, usable: int) -> list[Advice]:
 
 
 def _that_fit(
-    planner: Planner, recipe: Recipe, changes: Sequence[Change], usable: int
+    planner: Planner, evaluate: Evaluate, changes: Sequence[Change], usable: int
 ) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
     """Minimal sets of changes that fit, with the largest micro-batch for each, and their notes.
 
     A set with more changes must permit a larger micro-batch than each of its subsets.
     """
-    current, _ = micro_batch(recipe.train)
+    train = planner.recipe.train
+    current, _ = micro_batch(train)
     sets = [_merged(some) for n in range(len(changes) + 1) for some in combinations(changes, n)]
-    is_lora = recipe.train.method == "lora"
+    is_lora = train.method == "lora"
     sets = [s for s in sets if is_lora or "method" in s[0] or "lora.base_precision" not in s[0]]
-    variants = [with_train(recipe, settings) for settings, _ in sets]
-    planner.compute([planner.training_request(variant.train) for variant in variants])
+    variants = [with_train(train, settings) for settings, _ in sets]
+    planner.compute([planner.training_request(variant) for variant in variants])
     kept: dict[frozenset[str], int] = {}
     found = []
     for (settings, notes), variant in zip(sets, variants, strict=True):
         names = frozenset(settings)
-        size = planner.largest_micro_batch(variant, usable, current)
+        size = planner.largest_micro_batch(variant, evaluate, usable, current)
         if size is None or any(names >= k and size <= other for k, other in kept.items()):
             continue
         kept[names] = size
@@ -331,37 +340,34 @@ def _merged(changes: Sequence[Change]) -> tuple[dict[str, Any], tuple[str, ...]]
     return settings, tuple(note for _, note in changes)
 
 
-def _smaller_sampling(
-    planner: Planner, recipe: Recipe, usable: int
-) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe with the largest evaluate.batch_size whose sampling fits, and what it changes.
+def _smaller_sampling(planner: Planner, usable: int) -> tuple[Evaluate, dict[str, Any]]:
+    """The settings with the largest batch_size whose sampling fits, and what they change.
 
     Layers are offloaded only if no batch fits without.
     """
-    given = recipe.evaluate
-    sizes = range(given.batch_size, 0, -1)
-    for offload in sorted({given.offload, given.offload or recipe.runtime == "torch"}):
+    recipe = planner.recipe
+    evaluate = recipe.evaluate
+    sizes = range(evaluate.batch_size, 0, -1)
+    for offload in sorted({evaluate.offload, evaluate.offload or recipe.runtime == "torch"}):
         for size in sizes:
-            evaluate = given.model_copy(update={"batch_size": size, "offload": offload})
-            variant = recipe.model_copy(update={"evaluate": evaluate})
-            if planner.peaks(variant).sampling <= usable:
-                changed = {"batch_size": size, "offload": offload}
+            changed = {"batch_size": size, "offload": offload}
+            variant = evaluate.model_copy(update=changed)
+            if planner.peaks(recipe.train, variant).sampling <= usable:
                 return variant, {
                     f"evaluate.{name}": value
                     for name, value in changed.items()
-                    if getattr(given, name) != value
+                    if getattr(evaluate, name) != value
                 }
-    return recipe, {}
+    return evaluate, {}
 
 
-def _applies(change: dict[str, Any], recipe: Recipe) -> bool:
+def _applies(change: dict[str, Any], runtime: str, settings: Train) -> bool:
     """Whether a change is one, and is permitted."""
-    settings = recipe.train
     if "lora.base_precision" in change:
-        is_possible = recipe.runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
+        is_possible = runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
         return is_possible and settings.init == "base" and settings.lora.base_precision is None
     if "optimizer" in change:
-        is_possible = recipe.runtime == "torch" and settings.fsdp == 1
+        is_possible = runtime == "torch" and settings.fsdp == 1
         return is_possible and settings.optimizer == "adamw"
     if "method" in change:
         return settings.method == "full" and settings.init == "base"
@@ -475,7 +481,7 @@ def plan_gpu_training(
         Unanswered: the planner failed.
     """
     there = parse_gpu(gpu)
-    return plan_for(recipe, there, open_configs(recipe), say, search=search)
+    return plan_for(recipe, there, open_configs(recipe.model), say, search=search)
 
 
 def plan_for(
@@ -490,12 +496,13 @@ def plan_for(
     if recipe.train.fsdp != 1 and recipe.train.processes > 1:
         raise Refused("train.fsdp: a GPU plan knows unsharded weights only: set 1")
     planner = Planner(recipe, base, say)
-    planner.compute(planner.requests(recipe))
-    peaks = planner.peaks(recipe)
+    planner.compute(planner.requests())
+    about = (recipe.train, recipe.evaluate)
+    peaks = planner.peaks(*about)
     step = planner.step(recipe.train)
     plan = GpuPlan(recipe, gpu, step, peaks, base.encoders, planner.seconds)
-    largest = planner.largest_micro_batch(recipe, gpu.usable, enlarges=search)
-    advice = () if plan.fits else tuple(advise(planner, recipe, gpu.usable))
+    largest = planner.largest_micro_batch(*about, gpu.usable, enlarges=search)
+    advice = () if plan.fits else tuple(advise(planner, gpu.usable))
     return replace(plan, largest_micro_batch=largest, advice=advice, seconds=planner.seconds)
 
 
@@ -584,7 +591,7 @@ def digest_settings(recipe: Recipe) -> str:
             "train": recipe.train.model_dump(mode="json", include=TRAIN_SETTINGS),
             "resolution": recipe.encode.resolution,
             "evaluate": [
-                *(evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe))),
+                *(evaluate.dtype, evaluate.batch_size, len(sample_prompts(recipe.evaluate))),
                 *(evaluate.height, evaluate.width),
             ],
             "models": [None if path is None else _without_checkout(path) for path in models],

@@ -19,7 +19,9 @@ from artifacts.models import files_below, resolve_configs
 from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
 from configs.errors import Refused
-from configs.settings.recipe import Recipe, StageName
+from configs.settings.data import Download, Encode
+from configs.settings.publish import Publish
+from configs.settings.recipe import Model, Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
 from runtimes.families import Family, family_named
@@ -82,12 +84,12 @@ class TrainingPlan(ABC):
     @property
     def latent_bytes(self) -> int:
         """Stored bytes of latents per picture."""
-        return latent_bytes(self.recipe, self.info)
+        return latent_bytes(self.recipe.encode, self.info)
 
     @property
     def caption_bytes(self) -> int:
         """Stored bytes of a caption; a shard stores equal captions once."""
-        return caption_bytes(self.recipe, self.info)
+        return caption_bytes(self.recipe.encode, self.info)
 
     @property
     def storage_bytes(self) -> int | None:
@@ -96,40 +98,38 @@ class TrainingPlan(ABC):
         return None if pictures is None else pictures * self.bytes_per_picture
 
 
-def latent_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
+def latent_bytes(encode: Encode, info: Mapping[str, Any]) -> int:
     """Stored bytes of latents per picture: 16-bit moments, masks with masked means.
 
     Args:
         info: of the encoders, `Base.encoders`.
     """
-    encode = recipe.encode
     pixels = (encode.resolution // info["vae_scale_factor"]) ** 2
     moments = 2 * 2 * info["latent_channels"] * pixels
     masked = encode.masks * (1 + 2 * info["latent_channels"]) * pixels
     return int(moments + masked) * (2 if encode.flip else 1)
 
 
-def caption_bytes(recipe: Recipe, info: Mapping[str, Any]) -> int:
+def caption_bytes(encode: Encode, info: Mapping[str, Any]) -> int:
     """Stored bytes of a caption: its 16-bit embeddings, or its 32-bit token ids alone.
 
     Args:
         info: of the encoders, `Base.encoders`.
     """
-    if recipe.encode.text == "token_ids":
+    if encode.text == "token_ids":
         return int(4 * len(family_named(info["family"]).clip) * info["tokens"])
     return int(2 * (info["tokens"] * info["prompt_dim"] + (info["pooled_dim"] or 0)))
 
 
-def open_configs(recipe: Recipe) -> Base:
+def open_configs(model: Model) -> Base:
     """The base with the recipe's VAE; of a model on the hub, its configs alone are fetched.
 
     Raises:
         Refused: the base or the VAE does not exist.
         Refused: the base is no pipeline of a known family.
     """
-    model = resolve_configs(recipe.model.path, revision=recipe.model.revision)
-    vae = recipe.model.vae
-    return Base.open(model, None if vae is None else resolve_configs(vae))
+    folder = resolve_configs(model.path, revision=model.revision)
+    return Base.open(folder, None if model.vae is None else resolve_configs(model.vae))
 
 
 def load_or_compute(
@@ -222,33 +222,43 @@ def estimate_disk(
         Refused: the base's configs are invalid, or a prompt file cannot be read.
     """
     info = base.encoders
-    trained = [(one, _trained_parameters(one.train, base)) for one in trials or (recipe,)]
-    encoded = rows * (latent_bytes(recipe, info) + caption_bytes(recipe, info))
+    trained = [(trial, _trained_parameters(trial.train, base)) for trial in trials or (recipe,)]
+    encode = recipe.encode
+    drawn = int(PIXEL_BYTES["png"] * encode.resolution**2)
+    sampled = len(sample_prompts(recipe.evaluate)) * drawn
+    measured = sum(map(len, prompt_sets(recipe.evaluate).values())) * drawn
+    published = (
+        _published_bytes(recipe.publish, trial.train.method, base.folder, numbers)
+        for trial, numbers in trained
+    )
     sizes: dict[StageName, int] = {
-        "download": rows * _picture_bytes(recipe),
-        "encode": encoded,
-        "train": sum(_training_bytes(one, numbers, rows) for one, numbers in trained),
-        "evaluate": len(trained) * _evaluation_bytes(recipe, rows),
-        "publish": max(_published_bytes(one, base.folder, numbers) for one, numbers in trained),
+        "download": rows * _picture_bytes(recipe.download),
+        "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
+        "train": sum(_training_bytes(one.train, n, rows, sampled) for one, n in trained),
+        "evaluate": len(trained) * (2 * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
+        "publish": max(published),
     }
     return DiskEstimate(rows, {stage: sizes[stage] for stage in stages})
 
 
-def _picture_bytes(recipe: Recipe) -> int:
-    settings = recipe.download
+def _picture_bytes(settings: Download) -> int:
     area = AREAS.get(settings.resize_mode, 1.0) * settings.image_size**2
     return int(area * PIXEL_BYTES[settings.encode_format]) + SAMPLE_BYTES
 
 
-def _training_bytes(recipe: Recipe, trained: int, rows: int) -> int:
-    """Checkpoints, with the one that is being written, the trained weights and samples."""
-    settings = recipe.train.with_steps(rows)
+def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> int:
+    """Checkpoints, with the one that is being written, the trained weights and samples.
+
+    Args:
+        sampled: bytes of the samples of one step.
+    """
+    settings = settings.with_steps(rows)
     moments = int(MOMENTS[settings.optimizer] * trained)
     checkpoints = settings.checkpoints_total_limit + settings.kept_best + 1
     drawn = 0
     if settings.sample_every_n_steps:
         times = settings.steps // settings.sample_every_n_steps
-        drawn = times * len(sample_prompts(recipe)) * _drawn_bytes(recipe)
+        drawn = times * sampled
     return checkpoints * checkpoint_bytes(settings, trained, moments) + 4 * trained + drawn
 
 
@@ -262,25 +272,13 @@ def checkpoint_bytes(settings: Train, trained: int, moments: int) -> int:
     return 4 * trained * (1 + (settings.ema_decay is not None)) + moments
 
 
-def _evaluation_bytes(recipe: Recipe, rows: int) -> int:
-    """Pictures of base and tuned model, features of the references, and the sheets."""
-    pictures = sum(map(len, prompt_sets(recipe).values()))
-    return 2 * pictures * _drawn_bytes(recipe) + rows * REFERENCE_BYTES + SHEET_BYTES
-
-
-def _drawn_bytes(recipe: Recipe) -> int:
-    return int(PIXEL_BYTES["png"] * recipe.encode.resolution**2)
-
-
-def _published_bytes(recipe: Recipe, folder: Path, trained: int) -> int:
+def _published_bytes(publish: Publish, method: str, folder: Path, trained: int) -> int:
     """The artifact, and its copy in a registry within the store."""
-    publish = recipe.publish
-    train = recipe.train
     width = 4 if publish.dtype == "float32" else 2
     parts = sorted(part for part in folder.iterdir() if part.is_dir())
     whole = width * sum(math.prod(shape) for part in parts for shape in _shapes(part).values())
-    adapters = width * trained if train.method == "lora" else 0
-    size = adapters if train.method == "lora" and not publish.merge else whole + adapters
+    adapters = width * trained if method == "lora" else 0
+    size = adapters if method == "lora" and not publish.merge else whole + adapters
     return size * (2 if publish.registry is None else 1)
 
 

@@ -138,8 +138,8 @@ def plan_slice_training(
         Unanswered: the compiler failed.
     """
     where = parse_slice(topology)
-    size = _size(recipe, where)
-    base = open_configs(recipe)
+    size = _size(recipe.train, where)
+    base = open_configs(recipe.model)
     measure = partial(_load_or_compile, recipe, base, say)
     found = SlicePlan(recipe, where, size, measure(size), base.encoders)
     if found.step_fits and not search:
@@ -147,9 +147,8 @@ def plan_slice_training(
     return replace(found, largest=_largest(measure, size))
 
 
-def _size(recipe: Recipe, where: TpuSlice) -> Size:
-    """The recipe's batch, divided equally among the hosts of a slice."""
-    settings = recipe.train
+def _size(settings: Train, where: TpuSlice) -> Size:
+    """The batch, divided equally among the hosts of a slice."""
     check_training(where, settings)
     share = settings.global_batch_size // where.hosts
     return Size(settings.micro_batch(where.hosts), share, where)

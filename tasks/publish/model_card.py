@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,8 +18,11 @@ import yaml
 from artifacts.models import LICENSE_FILES, local_model
 from configs.load_recipe import dump, dump_yaml, parse_yaml
 from configs.secrets import without_secrets
+from configs.settings.data import Source
 from configs.settings.evaluate import Evaluate
-from configs.settings.recipe import Recipe
+from configs.settings.publish import Publish
+from configs.settings.recipe import Model, Recipe
+from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.families import Family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
@@ -156,28 +160,28 @@ def base_card(base: Path) -> dict[str, str]:
     return {name: found[name] for name in LICENSE_FIELDS if isinstance(found.get(name), str)}
 
 
-def license_of(recipe: Recipe, base: Path) -> str:
+def license_of(settings: Publish, base: Path) -> str:
     """The licence of the recipe, else of the base's card, else `other`."""
-    return recipe.publish.license or base_card(base).get("license", UNKNOWN_LICENSE)
+    return settings.license or base_card(base).get("license", UNKNOWN_LICENSE)
 
 
-def shown_license(recipe: Recipe, base: Path) -> str:
+def shown_license(settings: Publish, base: Path) -> str:
     """`license_of` for people: the name in place of `other`, where the base's card has one."""
-    found = license_of(recipe, base)
+    short = license_of(settings, base)
     card = base_card(base)
-    named = found == UNKNOWN_LICENSE == card.get("license")
-    return card.get("license_name", found) if named else found
+    named = short == UNKNOWN_LICENSE == card.get("license")
+    return card.get("license_name", short) if named else short
 
 
-def license_conflict(recipe: Recipe, base: Path) -> str | None:
+def license_conflict(settings: Publish, base: Path) -> str | None:
     """One line if `publish.license` differs from the licence in the base's card."""
-    given = recipe.publish.license
+    ours = settings.license
     card = base_card(base)
     theirs = card.get("license")
-    if given is None or theirs is None or given == theirs:
+    if ours is None or theirs is None or ours == theirs:
         return None
     name = card.get("license_name", theirs) if theirs == UNKNOWN_LICENSE else theirs
-    return f"publish.license: {given} differs from the base's licence, {name}: ask who may grant it"
+    return f"publish.license: {ours} differs from the base's licence, {name}: ask who may grant it"
 
 
 def license_files(base: Path) -> list[Path]:
@@ -210,21 +214,22 @@ def write_card(
     from huggingface_hub import ModelCard
 
     given = recipe.evaluate
+    settings = published_settings(recipe)
     vae = recipe.model.vae
     scores = [given.negative_aesthetic_score, given.aesthetic_score]
     card = ModelCard.from_template(
         _metadata(recipe, base, measured, weights),
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         recipe=recipe,
-        settings=dump_yaml(published_settings(recipe)),
-        base=_base(recipe, lineage.get("base")),
+        settings=dump_yaml(settings),
+        base=_base(recipe.model, lineage.get("base")),
         folder=FOLDER,
         lora_weights=LORA_WEIGHTS,
         base_path=place_in_code(recipe.model.path),
         vae=None if vae is None or weights.pipeline else place_in_code(vae, VAES),
         weights=weights,
-        adapter_rows=_adapter_rows(recipe, weights),
-        prompt=next(iter(_first_prompts(recipe)), "a prompt"),
+        adapter_rows=_adapter_rows(recipe.publish.name, recipe.train.lora, weights),
+        prompt=next(iter(_first_prompts(given)), "a prompt"),
         training=training,
         guidance=_guidance(given, weights.family),
         drawn_with=None if given.scheduler is None else SCHEDULERS[given.scheduler],
@@ -232,14 +237,14 @@ def write_card(
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
-        license_name=shown_license(recipe, base),
+        license_name=shown_license(recipe.publish, base),
         license_files=[path.name for path in license_files(base)],
         lineage=lineage,
         escape=escape_markdown,
         repr=repr,
         human=human,
         shell_quote=shlex.quote,
-        source=_source(recipe),
+        source=_source(settings["source"]),
     )
     return str(card)
 
@@ -248,7 +253,7 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
     """ModelCardData: what the Hugging Face hub shows beside a model and searches by."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    shown = license_of(recipe, base)
+    shown = license_of(recipe.publish, base)
     found = base_card(base)
     if found.get("license") != shown:  # the name and link are those of another licence
         found = {}
@@ -257,13 +262,15 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
         license_name=found.get("license_name"),
         license_link=found.get("license_link"),
         base_model=hub_id(recipe.model.path),
-        base_model_relation=_relation(recipe, weights),
-        datasets=_datasets(recipe),
+        base_model_relation=_relation(recipe.model, weights),
+        datasets=_datasets(recipe.source),
         library_name="diffusers",
         pipeline_tag="text-to-image",
         tags=[TAG, "diffusers", "text-to-image", *(["lora"] if weights.adapters else [])],
         thumbnail=GRID,
-        widget=[{"text": text, "output": {"url": GRID}} for text in _first_prompts(recipe)],
+        widget=[
+            {"text": text, "output": {"url": GRID}} for text in _first_prompts(recipe.evaluate)
+        ],
         model_name=recipe.publish.name,
         eval_results=[
             EvalResult(
@@ -291,11 +298,10 @@ def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
     return {name: value for name, value in first.items() if value is not None}
 
 
-def _adapter_rows(recipe: Recipe, weights: Weights) -> list[tuple[str, str, str]]:
+def _adapter_rows(name: str, lora: Lora, weights: Weights) -> list[tuple[str, str, str]]:
     """(tool, file, use) of the tools, other than diffusers, that read the adapters."""
-    lora = recipe.train.lora
     folder = "lora/" if weights.pipeline else ""
-    kohya_file = f"{folder}{recipe.publish.name}{KOHYA_SUFFIX}"
+    kohya_file = f"{folder}{name}{KOHYA_SUFFIX}"
     names = weights.family.kohya if weights.family is not None and weights.kohya else None
     load = "copy it to `models/loras`, and add the node *Load LoRA*"
     if names is None or not names.in_comfyui:
@@ -339,13 +345,12 @@ def training_facts(run: dict[str, Any], summary: dict[str, Any]) -> dict[str, An
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
-def _base(recipe: Recipe, digest: str | None) -> str:
+def _base(model: Model, digest: str | None) -> str:
     """The base, with its revision, or with the digest of the weights of a local folder."""
-    named = base_name(recipe.model.path)
-    revision = recipe.model.revision
-    if revision is not None:
-        return f"{named}, revision {revision}"
-    if digest is not None and is_local(recipe.model.path):
+    named = base_name(model.path)
+    if model.revision is not None:
+        return f"{named}, revision {model.revision}"
+    if digest is not None and is_local(model.path):
         return f"{named}, sha256 {digest[:12]}…"
     return named
 
@@ -355,25 +360,23 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _relation(recipe: Recipe, weights: Weights) -> str | None:
-    if hub_id(recipe.model.path) is None:
+def _relation(model: Model, weights: Weights) -> str | None:
+    if hub_id(model.path) is None:
         return None
     return "finetune" if weights.pipeline else "adapter"
 
 
-def _datasets(recipe: Recipe) -> list[str] | None:
-    source = recipe.source
+def _datasets(source: Source) -> list[str] | None:
     named = hub_id(source.path) if source.kind == "dataset" else None
     return None if named is None else [named]
 
 
-def _source(recipe: Recipe) -> str:
+def _source(source: Mapping[str, Any]) -> str:
     """Kind, place and revision of the source."""
-    given = published_settings(recipe)["source"]
-    facts = [given["kind"], given.get("path"), given.get("revision")]
+    facts = [source["kind"], source.get("path"), source.get("revision")]
     return ", ".join(str(fact) for fact in facts if fact)
 
 
-def _first_prompts(recipe: Recipe) -> list[str]:
+def _first_prompts(settings: Evaluate) -> list[str]:
     """The first prompt of each prompt set."""
-    return [one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts]
+    return [listed.prompts[0] for listed in settings.prompts.values() if listed.prompts]

@@ -117,10 +117,10 @@ def warnings_of_few_prompts(recipe: Recipe) -> list[str]:
         Refused: a prompt file cannot be read.
     """
     rules = [rule for rule in map(parse_rule, recipe.publish.gate) if rule.level is not None]
-    sets = prompt_sets(recipe) if rules else {}
+    sets = prompt_sets(recipe.evaluate) if rules else {}
     lines = []
     for rule in rules:
-        chosen = sets_of_metric(rule.metric, recipe)
+        chosen = sets_of_metric(rule.metric, recipe.evaluate)
         count = len({prompt for name in chosen for prompt in sets[name]})
         if not 0 < count < LEAST_PROMPTS:
             continue

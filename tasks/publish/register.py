@@ -20,7 +20,7 @@ from tasks.publish import hub as publish_hub
 from tasks.publish import report
 from tasks.publish.hub import sign_version
 from tasks.publish.registry import AliasNotWritten, Registry, Version
-from tasks.publish.stage import STAGE, check_champion, registry_of
+from tasks.publish.stage import STAGE, PublishStage, registry_of
 from tasks.stage import REPORT, StageResult, failing, storing
 
 log = logging.getLogger("kiln")
@@ -65,7 +65,8 @@ def register(
                 sign_version(registry, version, recipe.publish.signing_key)
         promoted = not registry.was_champion(version.name)
         if promoted:
-            check = partial(check_champion, recipe, trained, evaluated, base, published.manifest)
+            model = PublishStage(recipe, base, trained, evaluated)
+            check = partial(model.check_champion, published.manifest)
             _promote(registry, version, published.summary["forced"], start, check)
         else:
             with _warning("the alias is not mended"):

@@ -11,6 +11,7 @@ from artifacts.store import Artifact, Store
 from configs.load_recipe import dump_yaml
 from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe
+from configs.settings.train import Train
 from tasks.panels import Facts, Panel, Table, render_html
 from tasks.publish.model_card import base_name, published_settings
 from tasks.publish.registry import Version
@@ -39,8 +40,10 @@ def page(
         "publish/report.html.jinja",
         name=recipe.publish.name,
         description=recipe.description,
-        verdict=_verdict(recipe, stages[-1][0]),
-        facts=_facts(recipe, [artifact for artifact, _ in stages]),
+        verdict=_verdict(len(recipe.publish.gate), stages[-1][0]),
+        facts=_facts(
+            recipe.train, base_name(recipe.model.path), [artifact for artifact, _ in stages]
+        ),
         built=[Table("What was built, and why", [_built(*stage) for stage in stages])],
         source=[Facts("Source", _flat(settings["source"]))],
         stages=sections,
@@ -65,28 +68,27 @@ def champion_evaluation(
     return None if found.key == evaluated.key else found
 
 
-def _verdict(recipe: Recipe, published: Artifact) -> dict[str, str]:
+def _verdict(rules: int, published: Artifact) -> dict[str, str]:
     """The gate's verdict: its kind (passed, forced or unjudged) and its text, with a mark."""
     if (reason := published.summary.get("forced")) is not None:
         return {"kind": "forced", "text": f"✗ failed, and forced: {reason}"}
-    rules = len(recipe.publish.gate)
     if not rules:
         return {"kind": "unjudged", "text": "published without rules"}
     passed = f"passed all {rules} rules" if rules > 1 else "passed its rule"
     return {"kind": "passed", "text": f"✓ {passed}"}
 
 
-def _facts(recipe: Recipe, artifacts: Sequence[Artifact]) -> dict[str, Any]:
+def _facts(settings: Train, base: str, artifacts: Sequence[Artifact]) -> dict[str, Any]:
     """The line of facts under the title, after the verdict."""
     published = artifacts[-1]
     run = artifacts[2].manifest["run"] if len(artifacts) > 2 else {}
     trained = artifacts[2].summary if len(artifacts) > 2 else {}
-    steps = trained.get("steps", recipe.train.steps)  # retraining and train.epochs change them
+    steps = trained.get("steps", settings.steps)  # retraining and train.epochs change them
     chosen = f" (step {trained['chosen_step']} chosen)" if "chosen_step" in trained else ""
     facts = {
         "Champion before": published.summary.get("compared_with") or "none",
-        "Base": base_name(recipe.model.path),
-        "Trained": f"{steps} steps{chosen}, {recipe.train.method}",
+        "Base": base,
+        "Trained": f"{steps} steps{chosen}, {settings.method}",
         "On": run.get("device"),
         "Licence": published.summary.get("license"),
         "Date": published.manifest["run"].get("created", "")[:10],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from configs.settings.recipe import Recipe
+    from configs.settings.recipe import Model
     from runtimes.pipeline_folder.folder import Base
 
 #: Formats that can execute code when they are loaded.
@@ -45,11 +45,13 @@ OF_THE_MACHINE = re.compile(
 )
 
 
-def drawing_fault(folder: Path, base: Base, recipe: Recipe) -> str | None:
+def drawing_fault(folder: Path, base: Base, model: Model, device: str) -> str | None:
     """The reason why the code of a folder's card draws no finite picture; None if it draws one.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
+        model: the places of `base` and its VAE, as the card names them.
+        device: of the drawing.
 
     Raises:
         Away: the process was killed, or ran out of memory or time, on a busy machine.
@@ -58,7 +60,7 @@ def drawing_fault(folder: Path, base: Base, recipe: Recipe) -> str | None:
     from configs.errors import Away
     from runtimes.process.questions import Unanswered, ask
 
-    job = json.dumps(describe(folder, base, recipe))
+    job = json.dumps(describe(folder, base, model, device))
     environment = {"HF_HUB_OFFLINE": "1", "DIFFUSERS_VERBOSITY": "error"}
     try:  # -P and not -I: packages may be in PYTHONPATH
         ask(__file__, job, environment=environment, seconds=SECONDS)
@@ -86,24 +88,24 @@ def files_fault(folder: Path, max_bytes: int | None) -> str | None:
     return None
 
 
-def describe(folder: Path, base: Base, recipe: Recipe) -> dict[str, Any]:
-    """The job of `draw`; arguments as for `check`."""
+def describe(folder: Path, base: Base, model: Model, device: str) -> dict[str, Any]:
+    """The job of `draw`; arguments as for `drawing_fault`."""
     from runtimes.pipeline_folder.weights import weight_shapes
     from tasks.publish.model_card import FOLDER, VAES, has_vae_folder, place_in_code
 
     pipeline = folder if (folder / INDEX).is_file() else base.folder
     parts = [part for part in sorted(pipeline.iterdir()) if part.is_dir()]
     shapes = (shape for part in parts for shape in weight_shapes(part).values())
-    places = {FOLDER: str(folder), place_in_code(recipe.model.path): str(base.folder)}
+    places = {FOLDER: str(folder), place_in_code(model.path): str(base.folder)}
     vae = base.vae_folder
-    if vae is not None and recipe.model.vae is not None:
-        is_part = has_vae_folder(recipe.model.vae, vae)
-        places[place_in_code(recipe.model.vae, VAES)] = str(vae.parent if is_part else vae)
+    if vae is not None and model.vae is not None:
+        is_part = has_vae_folder(model.vae, vae)
+        places[place_in_code(model.vae, VAES)] = str(vae.parent if is_part else vae)
     return {
         "card": str(folder / CARD),
         "places": places,
         "float32_bytes": 4 * sum(map(math.prod, shapes)),
-        "device": recipe.evaluate.device,
+        "device": device,
     }
 
 

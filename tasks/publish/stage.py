@@ -10,14 +10,14 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from artifacts.models import digest_model
 from artifacts.records import digest_bytes, digest_json
-from artifacts.store import Artifact, Draft, KeyParts
+from artifacts.store import Artifact, Draft
 from configs.errors import Away, Failed
 from configs.load_recipe import dump_yaml
 from configs.settings.recipe import Recipe
@@ -29,12 +29,21 @@ from tasks.evaluate.published import PublishedMetrics
 from tasks.evaluate.stage import metrics_by_name, read_estimates
 from tasks.panels import Chart, Facts, Panel, Table
 from tasks.panels_charts import Node, lineage_chart
-from tasks.progress import Progress
+from tasks.progress import Report
 from tasks.publish import model_card, promotion_gate, smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import published_settings
 from tasks.publish.registry import Registry, Version, registry_url
-from tasks.stage import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, TrainedWeights, local_weights
+from tasks.stage import (
+    BOOTSTRAP,
+    GATE,
+    GRID,
+    METRICS,
+    RECIPE,
+    Stage,
+    TrainedWeights,
+    local_weights,
+)
 
 #: Input -> its title, where an input is no artifact of the store.
 TITLES = {"source": "source", "encoders": "encoders", "base": "base model", "clip": "judge: CLIP"}
@@ -84,19 +93,6 @@ VERSION = 3
 log = logging.getLogger("kiln")
 
 
-@dataclass(frozen=True)
-class Publication:
-    """A trained model to publish, and what it was made from."""
-
-    recipe: Recipe
-    trained: Artifact
-    evaluated: Artifact
-    lineage: dict[str, str]  # input name -> digest, for the card
-    base: Base
-    #: The reason to publish a model that fails a rule; the card and the history name it.
-    force: str | None = None
-
-
 class Rejected(Failed):
     """The model failed a rule of the gate; `verdicts` has all results.
 
@@ -136,72 +132,237 @@ def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]
     return settings | ({} if force is None else {"force": force})
 
 
-def key_parts(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Base, force: str | None = None
-) -> KeyParts:
-    """The artifact's key, with the champion if a rule names it."""
-    settings = settings_for_key(recipe, force)
-    inputs = _inputs(recipe, trained, evaluated, base, settings)
-    return KeyParts(STAGE, VERSION, settings, inputs)
+@dataclass(frozen=True)
+class PublishStage(Stage):
+    """A measured model, as a diffusers folder with its card."""
+
+    recipe: Recipe
+    base: Base
+    trained: Artifact
+    evaluated: Artifact
+    #: The reason to publish a model that fails a rule; the card and the history name it.
+    force: str | None = None
+    lineage: Mapping[str, str] = field(default_factory=dict)  # input -> digest, for the card
+    #: URL of a published version -> metrics, comparable with the evaluation.
+    champion_metrics: Callable[[str], PublishedMetrics] | None = None
+
+    name = STAGE
+    version = VERSION
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the folder, and the reason to publish it."""
+        return settings_for_key(self.recipe, self.force)
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """What the folder is made of, and the champion if a rule names it."""
+        return self.inputs_of(self.settings)
+
+    def inputs_of(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Digests of the inputs.
+
+        If the model itself is or was the champion, its input stays the champion it was compared
+        with, so that another run of its recipe reuses it.
+
+        Args:
+            settings: of the key. The champion may have others, an earlier one may not.
+        """
+        inputs = {
+            "model": self.trained.digest,
+            "evaluation": self.evaluated.digest,
+            "card": digest_json(model_card.base_card(self.base.folder)),
+            **_license_digests(self.base.folder),
+            **self._copied_digests(),
+        }
+        registry = registry_of(self.recipe)
+        champion = registry.champion()
+        if champion is None or not self._names_champion:
+            return inputs
+        was = champion.manifest["inputs"]
+        if {name: was.get(name) for name in inputs} == inputs:
+            return dict(was)
+        if (earlier := registry.earlier_champion(settings, inputs)) is not None:
+            return dict(earlier.manifest["inputs"])
+        return {**inputs, "champion": champion.manifest["digest"]}
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The trained weights and their evaluation."""
+        return {"model": self.trained, "evaluation": self.evaluated}
+
+    def compared_champion(self) -> Version | None:
+        """The version that the gate compares the model with, if any."""
+        if not self._names_champion:
+            return None
+        return _champion_before(registry_of(self.recipe), self.parts.inputs)
+
+    def check_champion(self, key: Mapping[str, Any]) -> None:
+        """Raise Away unless the champion is the one that a key names.
+
+        Args:
+            key: its `settings` and `inputs`, as in a manifest.
+        """
+        now = self.inputs_of(key["settings"])
+        if now.get("champion") != key["inputs"].get("champion"):
+            raise Away("another model became the champion meanwhile: run again")
+
+    def build(self, draft: Draft, progress: Report) -> dict[str, Any]:
+        """Judge the model, then write the published folder into the draft.
+
+        Raises:
+            Rejected: a rule or the smoke test failed; the draft is empty.
+            Away: the champion is not the one that the draft's key names.
+        """
+        recipe = self.recipe
+        inputs = draft.parts.inputs
+        self.check_champion(draft.parts.as_dict())
+        champion = _champion_before(registry_of(recipe), inputs)
+        models, again = self._measured(champion)
+        measured = json.loads(self.evaluated.read(METRICS)) | _compared(models)
+        has_champion = champion is not None or "champion" in inputs
+        verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
+        compared_with = champion.name if champion else None
+        reject = partial(
+            Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
+        )
+        passed = all(v.passed for v in verdicts)
+        if not passed and self.force is None:
+            raise reject(verdicts)
+        forced = None if passed else self.force
+        shown_license = model_card.shown_license(recipe.publish, self.base.folder)
+        if shown_license == model_card.UNKNOWN_LICENSE:
+            log.warning("publish: the licence is unknown: set publish.license")
+        failed = ", ".join(verdict.rule for verdict in verdicts if not verdict.passed)
+        progress(1, 3, "gate passed" if passed else f"gate failed ({failed}), forced: {forced}")
+        with tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch:
+            out = Path(scratch) / "model"
+            self._write_folder(measured, verdicts, forced, out)
+            if (failure := self._smoke_test(out)) is not None:
+                raise reject([*verdicts, failure])
+            progress(2, 3, "copying")
+            for path in sorted(p for p in out.rglob("*") if p.is_file()):
+                draft.upload(str(path), str(path.relative_to(out)))
+        progress(3, 3, "published")
+        return {
+            "name": recipe.publish.name,
+            "license": shown_license,
+            "lineage": dict(self.lineage),
+            "compared_with": compared_with,
+            "forced": forced,
+            "parents": {} if again is None else {CHAMPION_EVALUATION: again},
+        }
+
+    @property
+    def _names_champion(self) -> bool:
+        return promotion_gate.needs_champion(self.recipe.publish.gate)
+
+    def _measured(self, champion: Version | None) -> tuple[dict[str, Estimates], Artifact | None]:
+        """The metrics of base and tuned model, and of the champion if a rule names it.
+
+        Second: the champion's evaluation if it was measured again.
+        """
+        models = read_estimates(self.evaluated)
+        if champion is None or not self._names_champion:
+            return models, None
+        assert self.champion_metrics is not None
+        models["champion"], again = self.champion_metrics(champion.uri)
+        return models, again
+
+    def _copied_digests(self) -> dict[str, str]:
+        """The key's part for what a pipeline folder copies and no evaluation reads; often nothing.
+
+        Such are the `safety_checker` and the `feature_extractor`.
+        """
+        if self.recipe.train.method == "lora" and not self.recipe.publish.merge:
+            return {}
+        entries = self.base.index.items()
+        parts = [name for name, spec in entries if isinstance(spec, list) and spec[0] is not None]
+        copied = tuple(sorted(set(parts) - set(DRAWING_PARTS)))
+        return {"copied_parts": digest_model(self.base.folder, copied)} if copied else {}
+
+    def _write_folder(
+        self,
+        measured: dict[str, Any],
+        verdicts: list[promotion_gate.Verdict],
+        forced: str | None,
+        out: Path,
+    ) -> None:
+        """Write the weights, and beside them card, licences, recipe and metrics."""
+        recipe = self.recipe
+        base = self.base
+        with local_weights(self.trained) as tuned:
+            self._write_weights(tuned, out)
+            weights = model_card.Weights.of(
+                tuned, base, out, merged=recipe.publish.merge, vae_place=recipe.model.vae
+            )
+        training = model_card.training_facts(self.trained.manifest["run"], self.trained.summary)
+        lineage = dict(self.lineage)
+        about = (recipe, base.folder, measured, verdicts, lineage, weights, training)
+        card = model_card.write_card(*about, forced=forced)
+        (out / "README.md").write_text(card, encoding="utf-8")
+        for path in model_card.license_files(base.folder):
+            shutil.copyfile(path, out / path.name)
+        settings = dump_yaml(published_settings(recipe))
+        (out / RECIPE).write_text(settings, encoding="utf-8")
+        (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
+        (out / BOOTSTRAP).write_bytes(self.evaluated.read(BOOTSTRAP))
+        (out / GRID).write_bytes(self.evaluated.read(GRID))
+        (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
+
+    def _write_weights(self, tuned: TrainedWeights, out: Path) -> None:
+        """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy."""
+        settings = self.recipe.publish
+        lora = tuned.lora
+        alone = lora is not None and not settings.merge
+        if not alone:
+            adapters = None if lora is None else read_adapters(lora)
+            assemble(self.base, tuned.parts, out, dtype=settings.dtype, adapters=adapters)
+        if lora is not None:
+            write_adapters(
+                lora,
+                self.base,
+                out if alone else out / "lora",
+                name=settings.name,
+                dtype=settings.dtype,
+                scheduler=tuned.parts.get("scheduler"),
+            )
+
+    def _smoke_test(self, out: Path) -> promotion_gate.Verdict | None:
+        """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
+        settings = self.recipe.publish
+        drawn = (self.recipe.model, self.recipe.evaluate.device)
+        fault = smoke_test.files_fault(out, settings.max_bytes)
+        if fault is None and settings.smoke_test:
+            log.info("publish: smoke test: diffusers loads the folder and draws a picture")
+            fault = smoke_test.drawing_fault(out, self.base, *drawn)
+        if fault is None:
+            return None
+        return promotion_gate.Verdict("smoke test", False, None, None, fault)
+
+    @staticmethod
+    def show(artifact: Artifact) -> list[Panel]:
+        """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
+        verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read(GATE))]
+        summary = artifact.summary
+        compared = summary["compared_with"] or "none"
+        about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
+        if summary["forced"] is not None:
+            about["published in spite of a failed gate"] = summary["forced"]
+        return [
+            Facts("Model", about),
+            Table("Gate", promotion_gate.as_rows(verdicts)),
+            Chart("Lineage", lineage_chart(lineage_nodes(artifact))),
+            Facts("Digests", summary["lineage"]),
+        ]
 
 
-def _inputs(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Base, settings: Mapping[str, Any]
-) -> dict[str, str]:
-    """Digests of the inputs.
-
-    If the model itself is or was the champion, its input stays the champion it was compared with,
-    so that another run of its recipe reuses it.
-
-    Args:
-        settings: of the key. The champion may have others, an earlier one may not.
-    """
-    inputs = {
-        "model": trained.digest,
-        "evaluation": evaluated.digest,
-        "card": digest_json(model_card.base_card(base.folder)),
-        **_license_digests(base.folder),
-        **_copied_digests(recipe, base),
-    }
-    registry = registry_of(recipe)
-    champion = registry.champion()
-    if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
-        return inputs
-    was = champion.manifest["inputs"]
-    if {name: was.get(name) for name in inputs} == inputs:
-        return dict(was)
-    if (earlier := registry.earlier_champion(settings, inputs)) is not None:
-        return dict(earlier.manifest["inputs"])
-    return {**inputs, "champion": champion.manifest["digest"]}
-
-
-def compared_champion(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
-    """The version that the gate compares a model with, given the inputs of its key, if any."""
-    if not promotion_gate.needs_champion(recipe.publish.gate):
-        return None
-    return _champion_before(recipe, inputs)
-
-
-def check_champion(
-    recipe: Recipe, trained: Artifact, evaluated: Artifact, base: Base, key: Mapping[str, Any]
-) -> None:
-    """Raise Away unless the champion is the one that a key names.
-
-    Args:
-        key: its `settings` and `inputs`, as in a manifest.
-    """
-    now = _inputs(recipe, trained, evaluated, base, key["settings"])
-    if now.get("champion") != key["inputs"].get("champion"):
-        raise Away("another model became the champion meanwhile: run again")
-
-
-def _champion_before(recipe: Recipe, inputs: Mapping[str, str]) -> Version | None:
+def _champion_before(registry: Registry, inputs: Mapping[str, str]) -> Version | None:
     """The champion that the key of `inputs` names; the present one if it names none.
 
     Of a model that is or was the champion itself it is the one before, if that was not deleted. A
     champion that was published without a comparison is compared with itself.
     """
-    registry = registry_of(recipe)
     champion = registry.champion()
     if champion is None:
         return None
@@ -215,59 +376,6 @@ def registry_of(recipe: Recipe) -> Registry:
     """The registry that a recipe publishes to."""
     url = registry_url(recipe.store, recipe.publish.registry)
     return Registry(url, recipe.publish.name)
-
-
-def build(
-    given: Publication,
-    champion_metrics: Callable[[str], PublishedMetrics],
-    draft: Draft,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Judge the model, then write the published folder into the draft.
-
-    Args:
-        champion_metrics: URL of a published version -> metrics, comparable with the evaluation.
-
-    Raises:
-        Rejected: a rule or the smoke test failed; the draft is empty.
-        Away: the champion is not the one that the draft's key names.
-    """
-    recipe = given.recipe
-    inputs = draft.parts.inputs
-    check_champion(recipe, given.trained, given.evaluated, given.base, draft.parts.as_dict())
-    champion = _champion_before(recipe, inputs)
-    models, again = _measured(recipe, given.evaluated, champion, champion_metrics)
-    measured = json.loads(given.evaluated.read(METRICS)) | _compared(models)
-    has_champion = champion is not None or "champion" in inputs
-    verdicts = promotion_gate.judge(recipe.publish.gate, models, champion=has_champion)
-    compared_with = champion.name if champion else None
-    reject = partial(
-        Rejected, measured=measured, compared_with=compared_with, champion_evaluation=again
-    )
-    passed = all(v.passed for v in verdicts)
-    if not passed and given.force is None:
-        raise reject(verdicts)
-    forced = None if passed else given.force
-    _check_license(recipe, given.base.folder)
-    failed = ", ".join(verdict.rule for verdict in verdicts if not verdict.passed)
-    progress(1, 3, "gate passed" if passed else f"gate failed ({failed}), forced: {forced}")
-    with tempfile.TemporaryDirectory(prefix="kiln-publish-") as scratch:
-        out = Path(scratch) / "model"
-        _write_folder(given, measured, verdicts, forced, out)
-        if (failure := _smoke_test(given, out)) is not None:
-            raise reject([*verdicts, failure])
-        progress(2, 3, "copying")
-        for path in sorted(p for p in out.rglob("*") if p.is_file()):
-            draft.upload(str(path), str(path.relative_to(out)))
-    progress(3, 3, "published")
-    return {
-        "name": recipe.publish.name,
-        "license": model_card.shown_license(recipe, given.base.folder),
-        "lineage": given.lineage,
-        "compared_with": compared_with,
-        "forced": forced,
-        "parents": {} if again is None else {CHAMPION_EVALUATION: again},
-    }
 
 
 def lineage_of(
@@ -286,23 +394,6 @@ def lineage_of(
     }
 
 
-def _measured(
-    recipe: Recipe,
-    evaluated: Artifact,
-    champion: Version | None,
-    champion_metrics: Callable[[str], PublishedMetrics],
-) -> tuple[dict[str, Estimates], Artifact | None]:
-    """The metrics of base and tuned model, and of the champion if a rule names it.
-
-    Second: the champion's evaluation if it was measured again.
-    """
-    models = read_estimates(evaluated)
-    if champion is None or not promotion_gate.needs_champion(recipe.publish.gate):
-        return models, None
-    models["champion"], again = champion_metrics(champion.uri)
-    return models, again
-
-
 def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
     """`metrics` and `differences` of metrics.json, with the champion's if it was measured."""
     tuned = models["tuned"]
@@ -319,104 +410,10 @@ def _license_digests(base: Path) -> dict[str, str]:
     return {"license_files": digest_json(found)} if found else {}
 
 
-def _copied_digests(recipe: Recipe, base: Base) -> dict[str, str]:
-    """The key's part for what a pipeline folder copies and no evaluation reads; often nothing.
-
-    Such are the `safety_checker` and the `feature_extractor`.
-    """
-    if recipe.train.method == "lora" and not recipe.publish.merge:
-        return {}
-    entries = base.index.items()
-    parts = [name for name, spec in entries if isinstance(spec, list) and spec[0] is not None]
-    copied = sorted(set(parts) - set(DRAWING_PARTS))
-    return {"copied_parts": digest_model(base.folder, tuple(copied))} if copied else {}
-
-
-def _check_license(recipe: Recipe, base: Path) -> None:
-    if model_card.shown_license(recipe, base) == model_card.UNKNOWN_LICENSE:
-        log.warning("publish: the licence is unknown: set publish.license")
-
-
-def _write_folder(
-    given: Publication,
-    measured: dict[str, Any],
-    verdicts: list[promotion_gate.Verdict],
-    forced: str | None,
-    out: Path,
-) -> None:
-    """Write the weights, and beside them card, licences, recipe and metrics."""
-    recipe = given.recipe
-    base = given.base
-    with local_weights(given.trained) as tuned:
-        _write_weights(given, tuned, out)
-        weights = model_card.Weights.of(
-            tuned, base, out, merged=recipe.publish.merge, vae_place=recipe.model.vae
-        )
-    training = model_card.training_facts(given.trained.manifest["run"], given.trained.summary)
-    about = (recipe, base.folder, measured, verdicts, given.lineage, weights, training)
-    card = model_card.write_card(*about, forced=forced)
-    (out / "README.md").write_text(card, encoding="utf-8")
-    for path in model_card.license_files(base.folder):
-        shutil.copyfile(path, out / path.name)
-    settings = dump_yaml(published_settings(recipe))
-    (out / RECIPE).write_text(settings, encoding="utf-8")
-    (out / METRICS).write_text(json.dumps(measured, indent=1, allow_nan=False))
-    (out / BOOTSTRAP).write_bytes(given.evaluated.read(BOOTSTRAP))
-    (out / GRID).write_bytes(given.evaluated.read(GRID))
-    (out / GATE).write_text(json.dumps([vars(v) for v in verdicts], indent=1))
-
-
-def _write_weights(given: Publication, tuned: TrainedWeights, out: Path) -> None:
-    """Write a pipeline folder, adapters, or a pipeline with merged adapters and a copy of them."""
-    settings = given.recipe.publish
-    lora = tuned.lora
-    alone = lora is not None and not settings.merge
-    if not alone:
-        adapters = None if lora is None else read_adapters(lora)
-        assemble(given.base, tuned.parts, out, dtype=settings.dtype, adapters=adapters)
-    if lora is not None:
-        write_adapters(
-            lora,
-            given.base,
-            out if alone else out / "lora",
-            name=settings.name,
-            dtype=settings.dtype,
-            scheduler=tuned.parts.get("scheduler"),
-        )
-
-
-def _smoke_test(given: Publication, out: Path) -> promotion_gate.Verdict | None:
-    """The verdict on a folder that fails to load or draw in a process without Kilnworks."""
-    settings = given.recipe.publish
-    fault = smoke_test.files_fault(out, settings.max_bytes)
-    if fault is None and settings.smoke_test:
-        log.info("publish: smoke test: diffusers loads the folder and draws a picture")
-        fault = smoke_test.drawing_fault(out, given.base, given.recipe)
-    if fault is None:
-        return None
-    return promotion_gate.Verdict("smoke test", False, None, None, fault)
-
-
 def read_metrics(artifact: Artifact) -> dict[str, Any]:
     """Content of metrics.json, with the champion's metrics if it was compared; {} without one."""
     has_metrics = any(file.path == METRICS for file in artifact.files)
     return dict(json.loads(artifact.read(METRICS))) if has_metrics else {}
-
-
-def show(artifact: Artifact) -> list[Panel]:
-    """The gate's verdicts and the lineage; pictures and metrics are those of the evaluation."""
-    verdicts = [promotion_gate.Verdict(**v) for v in json.loads(artifact.read(GATE))]
-    summary = artifact.summary
-    compared = summary["compared_with"] or "none"
-    about = {"where": artifact.uri, "licence": summary["license"], "champion before": compared}
-    if summary["forced"] is not None:
-        about["published in spite of a failed gate"] = summary["forced"]
-    return [
-        Facts("Model", about),
-        Table("Gate", promotion_gate.as_rows(verdicts)),
-        Chart("Lineage", lineage_chart(lineage_nodes(artifact))),
-        Facts("Digests", summary["lineage"]),
-    ]
 
 
 def show_verdicts(verdicts: Sequence[promotion_gate.Verdict], where: str) -> list[Panel]:

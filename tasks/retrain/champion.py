@@ -9,6 +9,7 @@ from configs.errors import Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks.encode.transform import settings_for_key
 from tasks.publish.promotion_gate import needs_champion
+from tasks.publish.registry import Registry
 from tasks.publish.stage import registry_of
 
 
@@ -50,13 +51,13 @@ class Champion:
         return images, latents
 
 
-def find_champion(recipe: Recipe, store: Store) -> Champion | None:
-    """The champion of a recipe's model; None without one.
+def find_champion(registry: Registry, store: Store) -> Champion | None:
+    """The champion of a model, by its registry; None without one.
 
     Raises:
         Refused: the store lacks an artifact that it was made of.
     """
-    version = registry_of(recipe).champion()
+    version = registry.champion()
     if version is None:
         return None
 
@@ -116,7 +117,7 @@ def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> No
     if not needs_champion(recipe.publish.gate):
         return
     try:
-        champion = find_champion(recipe, store)
+        champion = find_champion(registry_of(recipe), store)
         if champion is None or recipe.encode.holdout <= _held_out(store, champion):
             return
         before = champion.load(store, "download", champion.images)
@@ -142,14 +143,14 @@ def _pictures(images: Artifact) -> set[str]:
     return {value for shard in shards if shard is not None for value in shard.meta["hashes"]}
 
 
-def check_start_is_champion(recipe: Recipe, champion: Champion, model: str) -> None:
+def check_start_is_champion(registry: Registry, champion: Champion, model: str) -> None:
     """Raise Failed if another version is the champion now, for example after a rollback.
 
     Args:
         model: digest of the weights in publication. They may be the champion already, by an attempt
             that failed after its promotion.
     """
-    now = registry_of(recipe).champion()
+    now = registry.champion()
     if now is not None and now.manifest["inputs"].get("model") == model:
         return
     if now is None or now.name != champion.version:

@@ -10,7 +10,7 @@ import numpy as np
 from artifacts.image_shards import read_rows
 from artifacts.records import Damaged, FileEntry, digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Store
-from configs.settings.recipe import Recipe
+from configs.settings.data import Download
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE, shard_key
 from tasks.download.shard_plan import (
@@ -44,7 +44,7 @@ class Changes:
 class _Compared:
     """A source beside the champion's shards."""
 
-    recipe: Recipe
+    settings: Download
     kept: dict[str, ShardSpec]  # key -> a shard that the champion has, too
     rest: Rows  # rows outside the kept shards
 
@@ -52,7 +52,7 @@ class _Compared:
         """Keep an old shard with other neighbours now, if the source has all of its rows."""
         if not hashes or not all(row_hash in self.rest for row_hash in hashes):
             return False
-        spec = _spec(self.recipe, [(row_hash, self.rest[row_hash]) for row_hash in hashes])
+        spec = _spec(self.settings, [(row_hash, self.rest[row_hash]) for row_hash in hashes])
         if spec.key != key:  # other settings
             return False
         self.kept[key] = spec
@@ -60,7 +60,7 @@ class _Compared:
 
 
 def plan_changes(
-    recipe: Recipe, store: Store, champion: Champion | None, plan: DownloadPlan
+    settings: Download, store: Store, champion: Champion | None, plan: DownloadPlan
 ) -> tuple[DownloadPlan, Changes]:
     """The shards to train on, and what changed since the champion.
 
@@ -85,14 +85,14 @@ def plan_changes(
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
         rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
-    compared = _Compared(recipe, kept, rest)
+    compared = _Compared(settings, kept, rest)
     matched = set[bytes]()
     lost = set[bytes]()
     for key in sorted(old.keys() - kept.keys()):
         hashes = _row_hashes(images, old[key])
         (matched if compared.match(key, hashes) else lost).update(hashes)
     fetch = {row_hash: span for row_hash, span in rest.items() if row_hash not in matched}
-    cut = _cut(recipe, fetch)
+    cut = _cut(settings, fetch)
     shards = (*compared.kept.values(), *cut)
     layout = digest_json(sorted(shard.key for shard in shards))
     count = sum(shard.rows for shard in shards)
@@ -107,18 +107,18 @@ def plan_changes(
     )
 
 
-def _cut(recipe: Recipe, rows: Rows) -> list[ShardSpec]:
+def _cut(settings: Download, rows: Rows) -> list[ShardSpec]:
     """Shards of rows, the last of which may be small."""
     prefixes = [int.from_bytes(row_hash[:4], "big") for row_hash in rows]
-    ends = shard_ends(np.array(prefixes, np.uint32), recipe.download.shard_size)
+    ends = shard_ends(np.array(prefixes, np.uint32), settings.shard_size)
     items = list(rows.items())
     starts = [0, *ends]
     parts = [items[a:b] for a, b in zip(starts, [*ends, len(items)], strict=True)]
-    return [_spec(recipe, part) for part in parts if part]
+    return [_spec(settings, part) for part in parts if part]
 
 
-def _spec(recipe: Recipe, rows: list[tuple[bytes, Span]]) -> ShardSpec:
-    key = shard_key(recipe.download)(rows_digest(row_hash for row_hash, _ in rows))
+def _spec(settings: Download, rows: list[tuple[bytes, Span]]) -> ShardSpec:
+    key = shard_key(settings)(rows_digest(row_hash for row_hash, _ in rows))
     return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
 
 

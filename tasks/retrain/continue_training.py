@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from artifacts.gc import CONTINUED
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
@@ -58,7 +59,7 @@ def check_start(recipe: Recipe, base: Base, start: Artifact) -> None:
         for name in Train.model_fields
         if name in fixed and before.get(name) != now.get(name)
     ]
-    if start.manifest["inputs"]["base"] != train.digest_base(recipe, base):
+    if start.manifest["inputs"]["base"] != train.digest_base(recipe.train, base):
         changed.append("model")
     if changed:
         raise Refused(
@@ -67,26 +68,37 @@ def check_start(recipe: Recipe, base: Base, start: Artifact) -> None:
         )
 
 
-def build(
-    recipe: Recipe,
-    selection: Artifact,
-    base: Base,
-    clip: Path,
-    start: Artifact,
-    latents: Artifact,
-    draft: Draft,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Train from the weights or adapters of `start`, on the selected samples.
+@dataclass(frozen=True)
+class ContinuedTraining(train.TrainStage):
+    """Selected latents, as weights trained on from those of a champion.
 
-    Args:
-        latents: of all rows of the source. Their held-out samples validate the run, whichever
-            shards are selected: few selected shards may have none.
+    The held-out samples are of all latents, whichever shards are selected: few of them may have
+    none.
     """
-    adapters = f"{start.uri}/{LORA_WEIGHTS}" if recipe.train.method == "lora" else None
-    with starting_model(base, start) as model:
-        inputs = (recipe, selection, model, clip)
-        return train.build(*inputs, draft, progress, adapters=adapters, holdout=latents)
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The selection, and the weights that it continues."""
+        assert self.start is not None
+        return {"latents": self.latents, CONTINUED: self.start}
+
+    def build(
+        self, draft: Draft, progress: Progress, adapters: str | None = None
+    ) -> dict[str, Any]:
+        """Train from the weights or adapters of `start`, on the selected samples."""
+        assert self.start is not None
+        if self.recipe.train.method == "lora":
+            adapters = f"{self.start.uri}/{LORA_WEIGHTS}"
+        with starting_model(self.base, self.start) as model:
+            return super(ContinuedTraining, replace(self, base=model)).build(
+                draft, progress, adapters
+            )
+
+    def facts(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """The samples that the run was trained on."""
+        selected = self.latents.summary
+        counts = {name: selected[name] for name in ("new", "replayed")}
+        return {"samples": {**counts, "steps": self.recipe.train.steps}}
 
 
 def _with_those_of(base: Base, settings: dict[str, Any]) -> dict[str, Any]:

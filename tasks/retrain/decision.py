@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import fsspec
 
-from artifacts.store import Artifact, Draft, KeyParts, Store
+from artifacts.store import Artifact, Draft, Store
 from configs.settings.recipe import Recipe
 from tasks import download, train
 from tasks.encode import transform as encode
@@ -26,59 +26,79 @@ from tasks.publish import stage as publish
 from tasks.retrain.champion import Champion
 from tasks.retrain.changes import Changes
 from tasks.retrain.selection import SELECTION
-from tasks.stage import GATE, GRID, METRICS
+from tasks.stage import GATE, GRID, METRICS, Stage
 
 STAGE = "retrain"
 VERSION = 2
 FILE = "decision.json"
 
 
-def key_parts(
-    recipe: Recipe, changes: Changes, champion: Champion | None, models: Mapping[str, str]
-) -> KeyParts:
-    """The key: source, champion, and all settings, models and versions that affect the verdict.
+@dataclass(frozen=True)
+class DecisionStage(Stage):
+    """What a retraining decided, by all settings, models and versions that affect the verdict."""
 
-    Args:
-        models: name -> sha256 of the base, the VAE and the models that measure pictures.
-    """
-    stages = {"download": download, "encode": encode, "train": train}
-    stages |= {"evaluate": evaluate, "publish": publish}
-    settings = {name: module.settings_for_key(recipe) for name, module in stages.items()}
-    settings["retrain"] = recipe.retrain.key_settings()
-    # A release that trains, measures or judges otherwise may decide otherwise.
-    versions = {name: module.VERSION for name, module in stages.items()}
-    settings["versions"] = versions | {"retrain": SELECTION}
-    inputs = {"source": changes.source, "champion": "" if champion is None else champion.digest}
-    inputs |= models
-    return KeyParts(STAGE, VERSION, settings, inputs)
+    recipe: Recipe
+    changes: Changes
+    champion: Champion | None
+    models: Mapping[str, str]  # name -> sha256 of the base, the VAE and the models that measure
+    report: Mapping[str, Any] = field(default_factory=dict)  # of the retraining that has ended
+    evidence: dict[str, Artifact] = field(default_factory=dict)  # its evaluation and verdict
 
+    name = STAGE
+    version = VERSION
 
-def why_unchanged(
-    recipe: Recipe,
-    store: Store,
-    changes: Changes,
-    champion: Champion | None,
-    models: Mapping[str, str],
-) -> str | None:
-    """One sentence why there is nothing to train; None if there is.
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings and versions of all stages."""
+        stages = {"download": download, "encode": encode, "train": train}
+        stages |= {"evaluate": evaluate, "publish": publish}
+        settings = {name: module.settings_for_key(self.recipe) for name, module in stages.items()}
+        settings["retrain"] = self.recipe.retrain.key_settings()
+        # A release that trains, measures or judges otherwise may decide otherwise.
+        versions = {name: module.VERSION for name, module in stages.items()}
+        settings["versions"] = versions | {"retrain": SELECTION}
+        return settings
 
-    Args:
-        models: see key_parts.
-    """
-    if champion is not None and changes.new_rows < recipe.retrain.min_new_rows:
-        return _few(changes, champion, recipe.retrain.min_new_rows)
-    artifact = store.find(STAGE, key_parts(recipe, changes, champion, models).key)
-    if artifact is None:
-        return None
-    before = artifact.summary
-    if before["status"] == "rejected":
-        start = "the base" if champion is None else champion.version
-        return f"the gate rejected a model of these {changes.rows:,} rows and {start} before"
-    if champion is None:  # its registry was deleted
-        return None
-    version = before["version"]
-    now = champion.version
-    return f"{version} of these rows was published before, and {now} is champion again"
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The source, the champion and the models."""
+        champion = "" if self.champion is None else self.champion.digest
+        return {"source": self.changes.source, "champion": champion, **self.models}
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The evaluation, and the verdict on a rejected model."""
+        return self.evidence
+
+    def why_unchanged(self, store: Store) -> str | None:
+        """One sentence why there is nothing to train; None if there is."""
+        changes = self.changes
+        champion = self.champion
+        least = self.recipe.retrain.min_new_rows
+        if champion is not None and changes.new_rows < least:
+            return _few(changes, champion, least)
+        artifact = store.find(STAGE, self.parts.key)
+        if artifact is None:
+            return None
+        decided = artifact.summary
+        if decided["status"] == "rejected":
+            before = "the base" if champion is None else champion.version
+            return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
+        if champion is None:  # its registry was deleted
+            return None
+        version = decided["version"]
+        now = champion.version
+        return f"{version} of these rows was published before, and {now} is champion again"
+
+    def build(self, draft: Draft, progress: object) -> dict[str, Any]:
+        """Write the report of the retraining; returns the summary."""
+        draft.write(FILE, json.dumps(self.report, indent=1).encode())
+        model = self.report["model"]
+        return {
+            "status": self.report["status"],
+            "version": None if model is None else model.rpartition("/")[2],
+            "changes": asdict(self.changes),
+        }
 
 
 def _few(changes: Changes, champion: Champion, least: int) -> str:
@@ -88,19 +108,8 @@ def _few(changes: Changes, champion: Champion, least: int) -> str:
     return f"the source has {rows} since {champion.version}{enough}{removed}"
 
 
-def build(changes: Changes, report: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    """Write the report of a retraining; returns the summary."""
-    draft.write(FILE, json.dumps(report, indent=1).encode())
-    model = report["model"]
-    return {
-        "status": report["status"],
-        "version": None if model is None else model.rpartition("/")[2],
-        "changes": asdict(changes),
-    }
-
-
 def show_retraining(
-    recipe: Recipe,
+    model: str,
     store: Store,
     champion: Champion | None,
     changes: Changes,
@@ -128,7 +137,7 @@ def show_retraining(
     if (verdicts := _verdicts(report)) is not None:
         panels.append(Table("Gate", promotion_gate.as_rows(verdicts)))
     panels += _champions_picture(champion)
-    return [*panels, stage_links(recipe.publish.name, stages)]
+    return [*panels, stage_links(model, stages)]
 
 
 def _source_facts(changes: Changes) -> dict[str, Any]:

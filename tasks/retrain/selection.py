@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from artifacts.latent_shards import (
     write_latent_shard,
 )
 from artifacts.records import digest_json
-from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard
+from artifacts.store import SHARDS, Artifact, Draft, Shard
 from configs.settings.recipe import Recipe
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import family_named
 from tasks.encode.transform import STAGE, VERSION
+from tasks.stage import Stage
 
 
 def cut_shard(
@@ -123,52 +124,85 @@ SELECTION = 2
 log = logging.getLogger("kiln")
 
 
-def key_parts(recipe: Recipe, latents: Artifact, old: Artifact, champion: str) -> KeyParts:
-    """The key of the selection, an artifact of latent shards.
+@dataclass(frozen=True)
+class SelectionStage(Stage):
+    """New samples and a replay of old ones, as latent shards."""
 
-    Args:
-        latents: of all rows of the source.
-        old: latents of the champion's rows.
-        champion: digest of the champion.
-    """
-    inputs = {"latents": latents.digest, "old": old.digest, "champion": champion}
-    settings = {"replay": recipe.retrain.replay, "selection": SELECTION}
-    return KeyParts(STAGE, VERSION, settings, inputs)
+    recipe: Recipe
+    latents: Artifact  # of all rows of the source
+    old: Artifact  # latents of the champion's rows
+    champion: str  # its digest
 
+    name = STAGE
+    version = VERSION
 
-def build(
-    recipe: Recipe, latents: Artifact, old: Artifact, champion: str, draft: Draft
-) -> dict[str, Any]:
-    """Add the new shards, and old samples up to the share `retrain.replay`, to the draft.
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The share of old samples."""
+        return {"replay": self.recipe.retrain.replay, "selection": SELECTION}
 
-    The old ones are whole shards, and a part of one more, without its held-out samples.
+    @property
+    def inputs(self) -> dict[str, str]:
+        """All latents, the champion's, and the champion."""
+        latents = {"latents": self.latents.digest, "old": self.old.digest}
+        return {**latents, "champion": self.champion}
 
-    Returns the summary: samples by group, shards, and `new` and `replayed` training samples.
-    """
-    known = {shard.key for shard in _shards(old)}
-    shards = _shards(latents)
-    new = [shard for shard in shards if shard.key not in known]
-    unchanged = [shard for shard in shards if shard.key in known and _count([shard])]
-    wanted = _wanted(_count(new), recipe.retrain.replay)
-    replay, rest = _sample(unchanged, wanted, champion)
-    if rest is not None:
-        replay.append(_cut(recipe, latents, rest, wanted - _count(replay), champion, draft))
-    if (replayed := _count(replay)) < wanted:
-        message = "retrain: replay %s: of %s old samples, the champion's unchanged shards have %s"
-        log.warning(message, recipe.retrain.replay, f"{wanted:,}", f"{replayed:,}")
-    for shard in (chosen := [*new, *replay]):
-        draft.add_shard(shard)
-    draft.write(INFO, latents.read(INFO))
-    groups: Counter[str] = Counter()
-    for shard in chosen:
-        groups.update(shard.meta["groups"])
-    return {
-        "samples": groups.total(),
-        "groups": dict(sorted(groups.items())),
-        "shards": len(chosen),
-        "new": _count(new),
-        "replayed": _count(replay),
-    }
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The latents of all rows."""
+        return {"latents": self.latents}
+
+    def build(self, draft: Draft, progress: object) -> dict[str, Any]:
+        """Add the new shards, and old samples up to the share `retrain.replay`, to the draft.
+
+        The old ones are whole shards, and a part of one more, without its held-out samples.
+
+        Returns the summary: samples by group, shards, and `new` and `replayed` training samples.
+        """
+        share = self.recipe.retrain.replay
+        known = {shard.key for shard in _shards(self.old)}
+        shards = _shards(self.latents)
+        new = [shard for shard in shards if shard.key not in known]
+        unchanged = [shard for shard in shards if shard.key in known and _count([shard])]
+        wanted = _wanted(_count(new), share)
+        replay, rest = _sample(unchanged, wanted, self.champion)
+        if rest is not None:
+            replay.append(self._cut(rest, wanted - _count(replay), draft))
+        if (replayed := _count(replay)) < wanted:
+            message = (
+                "retrain: replay %s: of %s old samples, the champion's unchanged shards have %s"
+            )
+            log.warning(message, share, f"{wanted:,}", f"{replayed:,}")
+        for shard in (chosen := [*new, *replay]):
+            draft.add_shard(shard)
+        draft.write(INFO, self.latents.read(INFO))
+        groups: Counter[str] = Counter()
+        for shard in chosen:
+            groups.update(shard.meta["groups"])
+        return {
+            "samples": groups.total(),
+            "groups": dict(sorted(groups.items())),
+            "shards": len(chosen),
+            "new": _count(new),
+            "replayed": _count(replay),
+        }
+
+    def _cut(self, shard: Shard, count: int, draft: Draft) -> Shard:
+        """A shard of `count` training samples of another."""
+        [entry] = shard.files
+        url = self.latents.url(f"../{SHARDS}/{entry.path}")
+        ref = ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
+        info = json.loads(self.latents.read(INFO))
+        seed = self.champion
+        cache_bytes = self.recipe.train.cache_bytes
+        with tempfile.TemporaryDirectory(prefix="kiln-replay-") as folder:
+            path = Path(folder, "shard.safetensors")
+            groups = cut_shard(ref, info, count, seed, path, cache_bytes=cache_bytes)
+            key = digest_json(
+                {"cut": entry.sha256, "samples": count, "seed": seed, "of": SELECTION}
+            )
+            files = {".safetensors": str(path)}
+            return draft.store.commit_shard(STAGE, key, files, {"groups": groups})
 
 
 def new_samples(latents: Artifact, old: Artifact) -> int:
@@ -191,23 +225,6 @@ def _sample(shards: Sequence[Shard], wanted: int, seed: str) -> tuple[list[Shard
             return chosen, shard if missing else None
         chosen.append(shard)
     return chosen, None
-
-
-def _cut(
-    recipe: Recipe, latents: Artifact, shard: Shard, count: int, seed: str, draft: Draft
-) -> Shard:
-    """A shard of `count` training samples of another."""
-    [entry] = shard.files
-    url = latents.url(f"../{SHARDS}/{entry.path}")
-    ref = ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
-    info = json.loads(latents.read(INFO))
-    cache_bytes = recipe.train.cache_bytes
-    with tempfile.TemporaryDirectory(prefix="kiln-replay-") as folder:
-        path = Path(folder, "shard.safetensors")
-        groups = cut_shard(ref, info, count, seed, path, cache_bytes=cache_bytes)
-        key = digest_json({"cut": entry.sha256, "samples": count, "seed": seed, "of": SELECTION})
-        files = {".safetensors": str(path)}
-        return draft.store.commit_shard(STAGE, key, files, {"groups": groups})
 
 
 def _count(shards: list[Shard]) -> int:

@@ -83,11 +83,11 @@ def run(url: str, toy: ToyRecipe, run_id: str, base: Base) -> dict[str, StageRes
     )
     recipe = recipe_of(url)
     lineage = publish_stage.lineage_of(images, latents, trained, evaluated)
-    given = publish_stage.Publication(recipe, trained, evaluated, lineage, base)
-    build = partial(publish_stage.build, given, _metrics_of, progress=lambda *_: None)
-    parts = publish_stage.key_parts(recipe, trained, evaluated, base)
+    publish = publish_stage.PublishStage(
+        recipe, base, trained, evaluated, lineage=lineage, champion_metrics=_metrics_of
+    )
     try:
-        stage(parts, build, model=trained, evaluation=evaluated)
+        stage(publish.parts, partial(publish.build, progress=lambda *_: None), **publish.parents)
     except publish_stage.Rejected:
         return found
     shows = dict.fromkeys([*EXACT, "publish"], lambda artifact: [])
@@ -131,14 +131,14 @@ def recipe_of(url: str) -> Recipe:
 def without_models() -> None:
     """Let `publish` write the trained weights as they are, and a card without a base."""
 
-    def write(given: publish_stage.Publication, tuned: Any, out: Path) -> None:
+    def write(_: Any, tuned: Any, out: Path) -> None:
         for name, folder in tuned.parts.items():
             (out / name).mkdir(parents=True)
             for file in folder.iterdir():
                 if file.is_file():
                     (out / name / file.name).write_bytes(file.read_bytes())
 
-    publish_stage._write_weights = write
+    publish_stage.PublishStage._write_weights = write  # type: ignore[method-assign]
     publish_stage.model_card = SimpleNamespace(  # type: ignore[assignment]
         base_card=lambda base: {},
         shown_license=lambda recipe, base: "none",

@@ -28,7 +28,7 @@ from runtimes.process.job import EncodeJob, Job, TrainJob, write_job
 from runtimes.registry import interpreter, open_encoder
 from runtimes.torch_models.encoders import Embeds
 from tasks import run_job
-from tasks.encode import stage as encode
+from tasks.encode.stage import EncodeStage
 from tasks.progress import Progress
 
 PICTURES = 60
@@ -166,7 +166,8 @@ def _encode(folder: Path, model: Path) -> str:
     found = images.commit({}, {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tasks.encode.encoders.open_encoder", Drawn)
-        draft.commit(encode.build(recipe, found, Base.open(model), draft, Progress("encode")), {})
+        stage = EncodeStage(recipe, found, Base.open(model))
+        draft.commit(stage.build(draft, Progress("encode")), {})
     return draft.uri
 
 

@@ -13,10 +13,10 @@ from artifacts.store import Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES, Recipe
-from flows import run as module
-from flows.run import check_disk
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
+from tasks.plan import disk as module
+from tasks.plan.disk import check_disk
 from tasks.plan.plan import estimate_disk
 from tasks.progress import bytes_in_words
 

@@ -16,6 +16,7 @@ from prefect_server import Server, deployed
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows.retrain import one_at_a_time
+from tasks.publish.stage import registry_of
 
 #: Two workers of one pool would start each other's runs.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployed")]
@@ -86,7 +87,7 @@ def test_a_scheduled_run_appears(server: Server) -> None:
 def test_retrainings_wait_for_each_other_and_find_nothing_new(
     server: Server, first: dict[str, Any], small: dict[str, Any]
 ) -> None:
-    with one_at_a_time(load_recipe("digits", small)):
+    with one_at_a_time(registry_of(load_recipe("digits", small))):
         running = [server.run("retrain/digits", small) for _ in range(2)]
         for run in running:
             server.wait(run, lambda run=run: server.state(run) == "Running", PATIENCE)

@@ -18,7 +18,7 @@ from PIL import Image
 from prefect import runtime
 from published import STAGES, expect, folder, manifest, outcomes
 
-from tasks.evaluate import published
+from tasks.evaluate.published import ChampionEvaluation
 from tasks.publish.registry import Registry
 
 pytestmark = pytest.mark.slow
@@ -212,13 +212,13 @@ def test_a_champion_with_other_metrics_is_measured_by_the_evaluation(
     first: Report, small: Overrides, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There it has the accelerator, which `publish` on another machine may lack."""
-    build, tasks = published._build_published, list[str]()
+    build, tasks = ChampionEvaluation.build, list[str]()
 
     def measure(*given: Any, **more: Any) -> Any:
         tasks.append(runtime.task_run.name)
         return build(*given, **more)
 
-    monkeypatch.setattr(published, "_build_published", measure)
+    monkeypatch.setattr(ChampionEvaluation, "build", measure)
     rule = "holdout_loss < champion * 1.01"  # its weights were rounded
     other = {**small, "evaluate.num_inference_steps": 3, "publish.gate": [rule]}
     report = run_here("digits", other)

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away, Failed
 from configs.settings.publish import Hub
 from configs.settings.recipe import STAGES
-from flows import finetune
+from flows import finetune, prefect_run
 from flows.run import Run, Sent
 from tasks.publish import stage as publish
 from tasks.publish.register import register
@@ -35,7 +36,7 @@ def test_only_a_model_compared_with_the_champion_replaces_it(run: Run, compared_
     }
     registry.promote(champions["second"].name)
     before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
-    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    given = publish.PublishStage(run.recipe, run.base, before[2], before[3]).inputs
     assert given["champion"] == champions["second"].manifest["digest"]
     theirs = {**given, "champion": champions[compared_with].manifest["digest"]}
     published = commit(store, "publish", 9, theirs)
@@ -63,9 +64,9 @@ def test_the_champion_is_measured_where_the_new_model_is(run: Run) -> None:
     assert not measures(run, gate=["clip_score > base"]), "no rule names it"
     assert not measures(replace(run, stages=STAGES[:4])), "nothing is published"
     on_pool = replace(run, stages=("evaluate",))
-    assert not measures(replace(on_pool, sent=Sent("evaluate", evaluated.key, {})))
-    assert measures(replace(on_pool, sent=Sent("evaluate", "the champion's key", {})))
-    store.draft(publish.key_parts(run.recipe, trained, evaluated, run.base)).commit({}, {})
+    assert not measures(replace(on_pool, scope=Sent("evaluate", evaluated.key, {})))
+    assert measures(replace(on_pool, scope=Sent("evaluate", "the champion's key", {})))
+    store.draft(publish.PublishStage(run.recipe, run.base, trained, evaluated).parts).commit({}, {})
     assert not measures(run), "the model is published"
 
 
@@ -85,10 +86,11 @@ def test_a_champion_that_changes_while_a_pool_measures_it_is_no_failure(
 
         return call
 
+    stage: Any = SimpleNamespace(trained=trained, data=None)
     monkeypatch.setattr(Run, "champion_metrics", measured)
     for expected in (Away, Failed):  # the second time it stays the champion
         with pytest.raises(expected):
-            finetune._measure_champion(publishing(run), None, trained, evaluated, ())  # type: ignore
+            finetune._measure_champion(publishing(run), stage, evaluated, ())
 
 
 def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
@@ -98,17 +100,17 @@ def test_a_champion_that_comes_between_the_comparison_and_the_promotion_stays(
     first, other = (registry.publish(commit(store, "publish", n, {})) for n in (0, 1))
     registry.promote(first.name)
     before = [commit(store, s, 1, {}) for s in ("download", "encode", "train", "evaluate")]
-    given = publish.key_parts(run.recipe, before[2], before[3], run.base).inputs
+    given = publish.PublishStage(run.recipe, run.base, before[2], before[3]).inputs
     published = commit(store, "publish", 9, given)
     store.fs.pipe_file(f"{published.path}/report.html", b"")
-    compare = publish._inputs
+    compare = publish.PublishStage.inputs_of
 
     def compared(*given: Any) -> dict[str, str]:
         found = compare(*given)
         registry.promote(other.name)
         return found
 
-    monkeypatch.setattr(publish, "_inputs", compared)
+    monkeypatch.setattr(publish.PublishStage, "inputs_of", compared)
     results = [reused(artifact) for artifact in (*before, published)]
     with pytest.raises(Away, match="the champion is v2, not v1: run again"):
         register(run.recipe, run.base, store, results, {})
@@ -124,7 +126,7 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
         commit(store, stage, 1, {"source": "s", "base": "b"})
         for stage in ("download", "encode", "train", "evaluate")
     ]
-    parts = publish.key_parts(run.recipe, before[2], before[3], run.base)
+    parts = publish.PublishStage(run.recipe, run.base, before[2], before[3]).parts
     published = commit(store, "publish", 9, parts.inputs)
     result = replace(reused(published), outcome="built")
     load = StageResult.load
@@ -135,7 +137,7 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     def load_before(self: StageResult, store: Store) -> Artifact:
         return load(self, store) if registry.champion() is None else broken()
 
-    monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: result)
+    monkeypatch.setattr(prefect_run, "build_or_reuse", lambda *_, **__: result)
     monkeypatch.setattr(finetune, "SHOWS", dict.fromkeys(finetune.SHOWS, broken))
     monkeypatch.setattr(StageResult, "load", load_before)
     monkeypatch.setattr(publish.Registry, "last_move", broken)
@@ -167,9 +169,8 @@ def test_a_run_reports_the_champion_that_its_model_was_compared_with(
     *before, _ = published_by(run)
     models = {"tuned": {"value": 1.0}, "champion": {"value": 2.0}}
     measured: Any = {"metrics": {"cmmd": models}, "differences": {"cmmd": {"champion": {}}}}
-    inputs = publish.key_parts(
-        run.recipe, *(one.load(run.store) for one in before[2:]), run.base
-    ).inputs
+    trained, evaluated = (result.load(run.store) for result in before[2:])
+    inputs = publish.PublishStage(run.recipe, run.base, trained, evaluated).inputs
     made = commit(run.store, "publish", 10, inputs, fingerprint="f", **measured)
     run.store.fs.pipe_file(f"{made.path}/report.html", b"")
     built = 0
@@ -181,7 +182,7 @@ def test_a_run_reports_the_champion_that_its_model_was_compared_with(
             raise publish.Rejected([], {**measured, "fingerprint": "f"})
         return reused(made)
 
-    monkeypatch.setattr(finetune, "build_or_reuse", judge)
+    monkeypatch.setattr(prefect_run, "build_or_reuse", judge)
     state: Any = finetune.publish.fn(run, *before)
     assert state.data.outcome == ("rejected" if is_rejected else "reused")
     assert {name: state.data.facts[name] for name in measured} == measured
@@ -301,7 +302,7 @@ def test_a_version_that_another_run_deleted_before_its_promotion_is_copied_again
         assert registry.keep(1) == ["v1"]
 
     with monkeypatch.context() as patch:
-        patch.setattr("tasks.publish.register.check_champion", delete)
+        patch.setattr(publish.PublishStage, "check_champion", delete)
         with pytest.raises(Away, match=r"v1: no such version .* run again"):
             register(run.recipe, run.base, run.store, results, {})
     assert registry.champion() is None

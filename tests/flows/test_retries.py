@@ -37,6 +37,7 @@ class Stage:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from flows.run import Run
+        from tasks.encode.stage import EncodeStage
 
         recipe = load_recipe("digits", {"store": str(folder / "store")})
         self.store = Store(recipe.store)
@@ -49,12 +50,11 @@ class Stage:
         self.waits = [0.0]  # seconds before a retry
         self.run = ""
         parts = KeyParts("encode", 1, {}, {})
-        monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: parts)
-        monkeypatch.setattr("tasks.encode.stage.build", self.build)
-        monkeypatch.setattr("tasks.encode.stage.show", lambda artifact: [])
+        monkeypatch.setattr(EncodeStage, "parts", parts)
+        monkeypatch.setattr(EncodeStage, "build", self.build)
+        monkeypatch.setattr(EncodeStage, "show", lambda artifact: [])
 
-    def build(self, *inputs: Any, **more: Any) -> dict[str, Any]:
-        draft: Draft = inputs[-1]
+    def build(self, draft: Draft, **_: Any) -> dict[str, Any]:
         self.tries += 1
         if self.errors:
             raise self.errors.pop(0)
@@ -202,9 +202,9 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     """A flow has no retries, and the stages before it may have taken days."""
     from flows import retrain, sweep
 
-    here: Any = SimpleNamespace(store=None, recipe=SimpleNamespace(sweep=None))
+    here: Any = SimpleNamespace(store=None, recipe=SimpleNamespace(sweep=None, place=None))
     one: Any = SimpleNamespace(load=lambda *_: None, latents="")
-    monkeypatch.setattr("flows.retrain.selection.new_samples", away_once(3))
+    monkeypatch.setattr("flows.retrain.new_samples", away_once(3))
     assert retrain._has_new_samples(here, one, one) and waited == [10.0]
     state = SimpleNamespace(result=lambda: one)
     monkeypatch.setattr(sweep, "run_task", lambda *_, **__: state)

@@ -1,7 +1,7 @@
 """A stage with a work pool is sent only if its artifact is missing, and never by its own run."""
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from toy_recipes import base_of
 from artifacts.errors import StoreRefused, retrying
 from artifacts.filesystems import Clock
 from artifacts.gc import runs
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Draft, KeyParts, Store
 from configs.errors import Away, Failed, Refused
 from configs.load_recipe import load_recipe
 from configs.settings.data import UrlSource
@@ -35,7 +35,7 @@ from tasks.download.shard_plan import DownloadPlan, ShardSpec, Span, plan_key, r
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.progress import Progress
 from tasks.retrain.champion import Champion
-from tasks.stage import StageResult, build_or_reuse
+from tasks.stage import Stage, StageResult, build_or_reuse
 
 PARTS = KeyParts("train", 1, {}, {})
 
@@ -79,7 +79,7 @@ def test_another_artifact_than_that_of_the_sender_is_an_error(run: Run) -> None:
 def sending(run: Run, stage: str, *before: Artifact) -> Any:
     """The parameters that a stage is sent with; None if it is not sent."""
     found: Any = run.send(KeyParts(stage, 1, {}, {}), Progress(stage), before)
-    return found and found.args[3]
+    return found and found.args[4]
 
 
 def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
@@ -92,12 +92,43 @@ def test_a_sent_run_does_not_send_its_stage_again(run: Run) -> None:
 
 
 def test_a_sent_run_builds_the_artifact_of_its_sender_or_none(run: Run) -> None:
-    sent = replace(run, sent=Sent("train", PARTS.key, {}))
+    sent = replace(run, scope=Sent("train", PARTS.key, {}))
     assert sent.send(PARTS, Progress("train"), []) is None
     other = KeyParts("train", 1, {"steps": 2}, {})
     differs = sent.send(other, Progress("train"), [])
     with pytest.raises(Failed, match=f"the sender expects {PARTS.key[:12]}"):
         build_or_reuse(run.store, other, build, parents={}, send=differs)
+
+
+@dataclass(frozen=True)
+class Selection(Stage):
+    """An artifact of a placed stage that a training needs besides."""
+
+    share: float
+
+    name = "encode"
+    version = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"replay": self.share}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        return {}
+
+    def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
+        return {}
+
+
+def test_what_a_stage_needs_besides_is_built_where_the_stage_is(run: Run) -> None:
+    """Neither its own pool nor the sender waits for it."""
+    place = run.recipe.place.model_copy(update={"encode": "cpu"})
+    placed = replace(run, recipe=run.recipe.model_copy(update={"place": place}))
+    assert sending(placed, "encode") is not None
+    assert placed.build(Selection(0.3)).outcome == "built"
+    sent = replace(run, scope=Sent("train", PARTS.key, {}))
+    assert sent.build(Selection(0.5)).outcome == "built"
 
 
 def rows_of(run: Run) -> list[tuple[str, list[str]]]:
@@ -120,7 +151,7 @@ def test_a_sent_run_takes_the_plan_of_its_sender(
     recipe = run.recipe.model_copy(update={"source": source, "download": download})
     run = replace(run, recipe=recipe)
     given, expected = sending(run, "download", run.plan().artifact)["before"], rows_of(run)
-    sent = replace(run, sent=Sent("download", PARTS.key, given))
+    sent = replace(run, scope=Sent("download", PARTS.key, given))
 
     monkeypatch.setenv("KILN_CACHE", str(tmp_path / cache))
     assert rows_of(sent) == expected
@@ -178,7 +209,7 @@ def test_a_sent_stage_is_built_from_what_its_sender_names(
 def test_the_results_before_a_sent_stage_are_in_order(run: Run) -> None:
     made = {s: run.store.draft(KeyParts(s, 1, {}, {})).commit({}, {}) for s in reversed(STAGES[:4])}
     keys = {stage: artifact.key for stage, artifact in made.items()}
-    before = replace(run, sent=Sent("evaluate", PARTS.key, keys)).results_before()
+    before = Sent("evaluate", PARTS.key, keys).results_before(run)
     assert [one.stage for one in before] == ["download", "encode", "train", "evaluate"]
     assert [one.digest for one in before] == [made[one.stage].digest for one in before]
 
@@ -202,7 +233,7 @@ class Pool:
         self.slept.append(seconds)
 
     def send(self, run: Run) -> None:
-        given = (run.recipe, run.store, "train", {"key": PARTS.key}, Progress("train"))
+        given = ("gpu", "digits", run.store, "train", {"key": PARTS.key}, Progress("train"))
         send_stage.send_stage(*given, clock=Clock(sleep=self.sleep))  # type: ignore[arg-type]
 
 
@@ -266,7 +297,7 @@ def test_an_interrupt_right_after_the_sending_cancels_the_run(
     monkeypatch.setattr(send_stage, "url_for", interrupted)
     monkeypatch.setattr(send_stage, "_cancel", lambda _, sent: cancelled.append(sent))
     monkeypatch.setattr(send_stage, "_tell", interrupted)
-    given: Any = (run.recipe, run.store, "train", {"key": PARTS.key}, Progress("train"))
+    given: Any = ("gpu", "digits", run.store, "train", {"key": PARTS.key}, Progress("train"))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             send_stage.send_stage(*given)
@@ -285,7 +316,7 @@ def test_a_run_that_was_deleted_ends_the_stage(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setattr(send_stage, "_cancel", lambda *_: pytest.fail("cancelled"))
     with pytest.raises(Failed, match="train: run a-run on pool gpu was deleted: run again"):
         reached = send_stage._Reached(Progress("train"))
-        send_stage._run_once(run.recipe, "train", "gpu", {}, reached)
+        send_stage._run_once("train", "digits", "gpu", {}, reached)
 
 
 def test_pools_of_stages_after_the_last_need_no_lasting_server() -> None:
@@ -335,7 +366,7 @@ def test_a_sent_run_waits_for_the_hub(run: Run, waited: list[float]) -> None:
 
 def test_a_retraining_names_its_champion(run: Run) -> None:
     champion = Champion("v3", *[""] * 7)
-    assert sending(replace(run, champion=champion), "train")["champion"] == "v3"
+    assert sending(run.from_champion(champion), "train")["champion"] == "v3"
     assert sending(run, "train")["champion"] is None
 
 
@@ -355,7 +386,7 @@ def test_a_stage_that_waits_holds_no_slot_of_its_limit(
 def tags_of_run(task: Task[Any, Any], recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     with monkeypatch.context() as patch:
         patch.setattr(Task, "__call__", lambda task: task.tags)
-        return set(send_stage.run_task(task, recipe))
+        return set(send_stage.run_task(task, recipe.place))
 
 
 def test_a_stage_begins_once_the_server_is_back(
@@ -374,12 +405,12 @@ def test_a_stage_begins_once_the_server_is_back(
 
     monkeypatch.setattr(Task, "__call__", call)
     recipe = load_recipe("digits")
-    assert send_stage.run_task(finetune.train, recipe, 1, 2, name="train 3") == "trained"
+    assert send_stage.run_task(finetune.train, recipe.place, 1, 2, name="train 3") == "trained"
     assert waited == [10.0, 60.0]
     answers += [answer(401), Away("of the stage, which Prefect has tried again")]
     for kind in (PrefectHTTPStatusError, Away):
         with pytest.raises(kind):
-            send_stage.run_task(finetune.train, recipe, 1, 2)
+            send_stage.run_task(finetune.train, recipe.place, 1, 2)
 
 
 def test_devices_of_sent_stages_are_not_checked_here(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from artifacts.gc import needed_by, runs
 from artifacts.store import KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
-from flows import finetune
+from flows import finetune, prefect_run
 from flows.run import Run
+from tasks.encode.stage import EncodeStage
 from tasks.evaluate.inputs import MeasuringModels
-from tasks.publish import rejection as rejection_artifact
 from tasks.publish.promotion_gate import Verdict
-from tasks.publish.stage import Rejected, lineage_nodes
+from tasks.publish.rejection import VerdictStage
+from tasks.publish.stage import PublishStage, Rejected, lineage_nodes
 from tasks.stage import StageResult, build_or_reuse
 
 
@@ -55,11 +57,11 @@ def test_the_final_state_of_a_task_names_the_outcome(
     run: Run, keys: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str, name: str
 ) -> None:
     made = result(run.store, "encode", outcome)
-    monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
-    monkeypatch.setattr(finetune, "build_or_reuse", lambda *_, **__: made)
+    monkeypatch.setattr(EncodeStage, "parts", KeyParts("encode", 1, {}, {}))
+    monkeypatch.setattr(prefect_run, "build_or_reuse", lambda *_, **__: made)
     state: Any = finetune.encode.fn(run, result(run.store, "download"))
     assert state.is_completed() and state.name == name
-    assert state.result() is made
+    assert state.result() == made
     assert keys == ["my-digits-encode"]
 
 
@@ -75,18 +77,18 @@ def test_a_rejected_model_is_an_outcome_with_its_verdicts(
 ) -> None:
     numbers = {"cmmd": {"base": {"value": 1.0}, "tuned": {"value": 2.0}}}
 
-    def refuse(store: Store, parts: KeyParts, build: Any, parents: Any) -> StageResult:
+    def refuse(store: Store, parts: KeyParts, build: Any, **more: Any) -> StageResult:
         if parts.stage == "publish":
             failed = Verdict("cmmd < base", False, 2.0, 1.0)
             raise Rejected([failed], {"metrics": numbers}, "v1")
-        return build_or_reuse(store, parts, build, parents=parents)
+        return build_or_reuse(store, parts, build, **more)
 
     before = [result(run.store, stage) for stage in STAGES[:-1]]
     inputs = {"model": before[2].digest, "evaluation": before[3].digest}
     parts = KeyParts("publish", 1, {}, inputs)
-    monkeypatch.setattr("tasks.publish.stage.key_parts", lambda *_: parts)
-    monkeypatch.setattr("tasks.publish.stage.lineage_of", lambda *_: {})
-    monkeypatch.setattr(finetune, "build_or_reuse", refuse)
+    monkeypatch.setattr(PublishStage, "parts", parts)
+    monkeypatch.setattr(finetune, "lineage_of", lambda *_: {})
+    monkeypatch.setattr(prefect_run, "build_or_reuse", refuse)
     state: Any = finetune.publish.fn(run, *before)
     assert state.is_completed() and state.name == "Rejected"
     assert "cmmd < base (measured 2, bound 1)" in state.message
@@ -109,7 +111,8 @@ def test_a_rejected_model_is_an_outcome_with_its_verdicts(
 
 
 def test_another_reason_to_reject_is_another_verdict() -> None:
-    publication = KeyParts("publish", 1, {"name": "digits"}, {"model": "m"})
+    parts = KeyParts("publish", 1, {"name": "digits"}, {"model": "m"})
+    publication: Any = SimpleNamespace(parts=parts)
     passed, failed = Verdict("cmmd < base", True, 1.0, 2.0), Verdict("cmmd < base", False, 2.0, 2.0)
     out_of_memory = Verdict("smoke test", False, None, None, "out of memory")
     rejections = [
@@ -117,9 +120,9 @@ def test_another_reason_to_reject_is_another_verdict() -> None:
         Rejected([passed, out_of_memory]),
         Rejected([failed], {"a": 1}),
     ]
-    keys = {rejection_artifact.key_parts(publication, one).key for one in rejections}
+    keys = {VerdictStage(publication, one).parts.key for one in rejections}
     assert len(keys) == 3
-    assert rejection_artifact.key_parts(publication, Rejected([failed])).key in keys
+    assert VerdictStage(publication, Rejected([failed])).parts.key in keys
 
 
 @pytest.mark.parametrize("until", STAGES)
@@ -142,16 +145,16 @@ def test_a_run_ends_after_its_last_stage(
     assert report["status"] == ("published" if until == "publish" else "built")
 
 
-def test_two_functions_lie_between_the_flow_and_a_stages_build(
+def test_three_functions_lie_between_the_flow_and_a_stages_build(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*_: Any, **__: Any) -> dict[str, Any]:
         raise RuntimeError("here")
 
-    monkeypatch.setattr("tasks.encode.stage.key_parts", lambda *_: KeyParts("encode", 1, {}, {}))
-    monkeypatch.setattr("tasks.encode.stage.build", build)
+    monkeypatch.setattr(EncodeStage, "parts", KeyParts("encode", 1, {}, {}))
+    monkeypatch.setattr(EncodeStage, "build", build)
     with pytest.raises(RuntimeError, match="here") as error:
         finetune.encode.fn(run, result(run.store, "download"))
     ours = (frame for frame in error.traceback if frame.frame.f_globals["__name__"] != "contextlib")
     _, *passed, last = (frame.name for frame in ours)
-    assert (passed, last) == (["encode", "build_or_reuse"], "build")
+    assert (passed, last) == (["encode", "build", "build_or_reuse"], "build")

@@ -91,7 +91,8 @@ def send(recipe: Recipe) -> str:
     clock = Clock(sleep=lambda seconds: None)
     here = Store("memory://store-of-work-pools")
     progress = Progress("train", "digits")
-    return send_stage.send_stage(recipe, here, "train", given, progress, clock)
+    about = (recipe.place.pools()["train"], recipe.publish.name, here, "train")
+    return send_stage.send_stage(*about, given, progress, clock)
 
 
 def test_kiln_place_makes_all_that_a_pool_needs(server: Server, deployed: str, api: str) -> None:
@@ -117,8 +118,8 @@ def test_what_the_server_lacks_is_named_with_the_command(
     assert "no work pool none: run `prefect work-pool create none --type process`" in said
     recipe = load_recipe("digits", {"place.train": "none"})
     with pytest.raises(Refused, match="no deployment kiln-stage/none: run `kiln place"):
-        send_stage.check_deployments(recipe, ("train",))
-    send_stage.check_deployments(recipe, ("encode",))
+        send_stage.check_deployments(recipe.place, ("train",))
+    send_stage.check_deployments(recipe.place, ("encode",))
 
 
 def test_a_completed_run_is_sent_once(

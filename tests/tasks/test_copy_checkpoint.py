@@ -165,7 +165,7 @@ def test_the_stage_copies_it_where_weights_do_not_depend_on_the_number_of_steps(
     recipe = load_recipe("digits", {f"train.{name}": value for name, value in given.items()})
     latents = Artifact(store, "encode", "0" * 64, {})
     with pytest.raises(Failed, match="enough"):
-        train.build(recipe, latents, base_of(recipe), None, draft, Progress("train"))
+        train.TrainStage(recipe, latents, base_of(recipe), None).build(draft, Progress("train"))
 
 
 def test_a_copied_checkpoint_counts_once_its_manifest_is_there(

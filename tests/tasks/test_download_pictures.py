@@ -22,6 +22,7 @@ from artifacts.records import digest_bytes
 from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download
+from tasks.download import DownloadStage
 from tasks.download.decode import img2dataset_resizer
 from tasks.download.statistics import DownloadStatistics
 from tasks.encode.transform import bucket_sizes, transform
@@ -63,7 +64,7 @@ def test_small_and_thin_pictures_are_shown_if_the_recipe_allows_them(
     recipe = make_recipe(tmp_path, web, listed, min_image_size=0, max_aspect_ratio=10_000)
     artifact = build(recipe)
     assert artifact.summary["outcomes"] == {"success": len(ODD)}
-    assert [panel.title for panel in download.show(artifact)][-1] == "Some of the pictures"
+    assert [panel.title for panel in DownloadStage.show(artifact)][-1] == "Some of the pictures"
 
 
 def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_pictures_of_later_shards_are_shown_where_the_first_has_none(tmp_path: P
         draft.write(name, (tmp_path / name).read_bytes())
     counts = {"rows": 2, "images": 1, "outcomes": {"success": 1}, "shards": 1}
     artifact = draft.commit({**counts, "data": DownloadStatistics().summary()}, {})
-    panel = download.show(artifact)[-1]
+    panel = DownloadStage.show(artifact)[-1]
     assert isinstance(panel, PicturePanel)
     with Image.open(BytesIO(panel.png)) as grid:
         assert grid.getpixel((grid.width // 2, grid.height // 2)) == (255, 0, 0)

@@ -9,6 +9,7 @@ from picture_server import Web
 from artifacts.store import Store
 from configs.errors import Failed
 from tasks import download
+from tasks.download import DownloadStage
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
@@ -51,7 +52,7 @@ def test_a_row_is_fetched_again_by_as_many_runs_as_the_recipe_allows(
     assert attempts == [2, 4, 6, 6, 6]
     assert rows_of(artifact)["gone/1"]["attempts"] == 1
     assert rows_of(artifact)["good/4"]["attempts"] is None  # a picture has no failure
-    kinds = {row["outcome"]: row["failure"] for row in download.show(artifact)[1].rows}
+    kinds = {row["outcome"]: row["failure"] for row in DownloadStage.show(artifact)[1].rows}
     assert kinds == {"success": "", "http 404": "permanent", "http 503": "transient"}
 
 
@@ -65,8 +66,8 @@ def test_a_later_try_of_a_run_fetches_no_row_again_that_the_run_fetched_again(
     plan, requests = download.plan(recipe), []
     for run in ("one", "one", "two"):
         web.requests.clear()
-        draft = Store(recipe.store).draft(download.key_parts(recipe, plan, 1))  # not committed
-        download.build(recipe, plan, draft, lambda *_: None, retry_run=run)
+        stage = DownloadStage(recipe, plan, 1, run)
+        stage.build(Store(recipe.store).draft(stage.parts), lambda *_: None)  # not committed
         requests.append(web.requests["/good/3"])
     assert requests == [1, 0, 1]
 

@@ -29,6 +29,7 @@ from configs.errors import Away, Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.beam.pipeline import check_options
+from tasks.download import DownloadStage
 from tasks.panels import Table
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
@@ -52,7 +53,8 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     plan = download.plan(recipe)
     parts = KeyParts(download.STAGE, download.VERSION, {}, {"source": plan.source_digest})
     draft = Store(recipe.store).draft(parts)
-    summary = download.build(recipe, plan, draft, lambda done, total, _: seen.append((done, total)))
+    stage = DownloadStage(recipe, plan)
+    summary = stage.build(draft, lambda done, total, _: seen.append((done, total)))
     artifact = draft.commit(summary, {})
     assert summary["outcomes"] == {
         "http 404": 2,
@@ -85,7 +87,7 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     ]
     assert {row["url"] for row in listed} == {row["url"] for row in rows(*FAILURES)}
     assert {r["url"]: r["error_message"] for r in listed}["gone/1"] == "http 404"
-    panels = download.show(artifact)
+    panels = DownloadStage.show(artifact)
     assert [panel.title for panel in panels] == [
         "Download",
         "Outcomes",
@@ -110,7 +112,7 @@ def test_secrets_of_urls_are_not_stored(tmp_path: Path, web: Web) -> None:
     listed = [{"url": url, "caption": ""} for url in (signed, signed.replace("good", "gone"))]
     artifact = build(make_recipe(tmp_path, web, listed))
     assert artifact.summary["images"] == 1
-    (shown,) = (p for p in download.show(artifact) if p.title == "Examples of failed rows")
+    (shown,) = (p for p in DownloadStage.show(artifact) if p.title == "Examples of failed rows")
     named = f"http://{web.host}/gone/1?X-Amz-Signature=...&width=40"
     assert isinstance(shown, Table) and shown.rows == [{"outcome": "http 404", "row": named}]
     with pytest.raises(Failed) as error:
@@ -237,7 +239,8 @@ def test_a_killed_run_resumes_after_its_committed_shards(tmp_path: Path, web: We
         "from artifacts.store import KeyParts, Store;"
         "recipe = Recipe.model_validate_json(open(sys.argv[1]).read());"
         "draft = Store(recipe.store).draft(KeyParts('download', 0, {}, {}));"
-        "download.build(recipe, download.plan(recipe), draft, lambda *_: None)"
+        "stage = download.DownloadStage(recipe, download.plan(recipe));"
+        "stage.build(draft, lambda *_: None)"
     )
     folder = tmp_path / "store/download/shards"
     web.is_silent = lambda: any(folder.glob("*.json"))  # from the first shard on

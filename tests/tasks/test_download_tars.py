@@ -263,10 +263,11 @@ def test_a_tar_of_hidden_files_alone_is_an_error(tmp_path: Path) -> None:
 def test_a_tar_that_changes_after_it_was_planned_is_not_committed(tmp_path: Path) -> None:
     recipe = make_recipe(written(tmp_path / "0.tar", range(6)), tmp_path / "store")
     plan = download.plan(recipe)
-    draft = Store(recipe.store).draft(download.key_parts(recipe, plan))
+    stage = download.DownloadStage(recipe, plan)
+    draft = Store(recipe.store).draft(stage.parts)
     written(tmp_path / "0.tar", range(1, 7))
     with pytest.raises(Refused, match="changed while it was being read: run again"):
-        download.build(recipe, plan, draft, lambda *_: None)
+        stage.build(draft, lambda *_: None)
     again = build(recipe)
     names = [entry.path for entry in again.files if entry.path.endswith(".parquet")]
     found = {row["caption"] for name in names for row in read_rows(again.read(name))}

@@ -110,7 +110,7 @@ def test_token_ids_are_stored_without_a_text_encoder(
     for shard in (LatentShard(ref.url) for ref in latents.shards):
         names |= {name for name in shard._tensors if name.startswith("text/")}
         np.testing.assert_array_equal(shard.input_ids(0), encoder.input_ids([""])[0])
-        assert shard.input_ids(0).nbytes == caption_bytes(recipe, encoder.info)
+        assert shard.input_ids(0).nbytes == caption_bytes(recipe.encode, encoder.info)
         for group, count in shard.groups.items():
             for sample in (shard.sample(group, i) for i in range(count)):
                 ids = np.stack([shard.input_ids(row) for row in sample.caption_rows])
@@ -400,7 +400,7 @@ def test_summary_counts_buckets_and_caption_lengths(make: Callable[..., Artifact
     assert summary["groups"] == {"train/12x20": 1, "train/16x16": 1, "train/20x12": 1}
     assert summary["caption_tokens"] == {"0": 2, "96": 1} and summary["truncated"] == 1
     assert summary["captions"] == 2 and summary["shards"] == 1
-    rows = encode.show(make(shards, **settings))[1].rows
+    rows = encode.EncodeStage.show(make(shards, **settings))[1].rows
     assert {"height x width": "64x64", "samples": 1} in rows
 
 

@@ -15,7 +15,7 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
-from tasks.encode import stage as encode
+from tasks.encode.stage import EncodeStage
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 
@@ -39,8 +39,9 @@ def make_recipe(folder: Path, store: str, model: Path, beam: Mapping[str, Any]) 
 
 def encoded(recipe: Recipe, images: Artifact) -> Artifact:
     model = Path(recipe.model.path)
-    draft = Store(recipe.store).draft(encode.key_parts(recipe, images, Base.open(model)))
-    return draft.commit(encode.build(recipe, images, Base.open(model), draft, lambda *_: None), {})
+    stage = EncodeStage(recipe, images, Base.open(model))
+    draft = Store(recipe.store).draft(stage.parts)
+    return draft.commit(stage.build(draft, lambda *_: None), {})
 
 
 def content(artifact: Artifact) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, Events, Job
 from runtimes.sample.generate_job import generate
 from runtimes.torch import device
-from tasks.encode import stage as encode
+from tasks.encode.stage import EncodeStage
 from tasks.evaluate import draw
 from tasks.evaluate import metrics as evaluate_metrics
 from tasks.evaluate import stage as evaluate
@@ -35,6 +35,7 @@ from tasks.evaluate.distances import DISTANCES, Resampling, difference
 from tasks.evaluate.draw import INK, LABEL, MARGIN, PAPER
 from tasks.evaluate.inputs import fingerprint
 from tasks.evaluate.metrics import metric_names
+from tasks.evaluate.stage import EvaluateStage
 from tasks.panels import Table
 from tasks.progress import Progress
 from tasks.run_job import run_job
@@ -200,7 +201,7 @@ def test_the_closest_pairs_show_samples_above_training_pictures(world: World) ->
     assert len(found["closest_pairs"]) == 8 and found["held_out"]["memorized_pixels"] == 0
     by_chance = found["closest_held_out"]["memorized_pixels"]
     assert 0 < by_chance < found["thresholds"]["pixel_similarity"]
-    shown = [panel for panel in evaluate.show(artifact) if isinstance(panel, Table)][-1]
+    shown = [panel for panel in EvaluateStage.show(artifact) if isinstance(panel, Table)][-1]
     assert shown.title == "Search for copies of training pictures"
     assert shown.rows[1] == {
         "compared by": "pixels",
@@ -239,7 +240,7 @@ def test_the_content_of_inceptions_weights_is_in_key_and_fingerprint(world: Worl
 
     def identity() -> tuple[str, str]:
         given = world.inputs(world.recipe)
-        return evaluate.key_parts(given, trained).key, fingerprint(given)
+        return EvaluateStage(given, trained).parts.key, fingerprint(given)
 
     found = [identity()]
     for name, content in (("a", b"one"), ("b", b"two"), ("c", b"one")):
@@ -422,9 +423,8 @@ def test_without_a_holdout_there_is_still_a_clip_score(
         update={"encode": world.recipe.encode.model_copy(update={"holdout": 0.0})}
     )
     draft = world.store.draft(KeyParts("encode", 1, {}, {}))
-    draft.commit(
-        encode.build(recipe, world.images, Base.open(world.model), draft, Progress("encode")), {}
-    )
+    stage = EncodeStage(recipe, world.images, Base.open(world.model))
+    draft.commit(stage.build(draft, Progress("encode")), {})
     world.latents = draft.commit({}, {})
     found = metrics_in(world.evaluate(world.trained(0.5), recipe))
     assert list(found) == metric_names(recipe)

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from artifacts.store import Artifact, KeyParts, Store
+from artifacts.store import Artifact, Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.generate import read_settings
@@ -44,11 +44,9 @@ def draw(tiny_sdxl: Path, tmp_path: Path) -> Callable[..., Artifact]:
         model = generate.find_model(settings)
         settings = generate.with_sampler(settings, model)
         generate.check(settings, model)
-        key = generate.settings_for_key(settings)
-        parts = KeyParts(generate.STAGE, generate.VERSION, key, {"model": model.digest})
-        draft = Store(settings.store).draft(parts)
-        progress = Progress(generate.STAGE)
-        return draft.commit(generate.build(settings, model, draft, progress, run=run), {})
+        stage = generate.GenerateStage(settings, model, run)
+        draft = Store(settings.store).draft(stage.parts)
+        return draft.commit(stage.build(draft, Progress(stage.name)), {})
 
     return drawn
 
@@ -95,7 +93,7 @@ def test_prompts_that_are_cut_are_told_the_negative_one_too(
     (line,) = (one.message for one in caplog.records if " cut at " in one.message)
     assert line.startswith("generate: 2 of 3 prompts are cut at 77 tokens, the limit of text_enc")
     assert artifact.summary["cut"]["text_encoder"] == {"tokens": 77, "cut": 2}
-    shown = generate.show(artifact)[1]
+    shown = generate.GenerateStage.show(artifact)[1]
     assert shown.values["cut"] == {"cut at 77 by text_encoder": 2, "cut at 77 by text_encoder_2": 2}
 
 

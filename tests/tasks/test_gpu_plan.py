@@ -96,6 +96,11 @@ def gib(size: int) -> float:
     return size / GIB
 
 
+def changed(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """The recipe with other train settings."""
+    return recipe.model_copy(update={"train": with_train(recipe.train, settings)})
+
+
 def test_the_peak_is_the_sum_of_its_parts(plan: Callable[..., GpuPlan]) -> None:
     found = plan(80)
     parts = {name: gib(size) for name, size in found.peaks.parts.items() if size}
@@ -212,10 +217,10 @@ def test_no_advice_is_a_setting_that_a_run_refuses(
     recipe = make_recipe(tiny_sd, tmp_path, micro_batch_size=1, ema_decay=0.9)
     assert "train.optimizer" in advised(recipe)
     assert "train.optimizer" not in advised(recipe.model_copy(update={"runtime": "xla"}))
-    assert "train.optimizer" not in advised(with_train(recipe, {"fsdp": "all"}))
+    assert "train.optimizer" not in advised(changed(recipe, {"fsdp": "all"}))
     assert "train.method" in {n for a in plan(3 / USABLE).advice for n in a.settings}
     # Adapters cannot add an inpainting UNet's inputs, unless the base has them.
-    masked = with_train(recipe, {"inpainting": True})
+    masked = changed(recipe, {"inpainting": True})
     assert plan_for(masked, Gpu("a GPU", 2 * GIB), Base.open(tiny_sd)).advice == ()
 
 

@@ -12,14 +12,13 @@ import pytest
 from evaluation_world import LOSSES, World, metrics_in
 
 from artifacts.records import Damaged, hash_local, write_record
-from artifacts.store import KeyParts
 from configs.errors import Away
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.torch_models.loading import load_denoiser
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.published import metrics_of_published, published_estimates
-from tasks.progress import Progress
+from tasks.stage import Stage
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +66,8 @@ def test_another_prediction_measures_the_champion_again(
     """Only a loss of the same quantity is comparable, and the recipe alone names it."""
     begun = []
 
-    def begin(parts: KeyParts) -> Progress:
-        begun.append(parts.key)
+    def build(stage: Stage) -> Any:
+        begun.append(stage.parts.key)
         raise InterruptedError
 
     artifact = world.evaluate(world.trained(0.5))
@@ -77,7 +76,7 @@ def test_another_prediction_measures_the_champion_again(
         train = world.recipe.train.model_copy(update={"prediction_type": kind})
         given = world.inputs(world.recipe.model_copy(update={"train": train}))
         with pytest.raises(InterruptedError):
-            metrics_of_published(given, artifact, begin, str(champion), run=world.run)
+            metrics_of_published(given, artifact, build, str(champion), run=world.run)
     assert len(set(begun)) == 2
 
 

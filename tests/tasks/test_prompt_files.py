@@ -54,7 +54,7 @@ def test_prompt_files_are_read_and_checked(world: World, tmp_path: Path) -> None
         tmp_path, world.model, world.clip, prompts=sets | {"b": {"prompts": ["x"]}}
     )
     assert evaluate.settings_for_key(recipe)["prompts"]["a"] == ["one", "one", "two", "two"]
-    assert sample_prompts(recipe) == ("one", "x", "two")
+    assert sample_prompts(recipe.evaluate) == ("one", "x", "two")
     evaluate.check(recipe)
     (tmp_path / "prompts.txt").unlink()
     with pytest.raises(Refused, match=r"evaluate\.prompts\.a\.file"):

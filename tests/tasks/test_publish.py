@@ -13,7 +13,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
 from store_drafts import commit
-from toy_recipes import digits
+from toy_recipes import digits, drawn_by
 
 from artifacts.store import Artifact, Store
 from configs.errors import Away, Refused
@@ -33,14 +33,11 @@ from tasks.publish.model_card import (
     shown_license,
 )
 from tasks.publish.stage import (
-    Publication,
+    PublishStage,
     Rejected,
     _compared,
-    build,
-    key_parts,
     registry_of,
     settings_for_key,
-    show,
 )
 from tasks.train import STAGE as TRAIN
 
@@ -74,17 +71,16 @@ def published(base: Path, unet: Path, recipe: Recipe, **more: Any) -> Artifact:
     }
     evaluated = commit(store, "evaluate", files)
     opened = Base.open(base, more.get("vae"))
-    draft = store.draft(key_parts(recipe, trained, evaluated, opened, more.get("force")))
-    more.get("before_build", lambda: None)()
     metrics = more.get("champion_metrics", lambda url: {})
 
     def champion(url: str) -> PublishedMetrics:
         return PublishedMetrics(metrics(url))
 
-    lineage = {"images": "abc"}
-    about = (recipe, trained, evaluated, lineage, opened, more.get("force"))
-    progress = more.get("progress", lambda *a: None)
-    summary = build(Publication(*about), champion, draft, progress)
+    about = (recipe, opened, trained, evaluated, more.get("force"))
+    stage = PublishStage(*about, {"images": "abc"}, champion)
+    draft = store.draft(stage.parts)
+    more.get("before_build", lambda: None)()
+    summary = stage.build(draft, more.get("progress", lambda *a: None))
     assert summary.pop("parents") == {}, "the champion was not measured again"
     return draft.commit(summary, {"parents": {}})
 
@@ -111,7 +107,7 @@ def test_the_published_folder_loads_with_the_tuned_unet(
         assert torch.equal(weight, want[name].half().float()), name
     stored = load_file(Path(version.uri) / "vae/diffusion_pytorch_model.safetensors")
     assert {w.dtype for w in stored.values()} == {torch.float16}
-    assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+    assert {panel.title for panel in PublishStage.show(artifact)} >= {"Gate", "Model"}
 
 
 def test_the_code_of_the_card_runs(publish: Publish, tmp_path: Path) -> None:
@@ -293,7 +289,7 @@ def test_the_smoke_test_uses_the_recipes_vae(
     monkeypatch.setattr(smoke_test, "drawing_fault", lambda *given: asked.append(given))
     recipe, vae = digits(tmp_path, smoke_test=True), tiny_sdxl / "vae"
     publish(recipe, vae=vae)
-    assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), recipe)]
+    assert [given[1:] for given in asked] == [(Base.open(tiny_sdxl, vae), *drawn_by(recipe))]
 
 
 def test_a_folder_that_fails_the_smoke_test_is_rejected(
@@ -322,7 +318,7 @@ def test_a_part_that_is_copied_without_being_read_is_in_the_key(
 
     def inputs(**settings: Any) -> dict[str, str]:
         recipe = digits(tmp_path, **settings)
-        return dict(key_parts(recipe, trained, evaluated, Base.open(base)).inputs)
+        return PublishStage(recipe, Base.open(base), trained, evaluated).inputs
 
     plain = inputs()
     index = json.loads((base / "model_index.json").read_text())
@@ -360,7 +356,7 @@ def test_the_card_has_the_bases_licence(publish: Publish, tmp_path: Path, tiny_s
         in card.replace("\\", "")
     )
     assert "`abc`" in card
-    assert license_of(digits(tmp_path), tiny_sdxl) == "other"
+    assert license_of(digits(tmp_path).publish, tiny_sdxl) == "other"
 
 
 def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
@@ -369,8 +365,8 @@ def test_a_licence_named_other_is_known_by_its_name_and_comes_with_its_text(
     base = base_with_card(tiny_sdxl, tmp_path, NAMED)
     (base / "LICENSE.md").write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path)
-    assert shown_license(recipe, base) == "some-non-commercial"
-    assert shown_license(recipe, tiny_sdxl) == "other"
+    assert shown_license(recipe.publish, base) == "some-non-commercial"
+    assert shown_license(recipe.publish, tiny_sdxl) == "other"
     artifact = publish(recipe, base)
     assert NAMED in artifact.read("README.md").decode()
     assert artifact.read("LICENSE.md") == b"terms\n"
@@ -386,10 +382,10 @@ def test_an_own_licence_has_neither_name_nor_link_of_the_bases(
     for name in ("LICENCE", "License.txt", "NOTICE", "notes.txt"):
         (base / name).write_text("terms\n", encoding="utf-8")
     recipe = digits(tmp_path, license="apache-2.0")
-    conflict = license_conflict(recipe, base)
+    conflict = license_conflict(recipe.publish, base)
     assert conflict is not None and "apache-2.0 differs from the base's licence, some" in conflict
-    assert license_conflict(recipe, tiny_sdxl) is None
-    assert license_conflict(digits(tmp_path, license="other"), base) is None
+    assert license_conflict(recipe.publish, tiny_sdxl) is None
+    assert license_conflict(digits(tmp_path, license="other").publish, base) is None
     artifact = publish(recipe, base)
     assert base_card(Path(artifact.path)) == {"license": "apache-2.0"}
     copied = {path.name for path in license_files(Path(artifact.path))}

@@ -13,7 +13,7 @@ import pytest
 from kiln_command import ROOT, python
 from safetensors import safe_open
 from tiny_adapters import make_lora
-from toy_recipes import digits
+from toy_recipes import digits, drawn_by
 
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
@@ -154,7 +154,7 @@ def test_the_code_of_cards_and_pages_draws_offline(
         weights = Weights.of(TrainedWeights(lora=lora), Base.open(base), folder, merged=False)
         card = write_card(recipe, base, {"metrics": {}, "differences": {}}, [], {}, weights)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        assert smoke_test.drawing_fault(folder, Base.open(base), recipe) is None
+        assert smoke_test.drawing_fault(folder, Base.open(base), *drawn_by(recipe)) is None
         (registry / name).mkdir(parents=True)
         (registry / name / "champion").symlink_to(folder)
     page, readme = (

@@ -4,7 +4,6 @@ import hashlib
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,9 @@ from tasks.publish.register import register
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
 from tasks.retrain.changes import Changes
+from tasks.retrain.decision import DecisionStage
 from tasks.stage import StageResult, build_or_reuse
+from tasks.train import TrainStage
 
 pytestmark = pytest.mark.slow
 
@@ -87,24 +88,25 @@ def publish_model(
 
 
 def test_a_champion_is_found_with_all_its_rows_and_its_comparison_set(run: Run) -> None:
-    assert find_champion(run.recipe, run.store) is None
+    assert find_champion(publish.registry_of(run.recipe), run.store) is None
     first = publish_model(run, "first")
     second = publish_model(run, "second", start=first)
-    champion = find_champion(run.recipe, run.store)
+    champion = find_champion(publish.registry_of(run.recipe), run.store)
     assert champion is not None and champion.version == "v2"
     assert champion.images == second["images"].key and champion.latents == second["latents"].key
     assert champion.trained == second["train"].key
     images, latents = commit(run, "download", "grown"), commit(run, "encode", "grown")
-    given = replace(run, champion=champion).eval_inputs(images, latents)
+    given = run.from_champion(champion).eval_inputs(images, latents)
     assert (given.images, given.latents) == (first["images"], first["latents"])
     assert given.training == images  # copies are searched among all pictures
     assert given.digests()["training_images"] == images.digest
     assert run.eval_inputs(images, latents).images == images
     encoded = replace(latents, manifest=latents.manifest | {"inputs": {"encoders": "others"}})
-    others = replace(run, champion=champion).eval_inputs(images, encoded)
+    others = run.from_champion(champion).eval_inputs(images, encoded)
     assert others.latents == encoded  # the champion's latents are of another VAE
     encode = run.recipe.encode.model_copy(update={"holdout": 0.5})
-    other = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}), champion=champion)
+    changed = replace(run, recipe=run.recipe.model_copy(update={"encode": encode}))
+    other = changed.from_champion(champion)
     assert other.eval_inputs(images, latents).images == images  # the champion is measured again
 
 
@@ -138,8 +140,8 @@ def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
     publish_model(run, "first")
     monkeypatch.setattr(flow, "plan_changes", lambda *_: (None, CHANGES))
     monkeypatch.setattr(flow.download_stage, "plan", lambda *_: None)
-    monkeypatch.setattr(flow.decision, "key_parts", lambda *_: KeyParts("retrain", 1, {}, {}))
-    monkeypatch.setattr(flow.continue_training, "check_start", lambda *_: None)
+    monkeypatch.setattr(DecisionStage, "parts", KeyParts("retrain", 1, {}, {}))
+    monkeypatch.setattr(flow, "check_start", lambda *_: None)
     had = run.recipe.encode.holdout
 
     def compare(holdout: float) -> None:
@@ -187,7 +189,7 @@ def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
     publish_model(run, "first")
     monkeypatch.setattr(finetune, "check_gate_rules", lambda *_: None)
     monkeypatch.setattr(finetune, "open_latents", lambda _: SimpleNamespace(training=9))
-    monkeypatch.setattr(finetune.train_stage, "key_parts", lambda *_: weights)
+    monkeypatch.setattr(TrainStage, "parts", weights)
     monkeypatch.setattr(Run, "begin", trains)
     if case["stored"]:
         commit(run, "train", "weights")
@@ -205,16 +207,16 @@ def test_a_champion_of_another_store_is_refused(run: Run) -> None:
     trained = publish_model(run, "first")["train"]
     run.store.fs.rm(trained.path, recursive=True)
     with pytest.raises(Refused, match=r"no artifact train .* of the champion v1: publish a model"):
-        find_champion(run.recipe, run.store)
+        find_champion(publish.registry_of(run.recipe), run.store)
 
 
 def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -> None:
     first = publish_model(run, "first")
-    started = replace(run, champion=find_champion(run.recipe, run.store))
-    started.check_start_is_champion("a model")
+    started = run.from_champion(find_champion(publish.registry_of(run.recipe), run.store))
+    started.check_start("a model")
     publish_model(run, "second", start=first)
     with pytest.raises(Failed, match="the champion was v1 at the start and is v2 now"):
-        started.check_start_is_champion("a model")
+        started.check_start("a model")
     results = [result_of(one) for one in (*first.values(), commit(run, "publish", "third"))]
     with pytest.raises(Away, match="v2 became the champion meanwhile"):
         register(run.recipe, run.base, run.store, results, {}, "v1")
@@ -227,19 +229,18 @@ def test_a_champion_that_changed_since_the_start_ends_the_retraining(run: Run) -
 def test_a_retraining_whose_own_model_became_the_champion_goes_on(run: Run) -> None:
     """The task is retried after a promotion whose answer was lost."""
     first = publish_model(run, "first")
-    started = replace(run, champion=find_champion(run.recipe, run.store))
+    started = run.from_champion(find_champion(publish.registry_of(run.recipe), run.store))
     second = publish_model(run, "second", start=first)
-    started.check_start_is_champion(second["train"].digest)
+    started.check_start(second["train"].digest)
     with pytest.raises(Failed, match="the champion was v1 at the start and is v2 now"):
-        started.check_start_is_champion(first["train"].digest)
+        started.check_start(first["train"].digest)
 
 
 def test_a_published_model_without_its_registry_is_published_again(run: Run) -> None:
     report = {"status": "published", "model": "r/v1"}
-    parts = decision.key_parts(run.recipe, CHANGES, None, {})
-    build = partial(decision.build, CHANGES, report)
-    build_or_reuse(run.store, parts, build, parents={})
-    assert decision.why_unchanged(run.recipe, run.store, CHANGES, None, {}) is None
+    stage = DecisionStage(run.recipe, CHANGES, None, {}, report)
+    run.build(stage)
+    assert stage.why_unchanged(run.store) is None
 
 
 def test_a_second_retraining_of_a_model_waits_for_the_first(
@@ -249,11 +250,11 @@ def test_a_second_retraining_of_a_model_waits_for_the_first(
     entered = threading.Event()
 
     def second() -> None:
-        with one_at_a_time(run.recipe):
+        with one_at_a_time(publish.registry_of(run.recipe)):
             entered.set()
 
     thread = threading.Thread(target=second)
-    with one_at_a_time(run.recipe):
+    with one_at_a_time(publish.registry_of(run.recipe)):
         thread.start()
         wait_until(lambda: "retrains digits; waiting" in caplog.text)
         assert not entered.is_set()
@@ -272,11 +273,15 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
     run: Run, report: dict[str, Any], why: str
 ) -> None:
     publish_model(run, "first")
-    recipe, store, champion = run.recipe, run.store, find_champion(run.recipe, run.store)
-    assert decision.why_unchanged(recipe, store, CHANGES, champion, MODELS) is None
-    parts = decision.key_parts(recipe, CHANGES, champion, MODELS)
-    build_or_reuse(store, parts, lambda draft: decision.build(CHANGES, report, draft), parents={})
-    assert why in str(decision.why_unchanged(recipe, store, CHANGES, champion, MODELS))
+    recipe, store, champion = (
+        run.recipe,
+        run.store,
+        find_champion(publish.registry_of(run.recipe), run.store),
+    )
+    stage = DecisionStage(recipe, CHANGES, champion, MODELS, report)
+    assert stage.why_unchanged(store) is None
+    run.build(stage)
+    assert why in str(stage.why_unchanged(store))
     assert champion is not None
     gate = recipe.publish.model_copy(update={"gate": ("cmmd < base",)})
     for other in (
@@ -285,34 +290,35 @@ def test_a_decision_is_remembered_for_its_source_champion_and_settings(
         (recipe, CHANGES, None),
         (recipe.model_copy(update={"publish": gate}), CHANGES, champion),
     ):
-        assert decision.why_unchanged(other[0], store, *other[1:], MODELS) is None
+        assert DecisionStage(*other, MODELS).why_unchanged(store) is None
     judged_otherwise = {**MODELS, "clip": "another"}
-    assert decision.why_unchanged(recipe, store, CHANGES, champion, judged_otherwise) is None
+    assert DecisionStage(recipe, CHANGES, champion, judged_otherwise).why_unchanged(store) is None
 
 
 @pytest.mark.parametrize("stage", ["download", "encode", "train", "evaluate", "publish"])
 def test_a_decision_is_made_again_with_another_version_of_a_stage(
     run: Run, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    before = decision.key_parts(run.recipe, CHANGES, None, MODELS)
-    assert decision.key_parts(run.recipe, CHANGES, None, MODELS) == before
+    about = (run.recipe, CHANGES, None, MODELS)
+    before = DecisionStage(*about).parts
+    assert DecisionStage(*about).parts == before
     monkeypatch.setattr(getattr(decision, stage), "VERSION", 99)
-    assert decision.key_parts(run.recipe, CHANGES, None, MODELS).key != before.key
+    assert DecisionStage(*about).parts.key != before.key
 
 
 def test_few_new_rows_are_no_reason_to_train(run: Run) -> None:
     publish_model(run, "first")
-    champion = find_champion(run.recipe, run.store)
+    champion = find_champion(publish.registry_of(run.recipe), run.store)
     more = run.recipe.retrain.model_copy(update={"min_new_rows": 40})
     recipe = run.recipe.model_copy(update={"retrain": more})
-    assert decision.why_unchanged(recipe, run.store, CHANGES, champion, MODELS) == (
+    assert DecisionStage(recipe, CHANGES, champion, MODELS).why_unchanged(run.store) == (
         "the source has 30 new rows since v1, fewer than 40"
     )
     removed = replace(CHANGES, new_rows=0, removed_rows=7)
-    assert decision.why_unchanged(run.recipe, run.store, removed, champion, MODELS) == (
+    assert DecisionStage(run.recipe, removed, champion, MODELS).why_unchanged(run.store) == (
         "the source has no new rows since v1; 7 rows were removed"
     )
-    assert decision.why_unchanged(recipe, run.store, CHANGES, None, MODELS) is None
+    assert DecisionStage(recipe, CHANGES, None, MODELS).why_unchanged(run.store) is None
 
 
 def test_a_decision_that_cannot_be_recorded_fails_no_published_model(

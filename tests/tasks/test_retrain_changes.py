@@ -50,7 +50,7 @@ def read(spec: ShardSpec) -> list[bytes]:
 def publish(recipe: Recipe, plan: download.DownloadPlan, scratch: Path) -> Champion:
     """A champion of the plan's shards, whose pictures all failed."""
     store = Store(recipe.store)
-    parts = download.key_parts(recipe, plan)
+    parts = download.DownloadStage(recipe, plan).parts
     with store.lock(STAGE, parts.key) as lock:
         draft = store.draft(parts, lock)
         for spec in plan.shards:
@@ -74,7 +74,7 @@ def champion(recipe: Recipe, tmp_path: Path) -> Champion:
 
 def changes(recipe: Recipe, champion: Champion, rows: Rows) -> Changes:
     write(recipe, rows)
-    return plan_changes(recipe, Store(recipe.store), champion, download.plan(recipe))[1]
+    return plan_changes(recipe.download, Store(recipe.store), champion, download.plan(recipe))[1]
 
 
 def test_an_equal_list_has_no_changes_in_any_order(recipe: Recipe, champion: Champion) -> None:
@@ -127,7 +127,7 @@ def test_a_plan_after_random_changes_has_each_row_of_the_list_once(
         kept = draw.sample(rows, len(rows) - draw.choice([0, 3]))
         rows = draw.sample(kept + added, len(kept) + len(added))
         write(recipe, rows)
-        plan, found = plan_changes(recipe, store, champion, download.plan(recipe))
+        plan, found = plan_changes(recipe.download, store, champion, download.plan(recipe))
         assert (found.new_rows, found.removed_rows) == (len(added), len(before - set(rows)))
         planned = [one for spec in plan.shards for one in read(spec)]
         whole = [one for spec in download.plan(recipe).shards for one in read(spec)]
@@ -139,7 +139,9 @@ def test_equal_rows_are_planned_at_their_first_place(recipe: Recipe, champion: C
     """Places of embedded pictures are read in order, so a shard's spans must ascend."""
     added = [(f"http://example.com/new/{n}.jpg", f"new {n}") for n in range(30)]
     write(recipe, added + ROWS + added[:15])
-    plan, found = plan_changes(recipe, Store(recipe.store), champion, download.plan(recipe))
+    plan, found = plan_changes(
+        recipe.download, Store(recipe.store), champion, download.plan(recipe)
+    )
     assert found.new_rows == 30
     for spec in plan.shards:
         places = [(span.file, span.group, span.start) for span in spec.spans]

@@ -32,7 +32,7 @@ def trained(recipe: Recipe, parts: KeyParts, weights: bytes = b"weights") -> Art
 
 
 def parts_of(recipe: Recipe) -> KeyParts:
-    inputs = {"latents": "l", "base": train.digest_base(recipe, base_of(recipe))}
+    inputs = {"latents": "l", "base": train.digest_base(recipe.train, base_of(recipe))}
     return KeyParts(train.STAGE, train.VERSION, train.settings_for_key(recipe), inputs)
 
 
@@ -53,7 +53,8 @@ def test_the_start_is_an_input_of_the_training(recipe: Recipe) -> None:
     latents = trained(recipe, KeyParts("encode", 1, {}, {}))
     starts = [trained(recipe, replace(parts_of(recipe), inputs={"n": n}), n.encode()) for n in "ab"]
     base = base_of(recipe)
-    keys = [train.key_parts(recipe, latents, base, base.folder, start) for start in (None, *starts)]
+    about = (recipe, latents, base, base.folder)
+    keys = [train.TrainStage(*about, start).parts for start in (None, *starts)]
     assert [key.inputs.get("start") for key in keys] == [None, *(one.digest for one in starts)]
     assert len({key.inputs["base"] for key in keys}) == 1
 

@@ -62,11 +62,10 @@ def select_from(
     store: Store, every: Artifact, old: Artifact, share: float, champion: str = "c"
 ) -> tuple[Artifact, Recipe]:
     recipe = load_recipe("digits", {"retrain.replay": share})
-    parts = retrain_selection.key_parts(recipe, every, old, champion)
-    with store.lock(STAGE, parts.key) as lock:
-        draft = store.draft(parts, lock)
-        summary = retrain_selection.build(recipe, every, old, champion, draft)
-        return draft.commit(summary, {}), recipe
+    stage = retrain_selection.SelectionStage(recipe, every, old, champion)
+    with store.lock(STAGE, stage.parts.key) as lock:
+        draft = store.draft(stage.parts, lock)
+        return draft.commit(stage.build(draft, None), {}), recipe
 
 
 def shards(selection: Artifact) -> set[int]:

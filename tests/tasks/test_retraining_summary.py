@@ -2,16 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from picture_server import picture
 
 from artifacts.store import Artifact, KeyParts, Store
-from configs.load_recipe import load_recipe
 from tasks.panels import PicturePanel, Table, escape_markdown
-from tasks.publish import rejection as rejection_artifact
 from tasks.publish.promotion_gate import Verdict
+from tasks.publish.rejection import VerdictStage
 from tasks.publish.stage import Rejected
 from tasks.retrain.champion import Champion
 from tasks.retrain.changes import Changes
@@ -74,8 +74,10 @@ def test_a_champion_has_the_metrics_that_the_gate_compared(
     if status == "rejected":
         failed = Verdict("cmmd < champion", False, 0.05, 0.01)
         rejection = Rejected([failed], {"metrics": {"cmmd": cmmd}}, "v1")
-        draft = store.draft(rejection_artifact.key_parts(KeyParts("publish", 1, {}, {}), rejection))
-        summary = rejection_artifact.build(rejection, draft)
+        publication: Any = SimpleNamespace(parts=KeyParts("publish", 1, {}, {}))
+        stage = VerdictStage(publication, rejection)
+        draft = store.draft(stage.parts)
+        summary = stage.build(draft, None)
         stored = draft.commit(summary, {"parents": summary.pop("parents")})
         report |= {"gate": rejection.as_json(), "verdict": {"key": stored.key, "uri": stored.uri}}
     else:
@@ -83,7 +85,7 @@ def test_a_champion_has_the_metrics_that_the_gate_compared(
         metrics = json.dumps({"metrics": {"cmmd": cmmd}})
         (tmp_path / "v2" / "metrics.json").write_text(metrics)
         report["model"] = str(tmp_path / "v2")
-    panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
+    panels = show_retraining("digits", store, before, CHANGES, report)
     tables = {panel.title: panel.rows for panel in panels if isinstance(panel, Table)}
     first = tables["Metrics on equal held-out pictures"][0]
     assert first == {"metric": "cmmd", "base": 1.3, "champion": shown, "new": 0.05}
@@ -95,7 +97,7 @@ def test_the_samples_closest_to_training_pictures_are_shown(tmp_path: Path) -> N
     evaluated, before = evaluation(store), champion(tmp_path / "v1", "now")
     report = {"status": "published", "start": "v1", "model": before.uri}
     report |= {"stages": {"evaluate": {"key": evaluated.key}}}
-    panels = show_retraining(load_recipe("digits"), store, before, CHANGES, report)
+    panels = show_retraining("digits", store, before, CHANGES, report)
     (found,) = [p for p in panels if isinstance(p, PicturePanel) and "closest" in p.title]
     assert found.png == picture(2)
     titles = [panel.title for panel in panels if isinstance(panel, PicturePanel)]

@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
-from toy_recipes import digits
+from diffusers import (
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
+from toy_recipes import digits, drawn_by
 from transformers import CLIPImageProcessor
 
 from configs.errors import Away
@@ -17,7 +21,7 @@ from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from tasks.publish import smoke_test
 from tasks.publish.model_card import Weights, write_card
-from tasks.publish.smoke_test import drawing_fault, files_fault
+from tasks.publish.smoke_test import files_fault
 from tasks.stage import BASE
 
 pytestmark = pytest.mark.slow
@@ -29,7 +33,7 @@ def job_of(folder: Path, recipe: Recipe) -> dict[str, Any]:
     measured: dict[str, Any] = {"metrics": {}, "differences": {}}
     card = write_card(recipe, folder, measured, [], {}, weights)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    return smoke_test.describe(folder, Base.open(folder), recipe)
+    return smoke_test.describe(folder, Base.open(folder), *drawn_by(recipe))
 
 
 def test_a_picture_that_is_not_finite_fails_the_smoke_test(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -57,7 +61,8 @@ def test_the_code_of_the_card_is_what_draws_offline(tmp_path: Path, tiny_sdxl: P
     with pytest.raises(ValueError, match="the code fails"):
         smoke_test.draw(job)
     insert("pipe.load_lora_weights('nobody/none')")
-    assert "offline mode" in (drawing_fault(folder, Base.open(folder), recipe) or "")
+    fault = smoke_test.drawing_fault(folder, Base.open(folder), *drawn_by(recipe))
+    assert fault is not None and "offline mode" in fault
 
 
 def test_the_card_of_a_unet_with_extra_inputs_draws(
@@ -109,7 +114,10 @@ def test_the_smoke_test_has_the_packages_of_pythonpath(
     (tmp_path / "script.py").write_text("import only_there; print('{}')")
     monkeypatch.setattr(smoke_test, "__file__", str(tmp_path / "script.py"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    assert drawing_fault(tiny_sdxl, Base.open(tiny_sdxl), digits(tmp_path)) is None
+    assert (
+        smoke_test.drawing_fault(tiny_sdxl, Base.open(tiny_sdxl), *drawn_by(digits(tmp_path)))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +191,7 @@ def test_a_smoke_test_that_could_not_end_is_no_verdict(
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     with pytest.raises(Away, match=said):
-        drawing_fault(tmp_path, Base.open(tmp_path), digits(tmp_path))
+        smoke_test.drawing_fault(tmp_path, Base.open(tmp_path), *drawn_by(digits(tmp_path)))
 
 
 def test_a_folder_with_pickles_or_too_many_bytes_is_rejected(tmp_path: Path) -> None:

@@ -108,9 +108,10 @@ def test_an_outage_while_pictures_are_copied_may_pass(tmp_path: Path) -> None:
         recipe = make_recipe({**source, "caption_column": "text"}, tmp_path / "store")
         download.plan(recipe)
         plan, lists.after = download.plan(recipe), 0
-        draft = plan.artifact.store.draft(download.key_parts(recipe, plan))
+        stage = download.DownloadStage(recipe, plan)
+        draft = plan.artifact.store.draft(stage.parts)
         with pytest.raises(Away, match=r"^source: http://.*: cannot be read now \(503"):
-            download.build(recipe, plan, draft, lambda *_: None)
+            stage.build(draft, lambda *_: None)
 
 
 def test_an_outage_is_no_folder_without_pictures(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
     def warned(**lora: object) -> str:
         given = {f"train.lora.{name}": value for name, value in lora.items()}
         caplog.clear()
-        warn_of_kohya(load_recipe("flux-lora", given), Base.open(tiny_flux))
+        warn_of_kohya(load_recipe("flux-lora", given).train, Base.open(tiny_flux))
         return caplog.text
 
     assert warned() == warned(target_modules=["attn.to_q", "proj_out", "context_embedder"]) == ""
@@ -40,7 +40,7 @@ def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
     assert "DoRA adapts a part of it" in warned(target_modules=["attn.to_q"], dora=True)
     caplog.clear()
     modulated = {"train.lora.target_modules": ["to_q", "norm_out.linear"]}
-    warn_of_kohya(load_recipe("flux2-klein", modulated), Base.open(tiny_flux2))
+    warn_of_kohya(load_recipe("flux2-klein", modulated).train, Base.open(tiny_flux2))
     assert "norm_out.linear has no name in the layout of musubi-tuner" in caplog.text
 
 

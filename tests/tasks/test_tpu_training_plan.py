@@ -117,7 +117,7 @@ def test_padding_rows_are_not_counted_as_pictures(
 ) -> None:
     """Four pictures on eight chips leave four chips idle."""
     recipe = make_recipe(tmp_path, global_batch_size=16, micro_batch_size=4)
-    size = _size(recipe, SLICE)
+    size = _size(recipe.train, SLICE)
     assert (size.per_chip, size.micro_batches, size.global_batch_size) == (1, 4, 16)
     found = tpu.SlicePlan(recipe, SLICE, size, PLAN, INFO)
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
@@ -130,7 +130,7 @@ def test_padding_rows_are_not_counted_as_pictures(
 
 def test_attention_kernels_add_their_time_at_half_of_the_peak(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, global_batch_size=16)
-    size, step = _size(recipe, SLICE), replace(PLAN, kernel_flops=SLICE.chip.peak)
+    size, step = _size(recipe.train, SLICE), replace(PLAN, kernel_flops=SLICE.chip.peak)
     found = tpu.SlicePlan(recipe, SLICE, size, step, INFO)
     assert found.step_seconds == pytest.approx(0.1 + 2)
     assert "attention kernels at 50% of the chip's peak" in found.assumption
@@ -142,7 +142,7 @@ def test_the_error_of_a_large_batch_has_the_largest_that_fits(
 ) -> None:
     """Also if the compiler does not report the size."""
     recipe = make_recipe(tmp_path, global_batch_size=64)
-    size, refused = _size(recipe, SLICE), replace(PLAN, total=total, flops=0, fits=False)
+    size, refused = _size(recipe.train, SLICE), replace(PLAN, total=total, flops=0, fits=False)
     found = tpu.SlicePlan(recipe, SLICE, size, refused, INFO, size.with_per_chip(3))
     monkeypatch.setattr("flows.show_plan.plan_slice_training", lambda *_, **__: found)
     with pytest.raises(Refused, match="micro_batch_size=24"):
@@ -160,7 +160,7 @@ def test_measurements_that_gather_the_whole_model_are_planned(
 
     def plan(**train: Any) -> tpu.SlicePlan:
         recipe = make_recipe(tmp_path, global_batch_size=16, mixed_precision="bf16", **train)
-        return tpu.SlicePlan(recipe, SLICE, _size(recipe, SLICE), step, INFO)
+        return tpu.SlicePlan(recipe, SLICE, _size(recipe.train, SLICE), step, INFO)
 
     assert plan().fits and not plan(sample_every_n_steps=10).fits
     found = plan(holdout_loss={"every_n_steps": 10})
@@ -177,7 +177,7 @@ def test_inputs_other_than_text_are_planned(tmp_path: Path) -> None:
     train = recipe.train.model_copy(update={"inpainting": True, "aesthetic_score": True})
     encode = recipe.encode.model_copy(update={"masks": 3})
     recipe = recipe.model_copy(update={"train": train, "encode": encode})
-    size = _size(recipe, SLICE)
+    size = _size(recipe.train, SLICE)
     asked = Train(**tpu._of_the_step(recipe.train, size))
     assert asked.inpainting and asked.aesthetic_score
     planned = tpu.SlicePlan(recipe, SLICE, size, PLAN, INFO)

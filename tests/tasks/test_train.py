@@ -27,7 +27,7 @@ from runtimes.process.job import TrainJob, read_job, write_job
 from tasks import train
 from tasks.panels import Chart, Facts, Strip
 from tasks.progress import Progress
-from tasks.train import Watch, _summary, key_parts, settings_for, settings_for_key, show
+from tasks.train import TrainStage, Watch, _summary, settings_for, settings_for_key
 
 LINES = [{"step": n, "loss": 1.0 / n, "learning_rate": 1e-3} for n in range(1, 9)]
 
@@ -85,7 +85,7 @@ def test_the_chosen_step_is_in_the_manifest_and_the_panels(tmp_path: Path) -> No
     watch = Watch(Progress("train"), store.fs, _brightness)
     chosen = {"chosen_step": 4, "chosen_because": "the lowest", "stopped_early": True}
     watch({"event": "result", "files": [], "images_per_second": 1.0, **chosen})
-    summary = _summary(load_recipe("digits"), history, watch.chosen)
+    summary = _summary(history, watch.chosen, load_recipe("digits").train.global_batch_size)
     assert summary.items() >= {**chosen, "steps": 8, "validation_loss": 0.125}.items()
     assert summary["loss_last_tenth"] == 0.25, "of the chosen step, not of the last"
     draft = store.draft(KeyParts("train", 1, {}, {}))
@@ -94,7 +94,7 @@ def test_the_chosen_step_is_in_the_manifest_and_the_panels(tmp_path: Path) -> No
     for step in range(1, 61):  # more than the strip shows
         store.fs.makedirs(f"{draft.path}/samples", exist_ok=True)
         store.fs.pipe_file(f"{draft.path}/samples/step-{step:08d}.png", png)
-    panels = show(draft.commit(summary, {}))
+    panels = TrainStage.show(draft.commit(summary, {}))
     facts, chart, strip = panels
     assert isinstance(facts, Facts) and isinstance(chart, Chart) and isinstance(strip, Strip)
     assert facts.values["chosen step"] == 4 and facts.values["stopped early"] is True
@@ -122,7 +122,7 @@ def test_a_rule_by_samples_has_the_content_of_its_clip_model_in_the_key(tmp_path
         found = []
         for folder in folders:
             recipe = load_recipe("digits", {**overrides, "evaluate.clip": str(folder)})
-            found.append(key_parts(recipe, latents, base_of(recipe), folder).key)
+            found.append(TrainStage(recipe, latents, base_of(recipe), folder).parts.key)
         return found
 
     assert len({*keys({})}) == 1
@@ -171,7 +171,7 @@ def test_the_held_out_set_counts_if_its_loss_chooses_the_checkpoint(tmp_path: Pa
     for rule, counts in ((None, False), ({}, True)):
         recipe = load_recipe("digits", {**held, "train.best_checkpoint": rule})
         base = base_of(recipe)
-        parts = key_parts(recipe, latents, base, base.folder, holdout=holdout)
+        parts = TrainStage(recipe, latents, base, base.folder, holdout=holdout).parts
         assert parts.inputs.get("holdout") == (holdout.digest if counts else None)
 
 
@@ -181,7 +181,7 @@ def test_latents_that_are_no_draws_are_in_the_key(
     latents = Artifact(Store(str(tmp_path)), "encode", "0" * 64, {"digest": "0"})
     recipe = load_recipe("digits")
     for base, expected in ((tiny_sdxl, None), (tiny_flux2, "mean")):
-        parts = key_parts(recipe, latents, Base.open(base), base)
+        parts = TrainStage(recipe, latents, Base.open(base), base).parts
         assert parts.settings.get("posterior") == expected
 
 
@@ -192,7 +192,7 @@ def test_frozen_text_encoders_of_the_step_are_in_the_key(tmp_path: Path) -> None
 
     def inputs(**overrides: Any) -> Mapping[str, str]:
         recipe = load_recipe("digits", {n.replace("__", "."): v for n, v in overrides.items()})
-        return key_parts(recipe, latents, Base.open(base), base).inputs
+        return TrainStage(recipe, latents, Base.open(base), base).inputs
 
     assert inputs().keys() == {"latents", "base"}
     assert inputs(encode__text="token_ids", train__train_text_encoder=True).keys() == {
@@ -225,6 +225,6 @@ def test_the_job_checks_the_lock_of_its_builder(
     parts, latents = KeyParts("train", 1, {}, {}), Artifact(store, "encode", "0" * 64, {})
     with store.lock("train", parts.key) as lock, pytest.raises(Failed, match="enough"):
         draft = store.draft(parts, lock)
-        train.build(recipe, latents, base_of(recipe), None, draft, Progress("train"))
+        TrainStage(recipe, latents, base_of(recipe), None).build(draft, Progress("train"))
     with pytest.raises(LockLost):  # released
         jobs[0].check_lock()

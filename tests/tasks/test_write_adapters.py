@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from store_drafts import commit
 from tiny_adapters import RANK, make_lora
+from toy_recipes import drawn_by
 
 from artifacts.safetensors import write_arrays
 from artifacts.store import Artifact, KeyParts, Store
@@ -34,7 +35,7 @@ from tasks.evaluate.stage import metrics_by_name
 from tasks.publish import smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import has_vae_folder
-from tasks.publish.stage import Publication, build, registry_of, settings_for_key, show
+from tasks.publish.stage import PublishStage, registry_of, settings_for_key
 from tasks.stage import local_weights, weights_content
 from tasks.train import STAGE as TRAIN
 
@@ -77,8 +78,8 @@ def publish(folder: Path, recipe: Recipe, vae: Path | None = None, **more: bytes
     draft = store.draft(KeyParts("publish", 1, settings_for_key(recipe), {}))
     trained = train(folder, recipe, **more)
     base = Base.open(Path(recipe.model.path), vae)
-    given = Publication(recipe, trained, evaluated, {"base": "b"}, base)
-    summary = build(given, lambda v: {}, draft, lambda *a: None)
+    stage = PublishStage(recipe, base, trained, evaluated, lineage={"base": "b"})
+    summary = stage.build(draft, lambda *a: None)
     return draft.commit(summary, {"parents": {}})
 
 
@@ -100,7 +101,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
         "recipe.yaml",
     }
     version = registry_of(recipe).publish(artifact)
-    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(tiny_sdxl), recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(tiny_sdxl), *drawn_by(recipe)))
     pipe = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl)
     pipe.load_lora_weights(version.uri)
     layer = pipe.unet.conv_in
@@ -108,7 +109,7 @@ def test_adapters_alone_are_published_without_the_base(tmp_path: Path, tiny_sdxl
     stored = load_file(Path(version.uri) / LORA_WEIGHTS)["unet.conv_in.lora_A.weight"]
     assert stored.dtype == torch.float16
     assert torch.equal(layer.lora_A["default_0"].weight, stored.float())
-    assert {panel.title for panel in show(artifact)} >= {"Gate", "Model"}
+    assert {panel.title for panel in PublishStage.show(artifact)} >= {"Gate", "Model"}
     assert "| ComfyUI | `digits_kohya.safetensors` |" in artifact.read("README.md").decode()
 
 
@@ -380,7 +381,8 @@ def test_adapters_are_published_with_their_scheduler(tmp_path: Path, tiny_sdxl: 
     assert run["pipe"].scheduler.config.prediction_type == "v_prediction"
     model = load_published_model(Path(alone.path))
     assert model.weights.drawing(tmp_path).parts == {"scheduler": f"{alone.path}/scheduler"}
-    job = smoke_test.describe(Path(alone.path), Base.open(tiny_sdxl), digits(tmp_path, tiny_sdxl))
+    recipe = digits(tmp_path, tiny_sdxl)
+    job = smoke_test.describe(Path(alone.path), Base.open(tiny_sdxl), *drawn_by(recipe))
     smoke_test.draw(job)
     Path(alone.path, name).unlink()
     with pytest.raises(OSError, match=r"scheduler_config\.json"):
@@ -416,7 +418,7 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_text_encoders_in_half_preci
         file.write_text(json.dumps(config), encoding="utf-8")
     recipe = digits(tmp_path, tiny_sdxl)
     version = registry_of(recipe).publish(publish(tmp_path, recipe))
-    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half), recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half), *drawn_by(recipe)))
 
 
 def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_vae(
@@ -433,7 +435,7 @@ def test_adapters_pass_the_smoke_test_on_a_base_with_fp16_files_and_the_recipes_
     vae = (half / "vae").rename(tmp_path / "other/half")  # of the base's name
     recipe = digits(tmp_path, half, **{"model.vae": str(vae)})
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vae))
-    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half, vae), recipe))
+    smoke_test.draw(smoke_test.describe(Path(version.uri), Base.open(half, vae), *drawn_by(recipe)))
 
 
 def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Path) -> None:
@@ -446,7 +448,7 @@ def test_the_card_draws_with_the_vae_of_a_pipeline(tmp_path: Path, tiny_sdxl: Pa
     version = registry_of(recipe).publish(publish(tmp_path, recipe, vaes / "vae"))
     card = Path(version.uri, "README.md").read_text(encoding="utf-8")
     assert ".from_pretrained('path/to/vae/other', subfolder=\"vae\", torch_dtype=" in card
-    job = smoke_test.describe(Path(version.uri), Base.open(base, vaes / "vae"), recipe)
+    job = smoke_test.describe(Path(version.uri), Base.open(base, vaes / "vae"), *drawn_by(recipe))
     smoke_test.draw(job)
     assert "pipe(prompt='path/to/tiny'" in ast.unparse(smoke_test.card_code(job)[-1])
 
