@@ -57,6 +57,7 @@ from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, shipped_plans
 from tasks.progress import gib
+from tasks.publish.hub import check_login
 from tasks.stage import package_versions
 
 PYTHONS = ("3.11", "3.12")
@@ -217,6 +218,10 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     checks = _machine_checks(probes, installed, recipe)
     if recipe is not None:
         checks += checks_of(Doors(recipe, fetch=False, words=arguments))
+        # A run may have its token in a block of Prefect, and publishes without it.
+        checks.append(
+            Check("hub login", partial(check_login, needed=recipe.publish.hub is not None))
+        )
     findings += collect(checks)
     problems = [finding.words for finding in findings if finding.level == "problem"]
     if as_json:
