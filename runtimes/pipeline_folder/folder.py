@@ -23,7 +23,7 @@ from runtimes.process.job import HasModel
 
 
 class Config(dict[str, Any]):
-    """A config file's settings; one that is missing raises Refused with the file's path."""
+    """A config file's settings; a missing setting raises Refused with the file's path."""
 
     path: Path
 
@@ -34,14 +34,14 @@ class Config(dict[str, Any]):
 def read_config(path: Path) -> Config:
     """Read a config file. Raises Refused if it is missing or not a JSON object."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        contents = parse_json(path.read_text(encoding="utf-8"))
     except OSError:
         raise Refused(f"{path}: not there; a model's config was expected") from None
     except ValueError:
         raise Refused(f"{path}: not valid JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise Refused(f"{path}: not a model's config")
-    config = Config(found)
+    config = Config(contents)
     config.path = path
     return config
 
@@ -248,10 +248,9 @@ class Base:
 
     @property
     def unusual_texts(self) -> dict[str, str]:
-        """What the text encoders do otherwise than the family's published ones.
+        """How the text encoders differ from those of the family's published models.
 
-        Keys have it. It is empty for nearly all pipelines, whose keys are those of releases
-        without it.
+        Keys contain these facts; nearly all pipelines have none.
         """
         facts = dict[str, str]()
         frozen = self.family.frozen_text
@@ -466,10 +465,10 @@ def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise Refused if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
-        given = config.get(name)
+        value = config.get(name)
         wanted = base.get(name)
-        if (given or None) != (wanted or None):  # diffusers leaves out some settings that are false
-            actual = "is missing" if name not in config else f"is {given}"
+        if (value or None) != (wanted or None):  # diffusers leaves out some settings that are false
+            actual = "is missing" if name not in config else f"is {value}"
             raise Refused(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
 
 

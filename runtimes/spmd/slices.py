@@ -78,8 +78,8 @@ def peak_of(device_kind: str) -> float | None:
         device_kind: in JAX (`TPU v5 lite`) or as Google Cloud's accelerator type (`v5litepod-16`).
     """
     name = device_kind.lower().removeprefix("tpu ").partition("-")[0]
-    found = TPU_SPECS.get(ALIASES.get(name, name))
-    return None if found is None else found.peak
+    spec = TPU_SPECS.get(ALIASES.get(name, name))
+    return None if spec is None else spec.peak
 
 
 @dataclass(frozen=True)
