@@ -144,7 +144,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = REPORTED) -> dict[str, str]:
-    """Versions of the installed ones of these packages."""
+    """Versions of these packages, as far as they are installed."""
     installed = {}
     for name in packages:
         with suppress(PackageNotFoundError):
@@ -174,9 +174,9 @@ def finish(
     """Publish the rows of a benchmark; its exit code, 1 if a row failed.
 
     Args:
-        options: of `option_parser`.
-        packages: whose versions are reported.
-        facts: further ones; `machine` replaces the facts of this machine.
+        options: options of `option_parser`.
+        packages: packages whose versions are reported.
+        facts: further facts; `machine` replaces the facts of this machine.
     """
     shared = {"machine": machine(os.cpu_count() or 1), "versions": versions(packages)}
     publish(bench, rows, shared | facts, options.json)
