@@ -3,7 +3,7 @@
 Both sides fetch the same list from one loopback server, resize to 256 pixels and write shards of
 1,000. They alternate. img2dataset runs with its own multiprocessing distributor in two processes,
 ours with its default runner in one. Rates start with the first request, CPU time with the command:
-it includes imports and, of ours, planning.
+it includes imports and, on our side, planning.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def compare(
 
 def real_peak(job: TrainJob, resolution: int) -> int:
     """Most bytes of live tensors during the second step of a job."""
-    free_memory()  # the runtime of the job before is a cycle
+    free_memory()  # the previous runtime is a reference cycle
     others = {id(storage) for storage in _storages()}
     runtime = TheRuntime()
     runtime.load(job, Base.of(job))

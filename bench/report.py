@@ -129,7 +129,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Facts about this machine; the load average is that before the benchmark."""
+    """Facts about this machine; the load average is from before the benchmark."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu(),
@@ -231,7 +231,7 @@ def _cpu() -> str:
 
 
 def gpu_name() -> str | None:
-    """Name of the first CUDA device; None without one."""
+    """Name of the first CUDA device; None without CUDA."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -6,7 +6,7 @@
 * `shards`: steps that read the records of all shards of an artifact. The shards are made up, and
   their files empty: a check compares size and time stamp.
 
-A process of its own does each step, so that its peak memory is its own.
+Each step runs in a separate process, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ STEPS: dict[str, Step] = {
 }
 #: Step -> the module that it imports before the clock starts.
 IMPORTED = {"plan": "tasks.download", "download": "tasks.download", "encode": "tasks.encode.stage"}
-#: What -> its figures, default counts, and those of `--quick`. The figures are of the folder, the
+#: What -> its figures, default counts, and those of `--quick`. Figures take the folder, the
 #: count, the steps' measurement, and the format of a list or the host of pictures.
 SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[int], Sequence[int]]] = {
     "list": (list_figures, (1_000_000,), (10_000,)),

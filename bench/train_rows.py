@@ -1,4 +1,4 @@
-"""The rows of `bench.train`. Those of CUDA are SD2-base and SDXL at full size, in bf16."""
+"""The rows of `bench.train`. Rows for CUDA train SD2-base and SDXL at full size, in bf16."""
 
 from __future__ import annotations
 

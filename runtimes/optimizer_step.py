@@ -1,4 +1,4 @@
-"""What the optimizer steps of all runtimes share: scalars, EMA and copies of the State.
+"""Parts that the optimizer steps of all runtimes share: scalars, EMA and copies of the State.
 
 A swap gives a network the EMA of its weights, for held-out losses and samples. Scalars of a step
 are Adam's bias corrections, the EMA's decay and the text encoders' rates. A rank copies its part of
@@ -32,7 +32,7 @@ def swapped(swap: Callable[[], None], restore: Callable[[], None]) -> Iterator[N
         restore: assigns the trained weights again, exactly.
 
     Raises:
-        WeightsLost: one of them failed.
+        WeightsLost: `swap` or `restore` failed.
     """
     _or_lost(swap)
     try:

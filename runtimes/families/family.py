@@ -84,10 +84,10 @@ class KohyaNames:
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
     #: (layer name in diffusers, denoiser's config) -> the layer's place in the trainer; None: none.
     place: Callable[[str, Mapping[str, Any]], KohyaLayer | None]
-    #: (denoiser's config, prediction type of the scheduler's) -> the base's names.
+    #: (denoiser's config, scheduler's prediction type) -> the base's names.
     base: Callable[[Mapping[str, Any], str], KohyaBase]
     trainer: str = "kohya's sd-scripts"
-    network_module: str = "networks.lora"  # of the trainer
+    network_module: str = "networks.lora"  # the trainer's module
     ignored: str = "layers outside of blocks"  # by the trainer
     in_comfyui: bool = True  # whether ComfyUI maps these names; else it reads diffusers' layout
 
@@ -132,7 +132,7 @@ class Family:
 
     @property
     def key_facts(self) -> dict[str, str]:
-        """What the keys of trained weights and of losses have of the family, if anything."""
+        """What the keys of trained weights and of losses contain about the family, if anything."""
         return {} if self.draws_latents else {"posterior": "mean"}
 
     @property

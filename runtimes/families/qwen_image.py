@@ -21,7 +21,7 @@ from runtimes.families.patch_transformer import (
 
 
 class QwenImage(PatchTransformer):
-    """prompt_embeds is as long as the caption; the VAE is a video's, with pictures of one frame."""
+    """prompt_embeds is as long as the caption; the VAE is for video, a picture is one frame."""
 
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)

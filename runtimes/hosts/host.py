@@ -50,9 +50,9 @@ def find_gpus() -> list[NvidiaGpu]:
 
 
 def usable_gpus() -> list[NvidiaGpu]:
-    """Those of `find_gpus`; empty if PyTorch uses none: a CPU build, or hidden GPUs.
+    """The GPUs of `find_gpus`; empty if PyTorch uses no GPU: a CPU build, or hidden GPUs.
 
-    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order is not that of the tool.
+    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order differs from the tool's.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
     if not shown or shown.startswith("-") or torch_cuda_version() is None:

@@ -77,7 +77,7 @@ class BlockList(torch.nn.ModuleList):
                 groups[-1].append(block)
             else:
                 groups.append([block])
-        #: The blocks in order, consecutive equal ones as EqualBlocks.
+        #: The blocks in order, consecutive equal blocks as EqualBlocks.
         self.groups = [group[0] if len(group) == 1 else EqualBlocks(group) for group in groups]
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,7 +85,7 @@ class BlockList(torch.nn.ModuleList):
 
 
 def _form(block: torch.nn.Module) -> tuple[Any, ...]:
-    """What two blocks have in common if they compute the same function of their weights."""
+    """A value that is equal for blocks that compute the same function of their weights."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in tensors]
     return type(block), str(block), shapes

@@ -170,7 +170,7 @@ def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[
     Args:
         what: `train.gradient_checkpointing`, blocks or selective.
         mesh: mesh of the devices; required by `scanned`.
-        scanned: classes of blocks of which equal ones run as a loop.
+        scanned: classes of blocks; equal blocks of a class run as a loop.
     """
     policy = _is_kept if what == "selective" else None
     function = partial(_recomputed, policy, mesh)
@@ -375,7 +375,7 @@ def _interpolate(
     mode: str = "nearest",
     **keywords: Any,
 ) -> torch.Tensor:
-    """Nearest upsampling by integer factors repeats rows and columns; torchax gathers each one."""
+    """Nearest upsampling by integer factors repeats rows and columns; torchax gathers each."""
     height, width = inputs.shape[-2:]
     factor = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
     wanted = size if size is not None else (int(height * factor[0]), int(width * factor[1]))

@@ -95,7 +95,7 @@ def load_text_encoder(
 
 
 def text_config(folder: Path) -> Any:
-    """The config of a CLIP text encoder. Raises WrongInput if it is missing."""
+    """The config of a CLIP text encoder. Raises Refused if it is missing."""
     return CLIPTextConfig(**read_config(folder / "config.json"))
 
 
@@ -180,7 +180,7 @@ def _fill(
         folder: folder of the weight files.
         stem: file name of the weights without variant and extension.
         dtype: dtype of the parameters.
-        more: returns additional weights for those of the folder.
+        more: returns additional weights, computed from the weights of the folder.
 
     Raises:
         Refused: a file is missing or damaged, or the weights do not match the model.

@@ -31,7 +31,7 @@ class ResolutionShift:
     """Dynamic shifting of a flow's sigmas: larger pictures need more noise (SD3, section 5.3.2).
 
     mu is linear in the number of image tokens, as in diffusers' `calculate_shift`. Sampling may
-    also stretch its few sigmas to end at `shift_terminal` (0.02 of Qwen-Image), training does not.
+    also stretch its few sigmas to end at `shift_terminal` (0.02 for Qwen-Image), training does not.
     """
 
     base_tokens: int

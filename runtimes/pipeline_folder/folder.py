@@ -142,7 +142,7 @@ class Base:
         return read_scheduler_config(self.part("scheduler"))
 
     def schedule(self, settings: Train | None = None) -> Schedule:
-        """The noise schedule, with the changes of the settings. Raises Refused."""
+        """The noise schedule, with the changes from the settings. Raises Refused."""
         return read_schedule(self.part("scheduler"), settings)
 
     @cached_property
@@ -334,7 +334,7 @@ def _width(config: Config, encoder: TextEncoder) -> int:
     """Width of the states that a T5 or LLM gives for a token."""
     if encoder.kind == "t5":
         return int(config["d_model"])
-    nested = config.get("text_config") or config  # of a model that also sees images
+    nested = config.get("text_config") or config  # a model that also sees images nests it
     if "hidden_size" not in nested:
         nested = config
     return len(encoder.layers) * int(nested["hidden_size"])
@@ -408,7 +408,7 @@ def folder_extras(folder: Path) -> ExtraInputs:
 
 
 def replacement_config(settings: Train) -> dict[str, Any] | None:
-    """The config that replaces the base's denoiser's; None if none does. Raises Refused."""
+    """The config that replaces the base's denoiser's; None: no replacement. Raises Refused."""
     path = settings.denoiser_config
     return None if path is None else read_config(Path(path))
 

@@ -165,7 +165,7 @@ DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "cap_embedder.1.weight": ("dim", "cap_feat_dim"),  # Z-Image
     "txt_in.weight": (None, "joint_attention_dim"),  # Qwen-Image
 }
-#: The same of whole names.
+#: The same by whole names.
 INPUTS = dict.fromkeys(("conv_in", "x_embedder", "img_in"), (None, "in_channels"))
 #: Tokens of a vocabulary of byte pairs that no merge makes, at most: letters and special tokens.
 UNMERGED = 1024
@@ -227,7 +227,7 @@ def check_vocabulary_files(folder: Path, encoder: dict[str, Any]) -> None:
 
 
 def _vocabulary(folder: Path) -> tuple[int, int | None]:
-    """Number of tokens, and of merges where the vocabulary is one of byte pairs."""
+    """Number of tokens, and number of merges where the vocabulary has byte pairs."""
     whole = folder / "tokenizer.json"
     if whole.is_file():
         model = read_config(whole).get("model")
@@ -244,7 +244,7 @@ def _vocabulary(folder: Path) -> tuple[int, int | None]:
 
 
 def _merges(path: Path) -> Iterator[str]:
-    """The pairs of a file of merges. Raises Refused for a line that is none."""
+    """The pairs of a file of merges. Raises Refused for a line without a pair."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#version"):
@@ -260,7 +260,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(name: str) -> tuple[str | None, ...]:
-    if "vision" in name or "visual" in name:  # of a model that also sees images
+    if "vision" in name or "visual" in name:  # the part for images
         return ()
     whole = INPUTS.get(name.removesuffix(".weight"), ())
     return next((settings for end, settings in DIMENSIONS.items() if name.endswith(end)), whole)

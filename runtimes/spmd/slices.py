@@ -35,7 +35,7 @@ def mesh_shape(count: int, fsdp: int | Literal["all"]) -> tuple[int, int]:
 def shard_axes(shape: Sequence[int], fsdp: int) -> tuple[str | None, ...]:
     """Mesh axis of each dimension of an array, as a PartitionSpec; None is not sharded.
 
-    The largest dimension that `fsdp` divides is sharded, or the first of equally large ones. An
+    The largest dimension that `fsdp` divides is sharded, or the first of several as large. An
     array without such a dimension is replicated.
     """
     axes: list[str | None] = [None] * len(shape)
