@@ -57,8 +57,8 @@ def swap(
     version = swapper.write(path, seen, data)
     if version is not None:
         return VersionedContent(data, version)
-    found = swapper.read(path)
-    return found if found.data == data else None
+    state = swapper.read(path)
+    return state if state.data == data else None
 
 
 def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
@@ -204,10 +204,10 @@ class _Memory:
 
     def delete(self, path: str, seen: VersionedContent) -> bool:
         with self._alone:
-            found = self.read(path).version == seen.version
-            if found:
+            is_same = self.read(path).version == seen.version
+            if is_same:
                 self._fs.rm_file(path)
-            return found
+            return is_same
 
 
 class _S3:

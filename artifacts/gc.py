@@ -117,9 +117,9 @@ def runs(store: Store) -> Iterator[RunRecord]:
     Raises Refused if a record is damaged, and as the filesystem does.
     """
     listed = entries(store.fs, f"{store.root}/{RUNS}")
-    found = {one["name"]: one for one in listed if one["name"].endswith(".json")}
-    records = ask_at_once(store.fs, partial(_read, store), found)
-    for (path, entry), record in zip(found.items(), records, strict=True):
+    record_files = {entry["name"]: entry for entry in listed if entry["name"].endswith(".json")}
+    records = ask_at_once(store.fs, partial(_read, store), record_files)
+    for (path, entry), record in zip(record_files.items(), records, strict=True):
         if record is not None:
             keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
             model = record.get("model")
@@ -223,11 +223,11 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
     Raises:
         Refused: a manifest is damaged, so its parents are unknown.
     """
-    found: dict[Key, Artifact] = {}
+    needed: dict[Key, Artifact] = {}
     pending = list(roots)
     while pending:
         stage, key = pending.pop()
-        if (stage, key) in found:
+        if (stage, key) in needed:
             continue
         try:
             artifact = store.load(stage, key, with_files=False)
@@ -237,9 +237,9 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
                 "rebuild it, or move it away if another program wrote it"
             ) from None
         if artifact is not None:
-            found[stage, key] = artifact
+            needed[stage, key] = artifact
             pending += _parents(artifact.manifest)
-    return found
+    return needed
 
 
 def is_held(store: Store, key: Key, now: float) -> bool:
@@ -419,8 +419,8 @@ class Collector:
                 present = self._recorded(record["name"])
                 unnamed = {name: entry for name, entry in unnamed.items() if name not in present}
                 record = None
-            found = [*unnamed.values(), *([record] if record else [])]
-            if found and self._is_old(found):
+            outdated = [*unnamed.values(), *([record] if record else [])]
+            if outdated and self._is_old(outdated):
                 path = record["name"] if record else None
                 yield _garbage(stage, key, "shard", [*unnamed.values()], path)
 
@@ -455,9 +455,9 @@ class Collector:
     def _files(self, path: str) -> list[Entry]:
         return list(files(self._store.fs, f"{self._store.root}/{path}"))
 
-    def _is_old(self, found: Iterable[Entry], age: float | None = None) -> bool:
+    def _is_old(self, held: Iterable[Entry], age: float | None = None) -> bool:
         least = self._min_age if age is None else age
-        return all(self._now - modified(entry) >= least for entry in found)
+        return all(self._now - modified(entry) >= least for entry in held)
 
     @contextmanager
     def _alone(self, item: Garbage) -> Iterator[Callable[[], None] | None]:
@@ -492,8 +492,8 @@ class Collector:
         """Delete an item's record, then its files. Raises LockLost as `checks`."""
 
         def check() -> None:
-            for one in checks:
-                one()
+            for condition in checks:
+                condition()
 
         fs = self._store.fs
         if item.record is not None and not remove_checked(fs, item.record, check):
@@ -524,10 +524,10 @@ class Collector:
 
     def _refresh(self) -> bool:
         """Mark again if a run has recorded something since; whether one has."""
-        found = self._run_records()
-        recorded = found != self._runs
+        records = self._run_records()
+        recorded = records != self._runs
         if recorded:
-            self._mark_after(found)
+            self._mark_after(records)
         needed = {(a.stage, a.key, a.digest) for a in self._marks.artifacts.values()}
         self._busy |= {stage for stage, _, _ in needed - self._named}
         return recorded
@@ -548,8 +548,8 @@ class Collector:
 
     def _run_records(self) -> set[RunFacts]:
         """Each run's record, with what changes when it is written again."""
-        found = self._entries(RUNS)
-        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in found}
+        records = self._entries(RUNS)
+        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in records}
 
     def _mark_after(self, records: set[RunFacts]) -> None:
         time.sleep(TICK)  # a record that is written after the marking has another time stamp
@@ -558,9 +558,9 @@ class Collector:
 
 
 def _garbage(
-    stage: str, key: str, kind: str, found: list[Entry], record: str | None = None
+    stage: str, key: str, kind: str, listing: list[Entry], record: str | None = None
 ) -> Garbage:
-    return Garbage(stage, key, kind, [entry["name"] for entry in found], size_of(found), record)
+    return Garbage(stage, key, kind, [entry["name"] for entry in listing], size_of(listing), record)
 
 
 def _is_of_a_store(held: Iterable[Entry], key: str) -> bool:

@@ -56,10 +56,10 @@ class Sample:
         Raises:
             ValueError: `meta` has no sha256.
         """
-        found = self.meta.get("sha256")
-        if not isinstance(found, str):
+        digest = self.meta.get("sha256")
+        if not isinstance(digest, str):
             raise ValueError(f"sample {self.key}: its metadata has no sha256")
-        return bytes.fromhex(found)
+        return bytes.fromhex(digest)
 
 
 def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:

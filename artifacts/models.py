@@ -156,8 +156,8 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     In the hub's cache only the files count that this program fetches: others share that folder.
     """
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
-    found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
-    files = {str(p.relative_to(folder)): p for p in found if p.is_file()}
+    paths = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
+    files = {str(p.relative_to(folder)): p for p in paths if p.is_file()}
     names = [name for name in files if not IGNORED.intersection(name.split("/"))]
     above = (place for place in folder.parents if place.name == "snapshots")
     if any((place.parent / "blobs").is_dir() for place in above):
@@ -170,11 +170,11 @@ def files_to_fetch(names: Iterable[str]) -> list[str]:
 
     A part without plain weights is read from its variant, such as fp16.
     """
-    found = [name for name in names if _matches(name, HUB_FILES)]
-    found = [name for name in found if not _matches(name, HUB_SKIPPED)]
-    variants = {name for name in found if _matches(name, HUB_VARIANTS)}
-    plain = {os.path.dirname(n) for n in found if n.endswith(".safetensors") and n not in variants}
-    return [n for n in found if n not in variants or os.path.dirname(n) not in plain]
+    chosen = [name for name in names if _matches(name, HUB_FILES)]
+    chosen = [name for name in chosen if not _matches(name, HUB_SKIPPED)]
+    variants = {name for name in chosen if _matches(name, HUB_VARIANTS)}
+    plain = {os.path.dirname(n) for n in chosen if n.endswith(".safetensors") and n not in variants}
+    return [n for n in chosen if n not in variants or os.path.dirname(n) not in plain]
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -303,10 +303,10 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
-    found = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
-    for name in files_to_fetch(found):
+    fetched = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    for name in files_to_fetch(fetched):
         if _matches(name, files):
-            _check_blob(repo, found[name])
+            _check_blob(repo, fetched[name])
     return folder
 
 
@@ -343,8 +343,8 @@ def was_not_reached(error: Exception) -> bool:
     """Whether an error of huggingface_hub is of the connection: the hub has not answered."""
     from httpx2 import ConnectError, TimeoutException
 
-    found = (error, error.__cause__)
-    return any(isinstance(one, ConnectError | TimeoutException) for one in found)
+    causes = (error, error.__cause__)
+    return any(isinstance(cause, ConnectError | TimeoutException) for cause in causes)
 
 
 def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
@@ -419,12 +419,12 @@ def _check_folder(url: str) -> None:
     """Raise Refused unless the folder has something; what is below it is not listed."""
     try:
         fs, root = fsspec.core.url_to_fs(url)
-        found = bool(fs.ls(root, detail=False))
+        has_files = bool(fs.ls(root, detail=False))
     except FileNotFoundError:
-        found = False
+        has_files = False
     except Exception as error:  # each filesystem's client has errors of its own
         raise Refused(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
-    if not found:
+    if not has_files:
         raise Refused(f"model {url}: no files there")
 
 

@@ -387,20 +387,20 @@ def file_fault(
         with refusals():
             if not deep and _is_as_stamped(fs, root, entry):
                 return None
-            found = hash_file(fs, root, entry.path)
+            stored = hash_file(fs, root, entry.path)
     except FileNotFoundError:
         return f"{entry.path} is missing"
     except OSError as error:
         if _tells_nothing(fs, error):
             raise
         return f"{entry.path} cannot be read: {error.strerror or error}"
-    if found.size != entry.size:
-        return f"{entry.path} has {found.size} bytes, {entry.size} were committed"
-    if found.sha256 != entry.sha256:
+    if stored.size != entry.size:
+        return f"{entry.path} has {stored.size} bytes, {entry.size} were committed"
+    if stored.sha256 != entry.sha256:
         distrust(fs, _locate(root, entry.path))
         return f"{entry.path} is damaged: its sha256 differs from the committed one"
     if entry.etag is not None:
-        restore_stamp(fs, _locate(root, entry.path), found.etag, entry.etag)
+        restore_stamp(fs, _locate(root, entry.path), stored.etag, entry.etag)
     return None
 
 

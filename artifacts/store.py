@@ -133,7 +133,7 @@ class Artifact:
 
     def read(self, path: str) -> bytes:
         """The bytes of one of its files. Raises Damaged if they are not those committed."""
-        committed = next((one.sha256 for one in self.manifest["files"] if one.path == path), None)
+        committed = next((e.sha256 for e in self.manifest["files"] if e.path == path), None)
         if committed is None:
             return bytes(self.store.fs.cat_file(f"{self.path}/{path}"))
         return read_checked(self.store.fs, self.path, path, committed)
@@ -200,8 +200,8 @@ class Draft:
             sync_tree(self.path, file.path)
         place = f"{self.path}/{file.path}"
         etag, _ = present_stamp(self.store.fs, place)  # first: a change while it is read is found
-        found = hash_file(self.store.fs, self.path, file.path)
-        if found.content() != file.content():
+        stored = hash_file(self.store.fs, self.path, file.path)
+        if stored.content() != file.content():
             if self.lock is not None:
                 self.lock.renew()
                 self.lock.check()
@@ -480,15 +480,15 @@ class Store:
     def _put_shard(self, root: str, local: str, name: str, entry: FileEntry) -> FileEntry:
         if self.is_local:
             with suppress(OSError):  # missing, or not to be read
-                found = hash_file(self.fs, root, name)
-                if found.sha256 == entry.sha256:
-                    return found  # others have recorded its time stamp
+                stored = hash_file(self.fs, root, name)
+                if stored.sha256 == entry.sha256:
+                    return stored  # others have recorded its time stamp
         etag = put_atomic(self.fs, local, f"{root}/{name}")
         return replace(entry, path=name, etag=etag)
 
     def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""
-        return (found for _, _, found in self._walk() if isinstance(found, Artifact))
+        return (artifact for _, _, artifact in self._walk() if isinstance(artifact, Artifact))
 
     def unreadable(self) -> Iterator[tuple[str, str, str]]:
         """(stage, key, what is wrong) of every artifact whose manifest is damaged."""
