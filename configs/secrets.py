@@ -152,8 +152,8 @@ def redacted(error: BaseException, seen: dict[int, BaseException] | None = None)
                 setattr(seen[id(error)], name, redacted(link, seen))
         seen[id(error)].__suppress_context__ = silent
         if isinstance(error, BaseExceptionGroup):
-            for one in error.exceptions:
-                redacted(one, seen)
+            for inner in error.exceptions:
+                redacted(inner, seen)
     return seen[id(error)]
 
 

@@ -35,10 +35,10 @@ ModelPlace = Annotated[str, AfterValidator(check_stored_url), AfterValidator(che
 ReadFile = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained_url)]
 
 
-def _without_null(given: Any) -> Any:
-    if isinstance(given, dict):
-        return {name: value for name, value in given.items() if value is not None}
-    return given
+def _without_null(section: Any) -> Any:
+    if isinstance(section, dict):
+        return {name: value for name, value in section.items() if value is not None}
+    return section
 
 
 #: Of a mapping: null instead of a value drops that of the extended recipe.
