@@ -43,8 +43,8 @@ def usage_error(error: TyperException) -> str:
     if not error.message:
         return f"{command}{parameter.opts[0].upper()} is missing ({options})"
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
-        given = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
-        return f"{command}write a setting with -o: -o {given}"
+        settings = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
+        return f"{command}write a setting with -o: -o {settings}"
     named = "" if parameter is None else f"{parameter.opts[0]}: "
     if (choice := _NOT_ONE_OF.fullmatch(error.message)) is not None:
         known = re.findall("'(.*?)'", choice[2])
@@ -127,6 +127,6 @@ def error_as_json(as_json: bool) -> Iterator[None]:
     except Exception as error:
         if as_json:
             message = wrong_prefect_setting(error) or str(error)
-            found = {"status": "failed", "error": without_secrets(message)}
-            print(json.dumps(found), flush=True)
+            report = {"status": "failed", "error": without_secrets(message)}
+            print(json.dumps(report), flush=True)
         raise

@@ -181,7 +181,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _is_wrong_input(error: Exception) -> bool:
-    return any(isinstance(one, ValueError) for one in (error, error.__cause__))
+    return any(isinstance(cause, ValueError) for cause in (error, error.__cause__))
 
 
 def _in_a_run(record: logging.LogRecord) -> bool:
@@ -296,8 +296,8 @@ def revealed(settings: dict[str, Any]) -> dict[str, Any]:
             "a secret in a parameter is refused, since Prefect stores it: write it into a recipe "
             "file, or start the run by `kiln run`; and replace the secret"
         )
-    found: dict[str, Any] = _reveal(settings)
-    return found
+    values: dict[str, Any] = _reveal(settings)
+    return values
 
 
 def _reveal(settings: Any) -> Any:

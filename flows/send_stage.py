@@ -268,13 +268,13 @@ def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[
 
 
 def _show(client: SyncPrefectClient, run: UUID, reached: _Reached) -> None:
-    found = client.read_artifacts(
+    artifacts = client.read_artifacts(
         artifact_filter=ArtifactFilter(
             flow_run_id=ArtifactFilterFlowRunId(any_=[run]),
             type=ArtifactFilterType(any_=["progress"]),
         )
     )
-    for artifact in found:
+    for artifact in artifacts:
         if artifact.key == f"{reached.progress.key}-progress":
             reached.show(float(str(artifact.data)), artifact.description or "")
 
