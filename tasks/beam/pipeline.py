@@ -180,11 +180,11 @@ class OnEqualWorkers(beam.DoFn):
 
 def check_versions(expected: Mapping[str, str]) -> None:
     """Raise Refused if this process has other versions than the flow."""
-    found = versions()
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+    installed = versions()
+    for name in sorted(installed.keys() | expected.keys()):
+        if installed.get(name) != expected.get(name):
             raise Refused(
-                f"beam: the worker on {socket.gethostname()} has {name} {found.get(name)}, the "
+                f"beam: the worker on {socket.gethostname()} has {name} {installed.get(name)}, the "
                 f"flow {expected.get(name)}: install the same (deploy/workers) on both"
             )
 
@@ -339,14 +339,14 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
 
     def report() -> None:
         try:
-            found = reports.done()
+            work = reports.done()
         except Exception as error:  # stores raise any type; the pipeline itself fails if they do
             log.debug("no progress was read: %s", one_line(error))
             return
-        done = found.rows(watch.sizes)
+        done = work.rows(watch.sizes)
         seconds = time.monotonic() - begun
-        shown = f"{len(found.shards):,} of {count:,} shards"
-        text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
+        shown = f"{len(work.shards):,} of {count:,} shards"
+        text = progress_text(done, total, shown, watch.unit, work.counts, seconds)
         watch.progress(done, total, text)
 
     def poll() -> None:

@@ -171,15 +171,15 @@ class Dataset(Source):
         if is_hub_id(path):
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
-        found = list_files(path, FORMATS["parquet"].suffixes)
+        files = list_files(path, FORMATS["parquet"].suffixes)
         fs, root = url_to_fs(path)
-        if [file.name for file in found] == [path] or is_pattern(fs, root):
-            return found
-        chosen = [f for f in found if _is_of_split(below(f.name, root), split)]
+        if [file.name for file in files] == [path] or is_pattern(fs, root):
+            return files
+        chosen = [f for f in files if _is_of_split(below(f.name, root), split)]
         if not chosen and root.rstrip("/").rpartition("/")[2] == split:
-            return found
+            return files
         if not chosen:
-            names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
+            names = ", ".join(f.name.rpartition("/")[2] for f in files[:5])
             raise Refused(
                 f"{path} has no files of split {split!r} ({names}): write the whole "
                 "name of a split, or a glob of its files as source.path",
@@ -329,12 +329,12 @@ class Folder(Source):
             if not is_folder(fs, root):
                 raise Refused(f"{self.settings.path}: no such folder", setting="source.path")
         files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name))
-        found = FolderFiles(_tables(file.name for file in files), [])
-        folders = {_folder(table): table for table in found.tables}
+        folder_files = FolderFiles(_tables(file.name for file in files), [])
+        folders = {_folder(table): table for table in folder_files.tables}
         for file in files:
             table = next((folders[above] for above in _above(file.name) if above in folders), None)
-            (found.captioned if table is None else found.tables[table]).append(file)
-        return found
+            (folder_files.captioned if table is None else folder_files.tables[table]).append(file)
+        return folder_files
 
     def _captioned(self, captions: Mapping[str, str]) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:

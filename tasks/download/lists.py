@@ -322,17 +322,17 @@ def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
         if "file" in fs.protocol and not set("*?[") & set(path):
             yield db, path
             return
-        one = _OneFile(fs, path)
-        db.register_filesystem(one)
+        filesystem = _OneFile(fs, path)
+        db.register_filesystem(filesystem)
         try:
             suffix = next((end for end in COMPRESSIONS[1:] if path.endswith(end)), "")
-            yield db, f"{one.protocol}://list{suffix}"
+            yield db, f"{filesystem.protocol}://list{suffix}"
         except Exception:
-            if one.failed:  # DuckDB keeps of it the text alone, of the whole traceback
-                raise one.failed[0] from one.failed[0].__cause__
+            if filesystem.failed:  # DuckDB keeps of it the text alone, of the whole traceback
+                raise filesystem.failed[0] from filesystem.failed[0].__cause__
             raise
         finally:
-            db.unregister_filesystem(one.protocol)
+            db.unregister_filesystem(filesystem.protocol)
 
 
 @contextmanager
@@ -433,9 +433,9 @@ def _hashed_with_additional(
     with _cursor() as hashing:
         for batch in db.sql(selected).to_arrow_reader(BATCH):
             texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
-            found = pa.Table.from_batches([batch]).cast(COLUMNS)
-            found = found.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
-            hashing.register("given", found)
+            table = pa.Table.from_batches([batch]).cast(COLUMNS)
+            table = table.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
+            hashing.register("given", table)
             yield from _hashed(hashing, "select * from given", base_url)
 
 
@@ -471,8 +471,8 @@ def _selected(
     listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
     binary = values.binary
     caption = _caption("c", "captions" in values.binary)
-    given = f"list_filter({listed['captions']}, lambda c: c is not null)"
-    captions = f"list_transform({given}, lambda c: {caption})"
+    texts = f"list_filter({listed['captions']}, lambda c: c is not null)"
+    captions = f"list_transform({texts}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
     more = f"to_json({{{struct}}})::varchar" if values.additional else "null::varchar"
     return f"""
@@ -512,10 +512,10 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
             f"list_filter(json_extract(json, {items}), lambda c: not {_is_nested('json_type(c)')})"
         )
         many = f"list_transform({texts}, lambda c: json_extract_string(c, '$'))"
-        one = values["captions"]
-        no_number = f"{one} = 'NaN' and {kind} = 'DOUBLE'"
-        one = f"if({_is_nested(kind)} or {no_number}, null, {one})"
-        values["captions"] = f"if({kind} = 'ARRAY', {many}, [{one}])"
+        caption = values["captions"]
+        no_number = f"{caption} = 'NaN' and {kind} = 'DOUBLE'"
+        caption = f"if({_is_nested(kind)} or {no_number}, null, {caption})"
+        values["captions"] = f"if({kind} = 'ARRAY', {many}, [{caption}])"
     return _Values(values, {name: f"json -> {literal(_path(name))}" for name in additional})
 
 
@@ -529,10 +529,10 @@ def _typed_values(
     """SQL of values in columns of DuckDB's `types`; a caption alone becomes a list."""
     values = {name: _quoted(column) for name, column in named.items()}
     if "captions" in named and not types[named["captions"]].endswith("]"):
-        one = values["captions"]
+        caption = values["captions"]
         if types[named["captions"]] in ("FLOAT", "DOUBLE"):
-            one = f"if(isnan({one}), null, {one})"
-        values["captions"] = f"[{one}]"
+            caption = f"if(isnan({caption}), null, {caption})"
+        values["captions"] = f"[{caption}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
     kept = {
@@ -659,8 +659,8 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
 
 
 def _keys(db: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    found = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
-    return list(found[0]) if found else []
+    row = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
+    return list(row[0]) if row else []
 
 
 def _text_columns(file: str) -> list[str]:

@@ -221,8 +221,8 @@ class RobotsCache:
         """The body of an origin's robots.txt, read within a day; empty if it has none."""
         with suppress(sqlite3.Error, zlib.error), closing(self._open()) as db:
             query = "select body from robots where origin = ? and time > ?"
-            found = db.execute(query, (origin, time.time() - MAX_AGE)).fetchone()
-            return None if found is None else zlib.decompress(found[0])
+            row = db.execute(query, (origin, time.time() - MAX_AGE)).fetchone()
+            return None if row is None else zlib.decompress(row[0])
         return None
 
     def keep(self, origin: str, body: bytes) -> None:
@@ -330,7 +330,7 @@ def is_opted_out(headers: MultiMapping[str], user_agent: str, directives: Collec
             is_agent = colon and name not in VALUED and " " not in name  # a time has spaces
             if is_agent:
                 agent = name
-            found = directive if is_agent else name
-            if found in directives and agent in (None, user_agent.lower()):
+            rule = directive if is_agent else name
+            if rule in directives and agent in (None, user_agent.lower()):
                 return True
     return False

@@ -140,12 +140,12 @@ def canonical_additional(text: str | None) -> str | None:
 def read_additional(text: str | None) -> dict[str, Any]:
     """The columns in a value of `additional`; what is no finite JSON value is None."""
     try:
-        found = json.loads(
+        values = json.loads(
             text or "{}", parse_float=score_of, parse_int=integer, parse_constant=lambda _: None
         )
     except (ValueError, RecursionError):  # a deep list
         return {}
-    return dict(found)
+    return dict(values)
 
 
 def integer(digits: str) -> int | None:

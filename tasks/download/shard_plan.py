@@ -294,9 +294,9 @@ def read_spans(spans: Iterable[Span], key: str) -> pa.Table:
     for number, span in enumerate(spans):
         groups.setdefault(span[:2], []).append((number, span))
     tables: dict[int, pa.Table] = {}
-    for (file, group), found in groups.items():
+    for (file, group), numbered in groups.items():
         rows = read_group(file, group, key)
-        for number, span in found:
+        for number, span in numbered:
             tables[number] = rows.slice(span.start, span.stop - span.start)
     return pa.concat_tables([HASHED.empty_table(), *(tables[n] for n in sorted(tables))])
 
@@ -448,7 +448,7 @@ class _Builder:
 
     def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:
         """The shards of a piece, by the names of its files in the store. Raises Damaged."""
-        (sha256,) = (one.sha256 for one in piece.files if one.path == names[INDEX])
+        (sha256,) = (entry.sha256 for entry in piece.files if entry.path == names[INDEX])
         root = self.store.shards_path(STAGE)
         index = _table(read_checked(self.store.fs, root, names[INDEX], sha256))
         files = pa.array([names[file] for file in index["file"].to_pylist()], pa.string())

@@ -152,11 +152,11 @@ def encode_shards(
         # Beam keeps a reference to the last shared object. A new one releases the encoders.
         Shared().acquire(_Placeholder)
         _free_memory()
-    found = [shard for shard in shards if shard is not None]
-    if len(found) < len(shards):
+    encoded = [shard for shard in shards if shard is not None]
+    if len(encoded) < len(shards):
         raise RuntimeError("encode: the pipeline ended without committing every shard")
-    watch.show_end(sum((Counter(shard.meta["bad_reasons"]) for shard in found), Counter()))
-    return found
+    watch.show_end(sum((Counter(shard.meta["bad_reasons"]) for shard in encoded), Counter()))
+    return encoded
 
 
 def _free_memory() -> None:

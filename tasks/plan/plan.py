@@ -234,7 +234,7 @@ def estimate_disk(
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe.download),
         "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
-        "train": sum(_training_bytes(one.train, n, rows, sampled) for one, n in trained),
+        "train": sum(_training_bytes(trial.train, n, rows, sampled) for trial, n in trained),
         "evaluate": len(trained) * (2 * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
         "publish": max(published),
     }

@@ -181,13 +181,17 @@ def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Inte
     level = rule.level or LEVEL
     if other is None:
         low, high = tuned.interval(level)
-        found = low - (rule.number or 0.0), high - (rule.number or 0.0)
+        interval = low - (rule.number or 0.0), high - (rule.number or 0.0)
     else:
         try:
-            found = difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
+            interval = difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
         except ValueError:
             return None, "no interval: of different pictures"
-    return (found, "") if all(map(math.isfinite, found)) else (None, "no interval: of one sample")
+    return (
+        (interval, "")
+        if all(map(math.isfinite, interval))
+        else (None, "no interval: of one sample")
+    )
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -210,8 +214,10 @@ def failure(verdict: Verdict) -> str:
         return f"{verdict.rule} ({verdict.note})"
     decided = ""
     if parse_rule(verdict.rule).level is not None:
-        found = verdict.interval
-        decided = f", {verdict.note}" if found is None else f", value - bound in {_shown(found)}"
+        interval = verdict.interval
+        decided = (
+            f", {verdict.note}" if interval is None else f", value - bound in {_shown(interval)}"
+        )
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

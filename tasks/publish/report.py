@@ -62,10 +62,12 @@ def champion_evaluation(
         return again
     parents = champion.manifest["run"].get("parents", {}) if champion else {}
     parent = parents.get("evaluation")
-    found = published.store.load(parent["stage"], parent["key"]) if parent else None
-    if found is None or found.summary.get("fingerprint") != evaluated.summary.get("fingerprint"):
+    evaluation = published.store.load(parent["stage"], parent["key"]) if parent else None
+    if evaluation is None or evaluation.summary.get("fingerprint") != evaluated.summary.get(
+        "fingerprint"
+    ):
         return None
-    return None if found.key == evaluated.key else found
+    return None if evaluation.key == evaluated.key else evaluation
 
 
 def _verdict(rules: int, published: Artifact) -> dict[str, str]:

@@ -65,9 +65,9 @@ def _add(artifact: Artifact, nodes: dict[str, Node]) -> str:
     inputs = []
     for name, digest in sorted(artifact.manifest["inputs"].items()):
         parent = parents.get(name)
-        found = artifact.store.load(parent["stage"], parent["key"]) if parent else None
-        if found is not None:
-            inputs.append(_add(found, nodes))
+        source = artifact.store.load(parent["stage"], parent["key"]) if parent else None
+        if source is not None:
+            inputs.append(_add(source, nodes))
         elif parent is not None or name in TITLES:
             # One box per input and digest: training and evaluation may read other parts of a base.
             leaf = f"{name} {digest}"
@@ -368,8 +368,12 @@ def _champion_before(registry: Registry, inputs: Mapping[str, str]) -> Version |
         return None
     known = [champion, *reversed(registry.versions())]
     if "champion" not in inputs:
-        return next((one for one in known if one.manifest["inputs"] == inputs), champion)
-    return next((one for one in known if one.manifest["digest"] == inputs["champion"]), None)
+        return next(
+            (version for version in known if version.manifest["inputs"] == inputs), champion
+        )
+    return next(
+        (version for version in known if version.manifest["digest"] == inputs["champion"]), None
+    )
 
 
 def registry_of(recipe: Recipe) -> Registry:
@@ -397,17 +401,19 @@ def lineage_of(
 def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
     """`metrics` and `differences` of metrics.json, with the champion's if it was measured."""
     tuned = models["tuned"]
-    found: dict[str, dict[str, Any]] = {name: {} for name in tuned}
-    for model in (one for one in models if one != "tuned"):  # a set has no order
+    by_name: dict[str, dict[str, Any]] = {name: {} for name in tuned}
+    for model in (other for other in models if other != "tuned"):  # a set has no order
         for name, metric in differences(tuned, models[model]).items():
-            found[name][model] = metric
-    return {"metrics": metrics_by_name(models), "differences": found}
+            by_name[name][model] = metric
+    return {"metrics": metrics_by_name(models), "differences": by_name}
 
 
 def _license_digests(base: Path) -> dict[str, str]:
     """The licence files' part of the key; empty without files."""
-    found = {path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)}
-    return {"license_files": digest_json(found)} if found else {}
+    digests = {
+        path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)
+    }
+    return {"license_files": digest_json(digests)} if digests else {}
 
 
 def read_metrics(artifact: Artifact) -> dict[str, Any]:
