@@ -82,7 +82,7 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
 
 
 def _united(known: dict[str, list[str]], more: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Keys per stage, of both."""
+    """The keys of both, per stage."""
     merged = {stage: known.get(stage, []) + keys for stage, keys in more.items()}
     return known | {stage: list(dict.fromkeys(keys)) for stage, keys in merged.items()}
 
@@ -132,7 +132,7 @@ def _recipe_name(record: dict[str, Any]) -> str | None:
     return None if named is None else _parsed_name(named[0])
 
 
-@cache  # of thousands of records of a few recipes
+@cache  # thousands of records name a few recipes
 def _parsed_name(line: str) -> str:
     return str(yaml.safe_load(line)["name"])
 
@@ -181,7 +181,7 @@ class Marks:
     """The needed artifacts."""
 
     artifacts: dict[Key, Artifact]  # finished
-    unfinished: set[Key]  # of recent runs, which may resume them, and all of living builders
+    unfinished: set[Key]  # recent runs may resume theirs; living builders hold theirs
     expired: frozenset[str] = frozenset()  # paths of the records of runs that need nothing
 
     def __contains__(self, key: Key) -> bool:
@@ -243,7 +243,7 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
 
 
 def is_held(store: Store, key: Key, now: float) -> bool:
-    """Whether a builder holds an artifact's lock; a day without a heartbeat ends any doubt."""
+    """Whether a builder holds an artifact's lock; a day without a heartbeat means no owner."""
     folder = f"{store.root}/{'/'.join(key)}"
     locks = [entry for entry in entries(store.fs, folder) if name_of(entry).startswith(LOCK)]
     if not any(now - modified(entry) < DAY for entry in locks):
@@ -315,7 +315,7 @@ class Collector:
         for stage, key in list(self._store.artifact_keys()):
             held = self._files(f"{stage}/{key}")
             if not _is_of_a_store(held, key):
-                continue  # it is of others, and so may be `shards` and `locks` beside it
+                continue  # another program's, and so may be `shards` and `locks` beside it
             names = named.setdefault(stage, set())
             if (stage, key) not in self._marks and self._is_old(held):
                 yield from self._folder(stage, key, held)
@@ -354,7 +354,7 @@ class Collector:
             with hold(self._store.fs, f"{self._store.root}/{COLLECTION}") as collection:
                 recorded = self._refresh()  # from now on, a run that records itself waits
                 deleted = [item for item in batch if self._deleted(item, collection.check)]
-            yield from deleted  # without the lock: who prints them may wait for a reader
+            yield from deleted  # without the lock: the caller prints, and may wait for a reader
 
     def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
@@ -362,7 +362,7 @@ class Collector:
         size = size_of(held)
         present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
-        if not any(name.startswith(LOCK) for name in present):  # the manifest may be of others
+        if not any(name.startswith(LOCK) for name in present):  # the manifest may not be ours
             self._load(stage, key)
         if MANIFEST in present:
             yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
@@ -523,7 +523,7 @@ class Collector:
         return False
 
     def _refresh(self) -> bool:
-        """Mark again if a run has recorded something since; whether one has."""
+        """Mark again if a run has recorded something since, and return whether it has."""
         records = self._run_records()
         recorded = records != self._runs
         if recorded:
@@ -564,7 +564,7 @@ def _garbage(
 
 
 def _is_of_a_store(held: Iterable[Entry], key: str) -> bool:
-    """Whether the files of a folder that is named like a key are of an artifact, finished or not.
+    """Whether the files in a folder with a key as its name belong to an artifact, finished or not.
 
     Every builder leaves its lock.
     """

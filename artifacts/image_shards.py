@@ -93,7 +93,7 @@ def read_tar(source: Path | str | IO[bytes], sha256: str | None = None) -> Itera
 
     Args:
         source: a local path, an fsspec URL or an open binary stream.
-        sha256: of the whole tar at that path; a reader who reaches the end has verified it.
+        sha256: of the whole tar at that path; a reader that reaches the end has verified it.
 
     Raises:
         Damaged: at the end, if the tar has another sha256.

@@ -1,6 +1,6 @@
 """Models: from a folder, a store or the hub to a local folder with a digest.
 
-A check tells whether a model can be fetched, without fetching its weights. For other machines,
+A check finds whether a model can be fetched, without fetching its weights. For other machines,
 models are copied to the store, from which each machine fetches them once.
 """
 
@@ -46,7 +46,7 @@ HUB_STANDALONE = ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
 #: The hub matches with fnmatch, where * also matches /.
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*/*.safetensors", *HUB_STANDALONE]
 HUB_FILES += ["pytorch_lora_weights.safetensors", "recipe.yaml"]
-#: Texts that a derived model must come with; of the top level. Most have no suffix.
+#: Texts at the top level that a derived model must come with. Most have no suffix.
 LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES += LICENSE_FILES
 HUB_CONFIGS = ["*.json", "*.jinja", "*.txt"]
@@ -185,7 +185,7 @@ def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Every file below a folder, in a fixed order; `Path.rglob` follows no link to a folder.
 
     Args:
-        above: folders that this one is in; a link back to one of them is not followed.
+        above: folders around this folder; a link back to any of them is not followed.
     """
     here = folder.resolve()
     if here in above:
@@ -270,7 +270,7 @@ def _cached(
         locks.mkdir(exist_ok=True)
         with FileLock(locks / name), tempfile.TemporaryDirectory(dir=folder) as temporary:
             for copy, is_whole in copies():
-                if is_whole:  # by another process, for which this one has waited
+                if is_whole:  # fetched by another process while this one waited
                     return copy
                 log.warning("%s is fetched again: its local copy is damaged", url)
                 copy.rename(Path(temporary, copy.name))  # nobody sees a part of it
@@ -340,7 +340,7 @@ def hub_error(error: Exception, repo: str, revision: str | None) -> Refused | Aw
 
 
 def was_not_reached(error: Exception) -> bool:
-    """Whether an error of huggingface_hub is of the connection: the hub has not answered."""
+    """Whether an error of huggingface_hub is about the connection: the hub has not answered."""
     from httpx2 import ConnectError, TimeoutException
 
     causes = (error, error.__cause__)
@@ -394,7 +394,7 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
     if "://" in path:
         _check_folder(path)
         return "remote folder"
-    try:  # of a part of the files, `resolve_model` fetches the others
+    try:  # a part of the files is enough: `resolve_model` fetches the others
         snapshot_download(path, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return _ask_hub(path, revision)
@@ -402,7 +402,7 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
 
 
 def check_file_available(path: str) -> str:
-    """`local file` or `remote file`; a remote one is not fetched.
+    """`local file` or `remote file`; a remote file is not fetched.
 
     Raises:
         Refused, Away: it cannot be fetched; the message has the reason.

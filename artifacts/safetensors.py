@@ -49,7 +49,7 @@ def writing(
 ) -> Iterator[Sink]:
     """A stream to `root/path`; on success the file's entry is appended to `files`.
 
-    A local file is replaced whole: another builder may have committed it meanwhile. It is synced
+    A local file is replaced whole: another builder may have committed it already. It is synced
     with its folders, so a record written later never names a lost file.
 
     Args:

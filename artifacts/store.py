@@ -241,11 +241,11 @@ class Draft:
         data = encode_record(manifest)
         self._check()
         if not create(self.store.fs, path, data):
-            # A damaged one, or that of a builder who took the lock over.
+            # A damaged manifest, or that of a builder that took the lock over.
             if self.lock is not None:
                 self.lock.renew()
             self._replace(path, data)
-        self._check()  # one that was created late, after a pause, is no commit
+        self._check()  # a manifest that was created late, after a pause, is no commit
         return Artifact(self.store, self.parts.stage, self.parts.key, manifest)
 
     def _replace(self, path: str, data: bytes) -> str | None:
@@ -318,7 +318,7 @@ class Store:
         """Raise OSError unless files can be written and deleted, Refused unless created once.
 
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
-        A bucket that does not exist is a Refused, too: nobody creates a misspelt one.
+        A bucket that does not exist is a Refused, too: nobody creates a misspelt bucket.
         """
         probe = new_probe(self.fs, self.root)
         try:
@@ -359,7 +359,7 @@ class Store:
         return first_fault(self.fs, artifact.path, artifact.files, deep=deep)
 
     def find(self, stage: str, key: str) -> Artifact | None:
-        """The artifact if it is there and whole; a damaged one is a miss, with a warning."""
+        """The artifact if it is there and whole; a damaged artifact is a miss, with a warning."""
         try:
             artifact = self.load(stage, key)
             fault = None if artifact is None else self.fault(artifact)
@@ -405,10 +405,10 @@ class Store:
         return f"{self.root}/{stage}/{SHARDS}"
 
     def shard(self, stage: str, key: str, *, discard: bool = False) -> Shard | None:
-        """The shard if it is there and whole; a damaged one is a miss, with a warning.
+        """The shard if it is there and whole; a damaged shard is a miss, with a warning.
 
         Args:
-            discard: whether to delete the record of a damaged one.
+            discard: whether to delete the record of a damaged shard.
         """
         root = self.shards_path(stage)
         path = f"{root}/{key}.json"

@@ -2,7 +2,7 @@
 
 A validation error of pydantic becomes file, dotted setting and remedy. For a setting's name of
 diffusers' scripts, kohya's sd-scripts or SimpleTuner, the error contains our name: a field's `aka`
-tells theirs. `python -m configs.explain_errors` prints these names as docs/coming-from.md.
+lists theirs. `python -m configs.explain_errors` prints these names as docs/coming-from.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs.settings.recipe import Recipe
 
 #: Most names that a hint suggests.
 SUGGESTED = 3
-#: From this similarity on, a name is another one with a typing error.
+#: From this similarity on, a name is a known name with a typing error.
 TYPO = 0.85
 
 
@@ -32,7 +32,7 @@ def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
     """`did you mean ...?` with the most similar known names, or `there are: ...` with all.
 
     Args:
-        prefix: of a similar name, such as the section of a setting.
+        prefix: what precedes a similar name, such as the section of a setting.
     """
     near = (
         difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
@@ -43,7 +43,7 @@ def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
 
 
 def longer_names(name: str, known: Collection[str]) -> list[str]:
-    """Names with all words of this one, such as num_inference_steps for steps; few, or none."""
+    """Names with all words of `name`, such as num_inference_steps for steps; few, or none."""
     words = _words(name)
     names = [other for other in known if words <= _words(other)]
     return names if len(names) <= SUGGESTED else []
@@ -285,7 +285,7 @@ def _near_choice(item: ErrorDetails) -> str:
 
 
 def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) -> str:
-    """The setting that an unknown one may be: of its section first, of another tool, or elsewhere.
+    """The setting that an unknown name may mean: in its section, in another tool, or elsewhere.
 
     Args:
         where: the parts of its dotted name.
@@ -296,7 +296,7 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
         return f"of source.kind {kinds}; this one is {kind}"
     known = _field_names(section, settings, model)
     prefix = "".join(f"{s}." for s in section)
-    if name in known:  # of another kind of source
+    if name in known:  # a setting of another kind of source
         return hint_of(name, known, prefix)
     if (theirs := ours(name)) is not None and theirs.ours != prefix + name:
         own = prefix + theirs.ours.rpartition(".")[2]
@@ -329,7 +329,7 @@ def _field_names(
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section of a field, also of one that may be null, and of named sections."""
+    """The section of a field, which may also be null or have named sections."""
     kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 

@@ -247,7 +247,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def anchored(value: Any, folder: Path) -> Any:
     """Resolve strings that start with ./ or ../ by the folder of their recipe, ~/ by the user's.
 
-    A prompt is none of these.
+    Prompts are left as they are.
     """
     if isinstance(value, dict):
         return {
@@ -284,7 +284,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any], where: str) -> dict[str, 
 
 
 def _inherited(section: str, old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The old section without the other of `train.steps` and `train.epochs`, if one is new."""
+    """The old section without `train.epochs` if `train.steps` is new, and the reverse."""
     lengths = {name for name in ("steps", "epochs") if new.get(name) is not None}
     if section != "train" or len(lengths) != 1:
         return old
@@ -292,7 +292,7 @@ def _inherited(section: str, old: dict[str, Any], new: Mapping[str, Any]) -> dic
 
 
 def _replaces(section: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether a section takes nothing from the old one: a source of another kind."""
+    """Whether a section takes nothing from the old section: a source of another kind."""
     return section == "source" and new.get("kind", old.get("kind")) != old.get("kind")
 
 

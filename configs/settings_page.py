@@ -97,7 +97,7 @@ def _rows(
 
 
 def _sections(node: Node, definitions: Node) -> Iterator[Node]:
-    """The sections that a setting can hold: itself one, or null, a list or a mapping of them."""
+    """The sections that a setting can hold: a section, null, or a list or mapping of sections."""
     if "$ref" in node:
         definition = definitions[node["$ref"].rpartition("/")[2]]
         if "properties" in definition:

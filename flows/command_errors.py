@@ -1,8 +1,8 @@
 """Errors of the command `kiln` in one line, or as JSON.
 
-A command line that Typer refuses is told in one line like every other error. Prefect's own settings
-have errors of their variables, of the files that it reads, and of HOME. With `--json`, scripts get
-an error as JSON.
+The error of a command line that Typer refuses has one line like every other error. Prefect's own
+settings have errors about their variables, the files that it reads, and HOME. With `--json`,
+scripts get an error as JSON.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ READERS = ("/prefect/settings/sources.py", "/prefect/settings/profiles.py")
 
 
 def wrong_prefect_setting(error: Exception) -> str | None:
-    """What is wrong with Prefect's settings, in one line; None if the error is another one."""
+    """What is wrong with Prefect's settings, in one line; None for any other error."""
     if str(error) == "Could not determine home directory.":  # pathlib's own words
         return "HOME is not set, and this user has no home folder: set HOME to a folder"
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]

@@ -104,13 +104,13 @@ def evaluate(
 def _measure_champion(
     run: Run, stage: EvaluateStage, measured: Artifact, before: Sequence[StageResult]
 ) -> None:
-    """Measure the champion, if the gate will ask. Raises Away if it changes meanwhile."""
+    """Measure the champion, if the gate will ask. Raises Away if the champion changes."""
     champion = run.champion_to_measure(stage.trained, measured)
     if champion is None:
         return
     try:
         run.champion_metrics(stage.data, measured, before)(champion.uri)
-    except Failed as error:  # of a worker that has found another champion
+    except Failed as error:  # from a worker that has found another champion
         if run.champion_to_measure(stage.trained, measured) == champion:
             raise
         raise Away(f"another model became the champion meanwhile: {error}") from error

@@ -241,7 +241,9 @@ def run(
     _say_first(arguments["recipe"], out)
     _prepare_prefect()
     with error_as_json(as_json):
-        recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change meanwhile
+        recipes = _recipes(
+            flow, arguments["recipe"], overrides
+        )  # the file may change before the flow reads it
         has_server = configured_server() is not None
         if not has_server:
             for recipe in recipes:
@@ -267,7 +269,7 @@ def _say_first(what: str, out: TextIO) -> None:
 
 
 def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
-    """The recipes that a flow runs: of a sweep those of its trials."""
+    """The recipes that a flow runs; for a sweep, those of its trials."""
     if flow == "sweep":
         return [trial.recipe for trial in load_trials(name, overrides)]
     return [load_recipe(name, overrides)]

@@ -39,7 +39,7 @@ def check_store(url: str, kind: Literal["store", "registry"] = "store") -> None:
 
 
 def _is_there(store: Store) -> bool:
-    """Whether a store exists. Of a bucket that is away or forbidden, s3fs says that it does not."""
+    """Whether a store exists. s3fs denies that a bucket exists if it is away or forbidden."""
     if store.is_local:
         return bool(store.fs.exists(store.root))
     try:
@@ -244,7 +244,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
-    """Manifests of every published version. Raises Refused if one may be unknown."""
+    """Manifests of every published version. Raises Refused if some may be unknown."""
     for path, recorded in registries(store):
         place = Store(recorded)
         if not entries(place.fs, place.root):
@@ -325,7 +325,7 @@ def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, 
 
 
 def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple[int, str, str]]:
-    """(depth, name, stage/key) of each input; of one that is no artifact here, its digest."""
+    """(depth, name, stage/key) of each input; if the input is no artifact here, its digest."""
     parents: dict[str, Any] = artifact.manifest["run"].get("parents", {})
     for name, digest in sorted(artifact.manifest["inputs"].items()):
         parent = parents.get(name)

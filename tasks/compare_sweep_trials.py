@@ -102,7 +102,7 @@ def show(trials: Sequence[Outcome], sweep: Sweep, facts: Mapping[str, Any]) -> l
     """The table of all trials, best first, their curves, and all metrics.
 
     Args:
-        facts: of the sweep, such as the number of trials and the published model.
+        facts: about the sweep, such as the number of trials and the published model.
     """
     order = _best_first(trials, sweep)
     measured = {trials[n]["label"]: trials[n] for n in order}

@@ -48,7 +48,7 @@ SHOWN = 20  # pictures in the report
 
 
 def locate(settings: Generate) -> str:
-    """The model's folder, hub id or URL; of a name or `name@version`, that in the registry.
+    """The model's folder, hub id or URL; for a name or `name@version`, that in the registry.
 
     Raises:
         Refused: the folder, the name or the version does not exist.
@@ -86,7 +86,7 @@ def _check_prompts(settings: Generate) -> None:
 
 
 def _check_here(settings: Generate) -> None:
-    """What `check` checks, of a model in a local folder; of another, that the hub has it."""
+    """What `check` checks for a model in a local folder; for any other, that the hub has it."""
     place = locate(settings)
     folder = local_model(place)
     if folder is None:

@@ -1,6 +1,6 @@
 """Charts as SVG: the loss of a run, metrics with intervals, and the lineage of a model.
 
-Colours are those of the page around them (CSS variables), else the light ones given here.
+Colours are those of the page around them (CSS variables), else the light colours below.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def intervals_chart(metrics: Metrics, lower_is_better: Callable[[str], bool]) ->
     Args:
         metrics: metric -> model -> {value, ci: [low, high]}. Each row has its own scale, whose
             ends are written below it.
-        lower_is_better: of a metric; an arrow says so.
+        lower_is_better: whether a lower value is better; an arrow shows it.
     """
     row = 58
     first = 46

@@ -53,8 +53,8 @@ SHOWN = 6
 def why_built(store: Store, parts: KeyParts) -> str:
     """The reason of a build: how its key differs from the most similar one of the stage.
 
-    Of the RECENT newest artifacts, that with the fewest changes counts, or of several the newest.
-    It may be of another recipe (`kiln ls` has the recipes of each key).
+    The artifact with the fewest changes counts, among the RECENT newest; if several, the newest.
+    It may belong to another recipe (`kiln ls` has the recipes of each key).
     """
     folder = f"{store.root}/{parts.stage}"
     try:
@@ -414,7 +414,7 @@ def _code_digest(root: Path = CHECKOUT) -> str:
     return digest_json(digests)[:12]
 
 
-#: Of the files at the time of the import: a worker of days runs the code that it began with.
+#: The digest at the time of the import: a long-lived worker runs the code that it began with.
 CODE = _code_digest()
 
 

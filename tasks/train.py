@@ -57,9 +57,9 @@ log = logging.getLogger("kiln")
 def copy_checkpoint(draft: Draft, settings: Train) -> None:
     """Copy the newest checkpoint, within the steps, of finished runs that differ in steps alone.
 
-    With a rule for the best checkpoint, copy that one too. A newest checkpoint whose best one is
-    deleted does not count. A draft with checkpoints of its own keeps them. The weights of a step
-    must not depend on the number of steps.
+    With a rule for the best checkpoint, copy the best, too. A newest checkpoint does not count if
+    its best is deleted. A draft with checkpoints of its own keeps them. The weights of a step must
+    not depend on the number of steps.
     """
     fs = draft.store.fs
     ours = draft.parts
@@ -73,7 +73,7 @@ def copy_checkpoint(draft: Draft, settings: Train) -> None:
     for step in sorted((step for step in folders if step <= settings.steps), reverse=True):
         try:
             best = _best_of(fs, folders[step], settings) or step
-        except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it meanwhile
+        except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it now
             log.warning("%s: checkpoint %s is skipped: %s", ours.stage, folders[step], error)
             continue
         if best not in folders:
@@ -128,7 +128,7 @@ def check_guidance(settings: Evaluate | Generate, base: Base, prefix: str = "") 
 
     Args:
         base: the model.
-        prefix: of the names of settings, such as `evaluate.`.
+        prefix: what precedes the names of settings, such as `evaluate.`.
     """
     family = base.family
     if settings.true_cfg_scale != 1 and not family.guidance_input:
@@ -517,7 +517,7 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
 
 
 def warn_of_warmup(settings: Train) -> None:
-    """Warn of a warm-up that does not end; without `steps` the run is too early to tell."""
+    """Warn of a warm-up that does not end; without `steps` it is too early to know."""
     warmup = settings.lr_warmup_steps
     steps = settings.steps
     if settings.epochs is None and warmup > steps:

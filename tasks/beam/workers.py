@@ -230,7 +230,7 @@ def settings_to_send(recipe: Recipe) -> dict[str, Any]:
 
 
 def received_recipe(settings: dict[str, Any]) -> Recipe:
-    """The recipe of `settings_to_send`. Raises Refused for one that this version refuses."""
+    """The recipe of `settings_to_send`. Raises Refused if this version refuses it."""
     settings = anchored(settings, RECIPES)
     try:
         return Recipe.model_validate(settings)

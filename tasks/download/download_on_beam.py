@@ -80,7 +80,7 @@ def run_pipeline(
     """Download every shard into the store and return the deferred ones.
 
     Args:
-        options: Beam pipeline options, of the recipe's `beam` section.
+        options: Beam pipeline options, from the recipe's `beam` section.
 
     Raises:
         Failed: the store is not writable; Away if it is full or does not answer.

@@ -411,7 +411,7 @@ class SafeHttpClient:
             async with self.session.get(url, headers=headers, allow_redirects=False) as response:
                 yield response
         except aiohttp.ClientConnectorError:
-            # Of several addresses that fail in different ways, aiohttp tells none.
+            # If several addresses fail in different ways, aiohttp reports none of the errors.
             if connecting.errors:
                 raise connecting.errors[0] from None
             raise

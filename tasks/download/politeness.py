@@ -287,7 +287,7 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
     the next run would meet it again.
 
     Args:
-        urls: of all rows of a shard.
+        urls: the URLs of all rows of a shard.
         reasons: failure of each row; None for a picture.
         limit: fraction, 0 to 1, of the rows, of the hosts, and of the rows of a host.
     """

@@ -184,7 +184,7 @@ def text_of_file(data: bytes) -> str:
 
 
 def shard_ends(prefixes: np.ndarray[Any, Any], average: int) -> list[int]:
-    """Where shards end: for each, the number of the row behind its last one.
+    """Where shards end: for each, the number of the row behind its last row.
 
     A shard has at least `average / 2` and at most `2 * average` rows. Between these limits it ends
     at the first row whose hash meets a condition of probability about `2 / average`. An added or

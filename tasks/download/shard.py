@@ -300,7 +300,7 @@ def _download_rows(
     context: DownloadContext,
     pictures: ResizedPictures,
 ) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
-    """The outcome of every row: the earlier one, unless it is a transient failure, or a new one.
+    """The outcome of every row: the earlier outcome, or a new one after a transient failure.
 
     Beside them the seconds and the fetched bytes of every row.
 

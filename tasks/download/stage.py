@@ -87,8 +87,8 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
 def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
     """The plan that an artifact of stage `plan` has; the source may have grown since.
 
-    Its rows are at their places in the source of now. Raises Refused if one has none, and the
-    plan is of another machine.
+    Its rows are at their present places in the source. Raises Refused if a row has none, and the
+    plan is from another machine.
     """
     stored = read_plan(artifact, shard_key(recipe.download))
     own = plan(recipe, begin)
@@ -118,8 +118,8 @@ class DownloadStage(Stage):
     ) -> DownloadStage:
         """The stage of the retry that a run uses.
 
-        It is the last one in the store. With `retry_run` it is the next one, while a shard has
-        transient failures and a retry left.
+        Normally it is the newest retry in the store; with `retry_run` the retry after it, while a
+        shard has transient failures and a retry left.
         """
         last = 0
         limit = recipe.download.retry_failed

@@ -25,7 +25,7 @@ from tasks.download.rows import Row
 HOSTS = 8
 #: Hosts of a whole download that are shown.
 SHOWN = 10
-#: Pictures of a whole download whose hashes are compared; of more, a sample by hash.
+#: Pictures of a whole download whose hashes are compared; beyond it, a sample by hash.
 HASHES = 1_000_000
 #: Failed rows of each reason that are named, and the length of a name in characters.
 EXAMPLES = 3
@@ -52,13 +52,13 @@ def shard_statistics(
     """The facts.
 
     Args:
-        base_url: of relative URLs.
+        base_url: the base of relative URLs.
         costs: seconds and fetched bytes of each row, in this download of the shard.
         planned: rows of the whole download.
         earlier: the facts of an earlier download, whose bytes and times count too.
     """
     hosts: dict[str, Host] = {}
-    downloaded = [
+    pairs = [
         (row, outcome)
         for row, outcome in zip(rows, outcomes, strict=True)
         if outcome["status"] == "success"
@@ -71,18 +71,16 @@ def shard_statistics(
     for name, (_, _, milliseconds) in before["hosts"].items():
         _add(hosts, name, [0, 0, milliseconds])
     share = min(1.0, HASHES / max(planned, 1))
-    values = [outcome["sha256"][:16] for _, outcome in downloaded]
+    values = [outcome["sha256"][:16] for _, outcome in pairs]
     return {
         "bytes": before["bytes"] + fetched,
         "fetched": fetched,  # by this download alone
         "examples": _examples(rows, outcomes),
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
-        "caption_lengths": _lengths(row.captions[0] for row, _ in downloaded),
-        "illegible": _illegible(row for row, _ in downloaded),
-        "uncaptioned": _named(
-            [row for row, _ in downloaded if not any(map(str.strip, row.captions))]
-        ),
-        "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in downloaded),
+        "caption_lengths": _lengths(row.captions[0] for row, _ in pairs),
+        "illegible": _illegible(row for row, _ in pairs),
+        "uncaptioned": _named([row for row, _ in pairs if not any(map(str.strip, row.captions))]),
+        "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in pairs),
         "hashes": [value for value in values if _is_sampled(value, share)],
         "hashed_share": share,
     }
@@ -186,7 +184,7 @@ class DownloadStatistics:
         }
 
     def duplicates(self) -> float:
-        """Share of pictures, 0 to 1, whose bytes an earlier one has.
+        """Share of pictures, 0 to 1, whose bytes an earlier picture has.
 
         Above a million rows it is that of a sample: the pictures whose hash is below a limit.
         """

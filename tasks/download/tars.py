@@ -407,7 +407,7 @@ class Tars(Source):
 
 def _count(path: str) -> int:
     """How many paths braces of numbers and lists expand to. Raises ValueError."""
-    levels = [[0, 1]]  # of each open brace: paths before its last comma, and behind it
+    levels = [[0, 1]]  # for each open brace: paths before its last comma, and behind it
     for token in BRACES.finditer(path):
         first, last, step = token.groups()
         if first is not None:

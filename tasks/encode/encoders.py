@@ -227,7 +227,7 @@ class EncoderPool:
         except ProcessLost:
             with self._lock:
                 self._slots -= 1
-                stays = self._slots <= 0  # the last one: who waits for a slot gets its error
+                stays = self._slots <= 0  # the last slot: a thread that waits for it gets its error
             raise
         finally:
             if stays:

@@ -126,7 +126,7 @@ class Resampling:
 
     count: int
     seed: int
-    prompts: Prompts | None = None  # of the pictures; None: each has one of its own
+    prompts: Prompts | None = None  # of the pictures; None: each has its own prompt
 
     @property
     def of_references(self) -> Resampling:
@@ -137,8 +137,8 @@ class Resampling:
     def clusters(self) -> int:
         """The number of prompts to resample; 0 if each picture is resampled by itself.
 
-        So it is if every prompt has one picture. Of one prompt alone, the spread between prompts
-        is unknown: an interval then speaks of this prompt.
+        This is also the case if every prompt has one picture. With one prompt alone, the spread
+        between prompts is unknown: an interval is then about this prompt only.
         """
         if self.prompts is None:
             return 0
@@ -309,7 +309,7 @@ def _variance(resampled: Float64, units: int) -> float:
 
 
 def _trials(estimate: Estimate, level: float) -> float:
-    """The number of independent pictures that tell as much of a share.
+    """The number of independent pictures that say as much about a share.
 
     Korn & Graubard 1998: a share's variance by the resamples, and Student's t, reduce the number.
     """

@@ -211,7 +211,7 @@ def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
 
 
 def digest_pipeline(base: Base) -> str:
-    """sha256 of the parts of a pipeline folder that affect its pictures; of its own VAE."""
+    """sha256 of the parts of a pipeline folder that affect its pictures, its own VAE included."""
     digest = digest_model(base.folder, DRAWING_PARTS)
     unusual = base.unusual_texts
     return digest_json({"pipeline": digest, "texts": unusual}) if unusual else digest

@@ -118,7 +118,7 @@ def check_image_encoder(folder: Path) -> None:
 def digest_image_encoder(folder: Path) -> str:
     """sha256 of an image encoder, for keys.
 
-    It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
+    It says that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
     """
     digest = digest_model(folder)
     processor = _processor(folder)  # its class has defaults, too
@@ -288,8 +288,9 @@ class VisionModel:
     """Any vision model of `transformers`, such as Dinov2Model, in float32 and inference mode.
 
     Its features are the `pooler_output`; DINOv2's is the normalised class token, as FD-DINOv2 uses
-    it (Stein et al. 2023, arXiv 2306.04675). A model without one has the mean of its last states.
-    A model of pictures and texts, such as SiglipModel, has its image features.
+    it (Stein et al. 2023, arXiv 2306.04675). A model without this output has
+    the mean of its last states. For a model of pictures and texts, such as SiglipModel, they are
+    its image features.
 
     Args:
         folder: local `transformers` folder with model and image processor.

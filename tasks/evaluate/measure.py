@@ -148,7 +148,7 @@ class MetricSuite:
             model: the model's name for the progress, such as "base".
         """
         features, scores = self._look(store, drawn, model, progress)
-        count = self.resampling.count  # of a large encoder's features, this takes some seconds
+        count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
         estimates = self._clip_scores(features[CLIP]) | self._distances(features)
         estimates |= holdout_losses(read_losses(store, drawn), self.resampling)

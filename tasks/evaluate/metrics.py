@@ -269,7 +269,7 @@ class SampleScorer:
     """Scores samples with a recipe's CLIP model and judges, on the CPU: training has the device.
 
     Args:
-        judges: of the recipe; preference models are left out, since they are large.
+        judges: the recipe's judges; preference models are left out, since they are large.
         clip: folder of the CLIP model, loaded at the first call.
         prompts: one per picture.
     """

@@ -52,7 +52,7 @@ def load_published_model(folder: Path) -> EvalModel:
     """The model in a local folder that the publish stage wrote.
 
     Raises:
-        Damaged: a file is not the one that its manifest names; a folder without one is not checked.
+        Damaged: a file differs from its manifest; a folder without a manifest is not checked.
         Refused, Away: the base of the adapters is missing, or does not answer now.
         Refused: the folder has neither a pipeline nor adapters.
     """
@@ -140,7 +140,7 @@ def _section(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _base_settings(folder: Path) -> dict[str, Any]:
-    """`model` of the recipe of adapters: of the manifest, which is never pushed and has paths."""
+    """`model` in the recipe of adapters, from the manifest: it is never pushed and has paths."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # none, or another program's
         record = read_record(LocalFileSystem(), str(folder / MANIFEST)) or {}
         return dict(record["settings"]["base"])
@@ -148,7 +148,7 @@ def _base_settings(folder: Path) -> dict[str, Any]:
 
 
 def _base_of(folder: Path) -> Base:
-    """The base, of the recipe of a folder's adapters."""
+    """The base in the recipe of a folder's adapters."""
     try:
         model = _base_settings(folder)
         # A number names a descriptor to the operating system, and no file to us: fspath refuses it.

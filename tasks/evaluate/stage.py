@@ -206,7 +206,7 @@ def _check_finite(models: Mapping[str, Estimates]) -> None:
 
 
 def _without_loss(estimates: Estimates) -> Estimates:
-    """The metrics of a base whose loss is of another quantity than the trained model's."""
+    """The metrics of a base that predicts another quantity than the trained model."""
     log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
     return {k: estimate for k, estimate in estimates.items() if not k.startswith(HOLDOUT_LOSS)}
 
@@ -221,7 +221,7 @@ def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metr
 
 
 def read_estimates(evaluated: Artifact, models: Sequence[str] = MODELS) -> dict[str, Estimates]:
-    """Model -> its metrics, of some models of an evaluation."""
+    """Model -> its metrics, for some models of an evaluation."""
     metrics = json.loads(evaluated.read(METRICS))["metrics"]
     resampled = evaluated.read(BOOTSTRAP)
     return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}

@@ -196,7 +196,7 @@ class Planner:
         *,
         enlarges: bool = False,
     ) -> int | None:
-        """The largest micro-batch that fits, of those that the global batch size permits.
+        """The largest micro-batch that fits, among those that the global batch size permits.
 
         Args:
             enlarges: whether the global batch size may grow to one micro-batch per GPU.
@@ -362,7 +362,7 @@ def _smaller_sampling(planner: Planner, usable: int) -> tuple[Evaluate, dict[str
 
 
 def _applies(change: dict[str, Any], runtime: str, settings: Train) -> bool:
-    """Whether a change is one, and is permitted."""
+    """Whether a change changes a setting, and is permitted."""
     if "lora.base_precision" in change:
         is_possible = runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
         return is_possible and settings.init == "base" and settings.lora.base_precision is None
@@ -520,7 +520,7 @@ def check_fits(
     that is small beside the memory is not planned, since that costs seconds to a minute.
 
     Args:
-        memory: of the GPU, in bytes, as its driver reports it.
+        memory: memory of the GPU, in bytes, as its driver reports it.
         host: bytes of the host's memory; None: this host evaluates nothing.
         small: how many times the stored weights the memory of a GPU is for a small model.
     """

@@ -34,7 +34,7 @@ CHANGED = re.compile(
 )
 #: What it says of files that were added or removed.
 OTHERS = re.compile(r"""((?:Extra|Missing) files .+?)["'](?:,|\]|$)""")
-#: Files beside a model's own: of the registry, and of the hub's client.
+#: Files beside a model's own, from the registry and the hub's client.
 UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
 

@@ -69,7 +69,7 @@ def hub_id(path: str) -> str | None:
 
 
 def base_name(path: str) -> str:
-    """A base as readers on other machines know it: hub id or URL, of a local folder its name."""
+    """A base as readers on other machines know it: hub id, URL, or a local folder's name."""
     return Path(path).absolute().name if is_local(path) else without_secrets(path)
 
 
@@ -121,7 +121,7 @@ class Weights:
         merged: bool,
         vae_place: str | None = None,
     ) -> Weights:
-        """Of the folder `out`, in which the weights are; `vae_place` is `model.vae`."""
+        """The weights in the folder `out`; `vae_place` is `model.vae`."""
         has_lora = tuned.lora is not None
         own = tuned.parts.get("scheduler")
         vae = base.vae_folder

@@ -59,7 +59,7 @@ class Verdict:
     value: float | None  # of the tuned model; None if it was not measured
     bound: float | None  # None if the other model has no comparable value
     note: str = ""
-    #: Of value - bound, at the rule's level or 95%; None if it is not known.
+    #: The interval of value - bound, at the rule's level or 95%; None if it is not known.
     interval: tuple[float, float] | None = None
 
 
@@ -92,7 +92,7 @@ def check_rules(
 
     Args:
         metrics: names of the measured metrics.
-        resamples: of the bootstrap; a level needs one beyond each end of its interval.
+        resamples: of the bootstrap; a level needs a resample beyond each end of its interval.
         hint: reason and remedy of a missing metric; default: the most similar names.
     """
     for text in rules:
@@ -106,7 +106,7 @@ def check_rules(
 
 
 def _resamples_needed(level: float) -> int:
-    """Bootstrap resamples of which one is beyond each end of an interval of this level."""
+    """Bootstrap resamples so that each end of an interval of this level has one beyond it."""
     return math.ceil(2 / (1 - level) - 1e-9)  # 0.999 is no binary fraction
 
 

@@ -56,7 +56,7 @@ def champion_evaluation(
 ) -> Artifact | None:
     """The champion's evaluation, if the store has it and it compares.
 
-    If the gate measured it again it is that one, else the one that it was published with.
+    It is the gate's new measurement, else the evaluation that the champion was published with.
     """
     if (again := remeasured_champion(published)) is not None:
         return again

@@ -46,12 +46,12 @@ OF_THE_MACHINE = re.compile(
 
 
 def drawing_fault(folder: Path, base: Base, model: Model, device: str) -> str | None:
-    """The reason why the code of a folder's card draws no finite picture; None if it draws one.
+    """The reason why the code of a folder's card draws no finite picture; None if it does.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
         model: the places of `base` and its VAE, as the card names them.
-        device: of the drawing.
+        device: where the code draws.
 
     Raises:
         Away: the process was killed, or ran out of memory or time, on a busy machine.
