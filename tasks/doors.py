@@ -257,7 +257,7 @@ def _is_remote(source: Source) -> bool:
 
 
 def must_fit_one_gpu(recipe: Recipe) -> bool:
-    """Whether training needs the memory of `memory_of` on one GPU, if there is one."""
+    """Whether training needs the memory of `memory_of` on one GPU, if the machine has a GPU."""
     settings = recipe.train
     on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
     sharded = settings.fsdp != 1 and settings.processes > 1

@@ -71,7 +71,7 @@ def find_pictures(
 ) -> dict[tuple[str, str], NDArray[np.uint8]]:
     """Chosen pictures by (path of the tar, sample key); only their tars are read."""
     buckets = bucket_sizes(settings, factor)
-    found = {}
+    pictures = {}
     for entry in images.files:
         keys = {key for path, key in wanted if path == entry.path}
         if not keys:
@@ -80,8 +80,8 @@ def find_pictures(
             if sample.key in keys:
                 picture = _transformed(sample, settings, buckets)
                 if picture is not None:
-                    found[entry.path, sample.key] = picture
-    return found
+                    pictures[entry.path, sample.key] = picture
+    return pictures
 
 
 def _transformed(

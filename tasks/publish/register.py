@@ -43,10 +43,10 @@ def register(
 
     Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
     this call made it the champion}. After a rollback the champion may be another version. An error
-    of the report, or after the promotion, is logged.
+    in the report, or after the promotion, is logged.
 
     Raises:
-        Away: the champion is not the one that the gate compared with, or another run's
+        Away: the gate compared with another champion, or another run's
             `keep_versions` has deleted the version: a retry publishes it again.
     """
     registry = registry_of(recipe)

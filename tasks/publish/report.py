@@ -56,16 +56,18 @@ def champion_evaluation(
 ) -> Artifact | None:
     """The champion's evaluation, if the store has it and it compares.
 
-    If the gate measured it again it is that one, else the one that it was published with.
+    It is the gate's new measurement, else the evaluation that the champion was published with.
     """
     if (again := remeasured_champion(published)) is not None:
         return again
     parents = champion.manifest["run"].get("parents", {}) if champion else {}
     parent = parents.get("evaluation")
-    found = published.store.load(parent["stage"], parent["key"]) if parent else None
-    if found is None or found.summary.get("fingerprint") != evaluated.summary.get("fingerprint"):
+    evaluation = published.store.load(parent["stage"], parent["key"]) if parent else None
+    if evaluation is None or evaluation.summary.get("fingerprint") != evaluated.summary.get(
+        "fingerprint"
+    ):
         return None
-    return None if found.key == evaluated.key else found
+    return None if evaluation.key == evaluated.key else evaluation
 
 
 def _verdict(rules: int, published: Artifact) -> dict[str, str]:

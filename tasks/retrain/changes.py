@@ -84,7 +84,7 @@ def plan_changes(
     kept = {spec.key: spec for spec in plan.shards if spec.key in old}
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
-        rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
+        rest.setdefault(row_hash, span)  # the first among equal rows, so that spans stay in order
     compared = _Compared(settings, kept, rest)
     matched = set[bytes]()
     lost = set[bytes]()

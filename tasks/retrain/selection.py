@@ -43,7 +43,7 @@ def cut_shard(
 
     Args:
         info: content of latents.json.
-        seed: of the choice.
+        seed: the seed of the choice.
         cache_bytes: size limit of the local cache of remote shards.
 
     Returns `train/<h>x<w>` -> number of samples.
@@ -212,12 +212,12 @@ def new_samples(latents: Artifact, old: Artifact) -> int:
 
 
 def _wanted(new: int, share: float) -> int:
-    """Old samples, of which `share` of all are; one at least, unless the share is 0."""
+    """The number of old samples for their `share` of all; at least 1, unless the share is 0."""
     return max(1, round(new * share / (1 - share))) if share else 0
 
 
 def _sample(shards: Sequence[Shard], wanted: int, seed: str) -> tuple[list[Shard], Shard | None]:
-    """Whole shards in a random order of `seed`, and the next one if a part of it is wanted."""
+    """Whole shards in a random order from `seed`, and the next shard if a part of it is wanted."""
     chosen: list[Shard] = []
     for shard in sorted(shards, key=lambda shard: digest_json([seed, shard.key])):
         missing = wanted - _count(chosen)
