@@ -14,7 +14,7 @@ from functools import partial
 
 from artifacts.errors import classify
 from artifacts.store import Store
-from configs.errors import Away, Refused, naming
+from configs.errors import Away, Refused, UserError, naming
 from configs.findings import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.data import Source
@@ -199,6 +199,9 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
         if meaning is error and not isinstance(error, OSError):
             raise
         kind = Away if isinstance(meaning, Away) else Refused
+        if isinstance(meaning, UserError) and meaning.remedy:
+            remedy = meaning.remedy
+            meaning = Refused(meaning.what)
         raise kind(meaning, setting=setting, remedy=remedy) from error
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):

@@ -1,4 +1,4 @@
-"""What FLUX, FLUX.2, Qwen-Image and Z-Image share: transformers over 2 x 2 patches of latents."""
+"""Code that FLUX, FLUX.2, Qwen-Image and Z-Image share: transformers over 2 x 2 latent patches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def unpack(patches: Any, rows: int, columns: int) -> Any:
 
 @contextmanager
 def calling(module: Any, function: Any) -> Iterator[None]:
-    """Within the context, calls of a module run `function`, with the module's hooks as ever."""
+    """Within the context, calls of a module run `function`, with the module's own hooks."""
     module.forward = function
     try:
         yield

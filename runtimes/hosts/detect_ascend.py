@@ -43,9 +43,9 @@ def torch_npu_version() -> str | None:
 
 def missing_components() -> list[str]:
     """Requirements of an NPU that this machine does not meet, each with its remedy."""
-    found = []
+    missing = []
     if not count_npus():
-        found.append("no driver (/dev/davinci0 is absent): install the one in deploy/ascend")
+        missing.append("no driver (/dev/davinci0 is absent): install the one in deploy/ascend")
     if cann_version() is None:
-        found.append("no CANN: install it, and source its set_env.sh")
-    return found
+        missing.append("no CANN: install it, and source its set_env.sh")
+    return missing

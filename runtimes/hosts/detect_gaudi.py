@@ -39,9 +39,9 @@ def bridge_version() -> str | None:
 
 def missing_components() -> list[str]:
     """Requirements of a Gaudi that this machine does not meet, each with its remedy."""
-    found = []
+    missing = []
     if not count_hpus():
-        found.append("no driver (no Gaudi in /sys/class/accel): install the one in deploy/gaudi")
+        missing.append("no driver (no Gaudi in /sys/class/accel): install the one in deploy/gaudi")
     if bridge_version() is None:
-        found.append("no habana_frameworks: use Intel's container (deploy/gaudi)")
-    return found
+        missing.append("no habana_frameworks: use Intel's container (deploy/gaudi)")
+    return missing

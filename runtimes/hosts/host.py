@@ -20,8 +20,8 @@ NAMES = ("g++", "gcc", "clang++", "clang", "cc")
 def find_c_compiler() -> str | None:
     """Path of the compiler of CXX or CC, or of the first on PATH; None without one."""
     named = (os.environ.get(variable) for variable in ("CXX", "CC"))
-    found = (shutil.which(name) for name in (*filter(None, named), *NAMES))
-    return next(filter(None, found), None)
+    paths = (shutil.which(name) for name in (*filter(None, named), *NAMES))
+    return next(filter(None, paths), None)
 
 
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
@@ -50,9 +50,9 @@ def find_gpus() -> list[NvidiaGpu]:
 
 
 def usable_gpus() -> list[NvidiaGpu]:
-    """Those of `find_gpus`; empty if PyTorch uses none: a CPU build, or hidden GPUs.
+    """The GPUs of `find_gpus`; empty if PyTorch uses no GPU: a CPU build, or hidden GPUs.
 
-    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order is not that of the tool.
+    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order differs from the tool's.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
     if not shown or shown.startswith("-") or torch_cuda_version() is None:
@@ -63,11 +63,11 @@ def usable_gpus() -> list[NvidiaGpu]:
 def driver_version() -> str | None:
     """Version of the kernel module; `unknown` with device files only, None without a driver.
 
-    A container has the device files of the GPUs that it was given.
+    A container has the device files of its own GPUs only.
     """
     try:
-        found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", MODULE.read_text(errors="replace"))
-        return found[1] if found else "unknown"
+        match = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", MODULE.read_text(errors="replace"))
+        return match[1] if match else "unknown"
     except OSError:
         pass
     return "unknown" if any(DEVICES.glob("nvidia[0-9]*")) else None
@@ -85,8 +85,8 @@ def torch_cuda_version() -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # "max" without a limit

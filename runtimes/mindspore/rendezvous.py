@@ -1,6 +1,6 @@
 """MindSpore's scheduler process, a rendezvous: `python -P -m runtimes.mindspore.rendezvous`.
 
-msrun starts its own; in a run without msrun, rank 0 starts this one (parallel.py).
+msrun starts its own; in a run without msrun, rank 0 starts this server (parallel.py).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def collect_garbage_rarely() -> None:
 def check_memory(size: int) -> None:
     """Raise MemoryError if this process cannot have `size` more bytes.
 
-    Decoders tell a failed allocation as damaged data. The bytes are not touched, so this takes
+    Decoders report a failed allocation as damaged data. The bytes are not touched, so this takes
     microseconds and no memory.
     """
     bytes(size)

@@ -23,7 +23,7 @@ def memory_format(device: torch.device, *, sharded: bool) -> torch.memory_format
     FSDP shards dimension 0 of contiguous weights only.
 
     Args:
-        device: of the weights.
+        device: device of the weights.
         sharded: whether FSDP shards the weights.
     """
     fastest = device.type in CHANNELS_LAST and not sharded

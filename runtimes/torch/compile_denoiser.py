@@ -34,7 +34,7 @@ def compile_denoiser(
 
     Blocks of equal structure share a program, and gradient checkpointing stays outside of it.
     Selective recomputation is left to PyTorch's partitioner, which computes cheap operations of a
-    program again: a checkpoint outside would see one operation.
+    program again: a checkpoint outside would see a single operation.
 
     Args:
         denoiser: a diffusers denoiser on its device.

@@ -17,7 +17,7 @@ from runtimes.hosts.detect_ascend import missing_components
 
 
 class DeviceHooks:
-    """A device, and the hooks of its kind."""
+    """A device, and the hooks for its kind."""
 
     compile_backend = "inductor"  # of torch.compile
     prefetches_batches = True  # whether the loader's thread copies batches during a step

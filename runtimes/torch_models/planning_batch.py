@@ -17,7 +17,7 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
 
     Args:
         base: the pipeline; configs are enough.
-        network: of the run.
+        network: network of the run.
         size: (height, width) of the picture, in pixels.
         text: whether the step encodes token ids.
     """

@@ -13,6 +13,7 @@ from loopback_server import refusing
 from configs.findings import Finding, collect
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
+from flows import doctor
 from runtimes.contract import Probe
 from runtimes.hosts.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
