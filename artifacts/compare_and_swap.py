@@ -1,7 +1,7 @@
 """Compare-and-swap of one small file, on a local disk, NFS, S3, Google Cloud Storage or in memory.
 
 A local file `lock.json` is a chain: each state is a file of its own, `lock.json.1`, `lock.json.2`,
-..., and the highest number is the present one. link(2) creates the next number for one process
+..., and the highest number is the present state. link(2) creates the next number for one process
 alone, on NFS too. An object store compares its own ETag or generation. So a process that was paused
 for hours still loses against any change that others made during the pause.
 """

@@ -137,7 +137,7 @@ def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:
 
 
 def is_folder(fs: AbstractFileSystem, entry: Entry) -> bool:
-    """Whether an entry is a folder; fsspec says "other" of a local link to one."""
+    """Whether an entry is a folder; fsspec says "other" for a local link to a folder."""
     linked = entry["type"] == "other" and entry.get("islink")
     return entry["type"] == "directory" or bool(linked and fs.isdir(entry["name"]))
 
@@ -217,7 +217,7 @@ def delete_tree(fs: AbstractFileSystem, path: str) -> None:
         fs.rm(path, recursive=True)  # a local path is never a pattern
         return
     paths = fs.find(path)
-    # One request for many must have a checksum, of a kind that differs between stores of S3.
+    # One request for many must have a checksum, whose kind differs between stores of S3.
     if "s3" in known and fs.is_of_amazon:
         for start in range(0, len(paths), S3_BULK):
             sync(fs.loop, fs._bulk_delete, paths[start : start + S3_BULK])
@@ -299,13 +299,13 @@ def read_small_file(fs: AbstractFileSystem, path: str) -> bytes:
     Raises as the filesystem does.
     """
     known = signature(fs._cat_file).parameters if "s3" in protocols(fs) else {}
-    # s3fs 2025.10, of runtime mindspore's environment, has one request and no such argument.
+    # s3fs 2025.10, in runtime mindspore's environment, has one request and no such argument.
     alone = {"max_concurrency": 1} if "max_concurrency" in known else {}
     return bytes(fs.cat_file(path, **alone))
 
 
 def file_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """What fsspec describes of a file, by one request: gcsfs would also list the bucket.
+    """What fsspec says about a file, by one request: gcsfs would also list the bucket.
 
     Raises as the filesystem does.
     """

@@ -62,7 +62,7 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
     """Remember the artifacts that a run needs, beside those that it needed before.
 
     Args:
-        facts: of the run; `stages` has a list of keys per stage.
+        facts: those of the run; `stages` has a list of keys per stage.
 
     A collection that did not see the record has ended when this returns: what the run then finds in
     the store stays.
@@ -218,7 +218,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
 
 
 def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
-    """The artifacts of `roots` and their ancestors but CONTINUED ones, without their files.
+    """The artifacts of `roots` and their ancestors, without CONTINUED ancestors and files.
 
     Raises:
         Refused: a manifest is damaged, so its parents are unknown.

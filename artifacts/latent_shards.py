@@ -8,7 +8,7 @@ Equal content is written as equal bytes. The split in a tensor's name is `train`
     text/prompt_offsets        [K + 1]   i32    only where lengths vary: prompt_embeds is [M, D],
                                                 and caption k has rows offsets[k]:offsets[k + 1]
     text/pooled_prompt_embeds  [K, P]    bf16   absent for SD 1 and 2, and beside no prompt_embeds
-    text/input_ids             [K, n, T] i32    tokens, padded, of each of n CLIP tokenizers
+    text/input_ids             [K, n, T] i32    padded tokens from each of n CLIP tokenizers
     <split>/<h>x<w>/mean, logvar  [N, C, h, w] bf16   the VAE's raw moments: unscaled, not sampled
     .../id                     [N, 32]   u8     sha256 of the downloaded picture
     .../original_size, target_size  [N, 2] i32  (height, width) in pixels

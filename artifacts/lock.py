@@ -220,7 +220,7 @@ def check_held(*, ask: bool = False) -> None:
 
 
 def held_claim() -> Claim | None:
-    """The claim of the lock that this thread holds; None without one."""
+    """The claim of the lock that this thread holds; None if it holds none."""
     lock = _held.get()
     return None if lock is None else lock.claim
 

@@ -238,7 +238,7 @@ def _cached(
     """The local copy of a remote folder or file, fetched to the cache once per machine.
 
     A copy is fetched beside its place and then renamed, with the digest of its content in its name.
-    A damaged one would be another model, with which all is built again: it is fetched again.
+    A damaged copy would be another model, with which all is built again: it is fetched again.
 
     Args:
         version: JSON that identifies the content.
@@ -311,7 +311,7 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
 
 
 def _without_plain_weights(folder: Path) -> list[str]:
-    """Patterns of the weights of a model, or a pipeline's parts, with a config and no plain ones.
+    """Patterns for a model's weights, or its parts', with a config and no plain weights.
 
     A variant may be there in part, after an interruption.
     """

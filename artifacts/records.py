@@ -170,7 +170,7 @@ class FileEntry:
 
 
 def hash_file(fs: AbstractFileSystem, root: str, path: str) -> FileEntry:
-    """Fingerprint the file at `root/path`; one that is local is stamped as before it was read."""
+    """Fingerprint the file at `root/path`; a local file is stamped as before it was read."""
     place = _locate(root, path)
     etag = time_stamp(place) if isinstance(fs, LocalFileSystem) else None
     with fs.open(place, "rb") as stream:
@@ -332,7 +332,7 @@ def _entries(data: bytes, start: int) -> Iterator[FileEntry]:
 
 
 def _entry(**facts: Any) -> FileEntry:
-    """A file's entry of a record. Raises TypeError unless its facts are of their types."""
+    """A file's entry in a record. Raises TypeError unless its facts have their types."""
     entry = FileEntry(**facts)
     texts = (entry.path, entry.sha256, "" if entry.etag is None else entry.etag)
     if not all(isinstance(text, str) for text in texts) or not isinstance(entry.meta, dict):
@@ -371,7 +371,7 @@ def first_fault(
     """Check every file; say in words what is wrong with the first that differs, or None.
 
     A file is hashed unless its size and stamp are those that were committed; `deep` hashes every
-    file. A remote store that does not give one raises as its client does: that is no fault.
+    file. If a remote store does not give the file, its client raises: that is no fault.
     """
     check = partial(file_fault, fs, root, deep=deep)
     return next(

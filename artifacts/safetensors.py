@@ -101,7 +101,7 @@ class StoredArray:
         """Read rows.
 
         Args:
-            index: a slice of the first dimension, or a tuple that begins with one: only these rows
+            index: a slice of the first dimension, or a tuple that begins with it: only these rows
                 are read. Any other index reads the whole array.
 
         Raises:

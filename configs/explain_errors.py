@@ -133,7 +133,7 @@ def ours(name: str) -> Foreign | None:
 
 
 def value_hint(setting: str, value: Any) -> str:
-    """Our equivalent of another tool's value; empty without one."""
+    """Our equivalent of another tool's value; empty if there is none."""
     return VALUES.get((setting, value), "") if isinstance(value, str) else ""
 
 

@@ -48,7 +48,7 @@ CHAINING = {
 }
 #: The end of a chain: a URL or an absolute path.
 CHAINED = re.compile(r"[a-z0-9+]+://|[/.~]")
-#: A query that is one value without a name.
+#: A query that is a value without a name.
 UNNAMED = re.compile(rf"(https?://[^\s?#]*\?)(?!{REMOVED})[^\s?&;#=]+?{END}")
 
 
@@ -191,7 +191,7 @@ def redact_logs() -> None:
 
 
 def hide_secrets(settings: Any, name: str = "") -> Any:
-    """The settings with each secret as a SecretStr, of which Prefect stores asterisks."""
+    """The settings with each secret as a SecretStr, which Prefect stores as asterisks."""
     if isinstance(settings, dict):
         return {key: hide_secrets(value, key) for key, value in settings.items()}
     if isinstance(settings, list):

@@ -164,7 +164,7 @@ def finetune(
         force: The reason to publish a model that fails the gate. Its card and the history name it.
 
     Returns a report (as `kiln run --json` prints it): status, stages, model, metrics; a published
-    model adds the `champion` and its last move, a rejected one the verdicts of the `gate` and the
+    model adds the `champion` and its last move, a rejected model the verdicts of the `gate` and the
     artifact `verdict` with every number.
     """
     prepare_process()

@@ -87,7 +87,7 @@ def compare(run: Run) -> Compared:
 @task(**stage_task("train"))
 @redacted_errors()
 def continue_from_champion(run: Retraining, latents: StageResult) -> StageResult:
-    """Train from the champion's weights, on the new samples and a replay of the old ones."""
+    """Train from the champion's weights, on the new samples and a replay of the old samples."""
     champion = run.champion
     encoded = latents.load(run.store)
     old = champion.load(run.store, "encode", champion.latents)
@@ -151,10 +151,9 @@ def _retrain(run: Run) -> Any:
         return _unchanged(run, champion, changes, why, facts)
     trained = run_task(training_task(run), run.recipe.place, run_argument, latents)
     evaluated = run_task(evaluate, run.recipe.place, run_argument, images, latents, trained)
-    published = run_task(
-        publish, run.recipe.place, run_argument, images, latents, trained, evaluated
-    )
-    states: list[Any] = [images, latents, trained, evaluated, published]
+    results = (images, latents, trained, evaluated)
+    published = run_task(publish, run.recipe.place, run_argument, *results)
+    states: list[Any] = [*results, published]
     report = report_of([state.result() for state in states]) | facts
     try:
         run_task(conclude, run.recipe.place, run, champion, changes, report)

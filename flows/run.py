@@ -243,7 +243,7 @@ class Retraining(Run):
         return self.recipe.retrain.start == "champion"
 
     def changed(self, plan: download.DownloadPlan) -> download.DownloadPlan:
-        """The plan with the shards of the champion, and new ones for new rows."""
+        """The plan with the shards of the champion, and new shards for new rows."""
         return plan_changes(self.recipe.download, self.store, self.champion, plan)[0]
 
     def eval_inputs(self, images: Artifact, latents: Artifact) -> EvalInputs:

@@ -241,9 +241,7 @@ def run(
     _say_first(arguments["recipe"], out)
     _prepare_prefect()
     with error_as_json(as_json):
-        recipes = _recipes(
-            flow, arguments["recipe"], overrides
-        )  # the file may change before the flow reads it
+        recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change later
         has_server = configured_server() is not None
         if not has_server:
             for recipe in recipes:
@@ -357,7 +355,7 @@ def _bypass_proxy() -> None:
 
 
 def configured_server() -> str | None:
-    """URL of the server in the environment or in Prefect's profile; None without one."""
+    """URL of the server in the environment or in Prefect's profile; None if there is none."""
     if named := os.environ.get("PREFECT_API_URL"):
         return named
     from prefect.settings import get_current_settings
@@ -366,7 +364,7 @@ def configured_server() -> str | None:
 
 
 def lasting_server(needed_by: str, otherwise: str = "") -> str:
-    """The configured server, which outlives the command. Raises Refused without one."""
+    """The configured server, which outlives the command. Raises Refused if there is none."""
     if (server := configured_server()) is None:
         raise Refused(
             f"{needed_by} a lasting Prefect server: start it (`make ui`) and set "
@@ -468,5 +466,5 @@ class _Display(logging.Handler):
             return
         is_next_tenth = 10 * done // max(total, 1) != 10 * before // max(total, 1)
         if is_new or is_next_tenth or before == 0 < done:
-            told = text.startswith(f"{done:,} of {total:,}")
-            self.print(f"{stage}: {text if told else f'{done}/{total} {text}'.rstrip()}")
+            has_count = text.startswith(f"{done:,} of {total:,}")
+            self.print(f"{stage}: {text if has_count else f'{done}/{total} {text}'.rstrip()}")

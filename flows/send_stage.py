@@ -169,11 +169,11 @@ def _built_although_crashed(
     store: Store, stage: StageName, key: str, where: str, clock: Clock
 ) -> bool:
     """Whether the store has the artifact, once nobody builds it."""
-    told = False
+    has_warned = False
     while store.is_being_built(stage, key):
-        if not told:
+        if not has_warned:
             log.warning("%s counts as crashed, but builds on; waiting for its artifact", where)
-        told = True
+        has_warned = True
         clock.sleep(POLL_SECONDS)
     return store.find(stage, key) is not None
 

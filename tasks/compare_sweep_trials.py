@@ -1,4 +1,4 @@
-"""Trials of a sweep: comparability, the best one, and their table and curves for people."""
+"""Trials of a sweep: comparability, the best, and their table and curves for people."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def tuned_metrics(metrics: Mapping[str, Any], sweep: Sweep) -> dict[str, Any]:
 
 
 def choose_best(trials: Sequence[Outcome], sweep: Sweep) -> int | None:
-    """The number of the measured trial with the best metric, the first of equal ones; or None."""
+    """The number of the measured trial with the best metric, the first among equals; or None."""
     order = _best_first(trials, sweep)
     return order[0] if order else None
 
@@ -122,7 +122,7 @@ def show(trials: Sequence[Outcome], sweep: Sweep, facts: Mapping[str, Any]) -> l
 
 
 def rows(trials: Sequence[Outcome], sweep: Sweep) -> list[dict[str, Any]]:
-    """Table rows: values, metric and outcome of each trial, the best first, failed ones last."""
+    """Table rows: values, metric and outcome of each trial, the best first, failed trials last."""
     order = _best_first(trials, sweep)
     failed = [n for n in range(len(trials)) if n not in order]
     return [

@@ -147,7 +147,7 @@ class Doors:
         registry.check_settings(recipe.runtime, settings)
 
     def _memory(self) -> Iterator[Finding]:
-        """Whether training fits the largest GPU of this machine, if it trains on one."""
+        """Whether training fits the largest GPU of this machine, if it trains on a GPU."""
         if not must_fit_one_gpu(self.recipe) or not (gpus := usable_gpus()):
             return
         gpu = max(gpus, key=lambda gpu: gpu.memory)

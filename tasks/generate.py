@@ -71,7 +71,7 @@ def locate(settings: Generate) -> str:
 
 
 def find_model(settings: Generate) -> EvalModel:
-    """A local copy of the model. Raises as `locate`, and Refused for a folder without one."""
+    """A local copy of the model. Raises as `locate`, and Refused for a folder without a model."""
     return load_published_model(resolve_model(locate(settings)))
 
 
@@ -115,8 +115,8 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
     try:
         return Generate.model_validate(values)
     except ValidationError as error:
-        told = explain(f"{RECIPE} of {settings.model}: evaluate", error, values, Generate)
-        raise Refused(f"{told}: give it with -o") from None
+        reason = explain(f"{RECIPE} of {settings.model}: evaluate", error, values, Generate)
+        raise Refused(f"{reason}: give it with -o") from None
 
 
 def check(settings: Generate, model: EvalModel) -> None:

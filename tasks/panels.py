@@ -114,7 +114,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Strip:
-    """Pictures over training: (label, PNG) in order. Markdown shows the last one."""
+    """Pictures over training: (label, PNG) in order. Markdown shows the last picture."""
 
     kind: ClassVar = "strip"
     title: str

@@ -126,12 +126,10 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
     held_out = [_HeldOut.of(line) for line in lines if "validation_loss" in line]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
-    drawing = _Drawing(300, _loss_alt(losses, [point.loss for point in held_out], chosen))
+    drawing = _Drawing(300, _loss_alt(losses, [p.loss for p in held_out], chosen))
     if not lines:
         return str(drawing)
-    axes = _Axes(
-        steps, 0.0, 1.05 * max(*losses, *(point.high for point in held_out), 1e-12), top=34
-    )
+    axes = _Axes(steps, 0.0, 1.05 * max(*losses, *(p.high for p in held_out), 1e-12), top=34)
     axes.draw(drawing)
     if chosen is not None:
         _chosen_line(drawing, axes, chosen)

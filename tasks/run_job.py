@@ -1,4 +1,4 @@
-"""Child processes that leave no orphan: a job with events and a log, and one that sockets connect.
+"""Child processes that leave no orphan: a job with events and a log, and a process behind sockets.
 
 A ConnectedProcess answers requests until its client ends; an encoder or a network runs in it, in an
 environment of its own.

@@ -395,11 +395,11 @@ class _SliceRun:
         return "READY"
 
     def _state(self) -> str | None:
-        """The slice's state; None without one. Raises Away for another training's."""
+        """The slice's state; None if there is no slice. Raises Away for another training's."""
         return self._owned(self.slice.describe(), DEAD_STATES)
 
     def _request(self) -> str | None:
-        """The state of the queued request; None without one. Raises as `_state`."""
+        """The state of the queued request; None without a request. Raises as `_state`."""
         if not self.slice.tpu.queued:
             return None
         return self._owned(self.slice.describe_request(), FAILED_REQUESTS)

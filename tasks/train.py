@@ -252,7 +252,7 @@ class Watch:
     chosen: dict[str, Any] = field(default_factory=dict)  # by train.best_checkpoint
 
     def __call__(self, event: Event) -> None:
-        """Call `_on_KIND`, if there is one, for an event of that kind."""
+        """Call `_on_KIND`, if it exists, for an event of that kind."""
         if (handler := getattr(self, f"_on_{event['event']}", None)) is not None:
             handler(event)
 

@@ -79,8 +79,8 @@ def setting(
     facts: dict[str, Any] = {"not_in_key": not_in_key, "in_key_with": in_key_with, "needs": needs}
     facts |= {"fixed_by_weights": fixed_by_weights, "plan": plan.split()}
     facts["aka"] = [aka] if isinstance(aka, str) else [*aka]
-    told = {name: fact for name, fact in facts.items() if fact}
-    return Field(default, json_schema_extra=told, **field)
+    stated = {name: fact for name, fact in facts.items() if fact}
+    return Field(default, json_schema_extra=stated, **field)
 
 
 def facts_of(field: FieldInfo) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class Section(BaseModel):
     @classmethod
     def names_with(cls, fact: str, word: str | None = None) -> set[str]:
         """The settings with a fact from `setting`; if the fact is a list, with this word in it."""
-        told = {name: facts_of(field).get(fact) for name, field in cls.model_fields.items()}
-        return {name for name, value in told.items() if value and (word is None or word in value)}
+        values = {name: facts_of(field).get(fact) for name, field in cls.model_fields.items()}
+        return {name for name, value in values.items() if value and (word is None or word in value)}
 
     def key_settings(self) -> dict[str, Any]:
         """The settings that affect the result of the section's stage, as JSON."""
@@ -163,7 +163,7 @@ class Section(BaseModel):
         """(dotted setting, what disables it) of each value that is not the default and is not used.
 
         Args:
-            recipe: the section that dotted names start from; None: this one.
+            recipe: the section that dotted names start from; None: this section.
             prefix: name of this section, with a dot.
         """
         recipe = recipe or self

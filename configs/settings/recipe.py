@@ -48,7 +48,7 @@ class Place(Section):
     """Work pool that evaluates; null: here."""
 
     def pools(self) -> dict[PlacedStage, str]:
-        """Stage -> POOL or POOL/QUEUE, of the stages that have one."""
+        """Stage -> POOL or POOL/QUEUE, for the stages that have a pool."""
         pools = {stage: getattr(self, stage) for stage in PLACED_STAGES}
         return {stage: pool for stage, pool in pools.items() if pool is not None}
 

@@ -403,13 +403,13 @@ class Train(Section):
         return self.model_copy(update={"steps": steps, "epochs": None})
 
     def micro_batch(self, ranks: int) -> int:
-        """Samples of a micro-batch on each of `ranks` processes; the last one may have fewer."""
+        """Samples of a micro-batch on each of `ranks` processes; the last may have fewer."""
         share = self.global_batch_size // ranks
         return min(self.micro_batch_size or share, share)
 
     @property
     def kept_best(self) -> int:
-        """Number of best checkpoints that are kept beside the newest ones."""
+        """Number of best checkpoints that are kept beside the newest."""
         return max(self.keep_best, int(self.best_checkpoint is not None))
 
     @property

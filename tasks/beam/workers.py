@@ -170,7 +170,7 @@ def _runner(options: Mapping[str, Any]) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path is `owner/name` of the Hugging Face hub, not an existing local one."""
+    """Whether a path is `owner/name` on the Hugging Face hub, not an existing local path."""
     named = "://" not in path and path.count("/") == 1 and path[:1] not in "./~"
     return named and not Path(path).exists()
 
@@ -297,7 +297,7 @@ def _relative(value: Any) -> Any:
 
 
 def _secret(value: Any, name: str = "") -> str | None:
-    """The dotted name of the first hidden setting; None without one."""
+    """The dotted name of the first hidden setting; None if no setting is hidden."""
     if isinstance(value, dict | list):
         rows = value.items() if isinstance(value, dict) else enumerate(value)
         inner = (_secret(item, f"{name}.{key}".lstrip(".")) for key, item in rows)
@@ -431,7 +431,7 @@ class WorkerReports:
             log.debug("reports of progress stay: %s", one_line(error))
 
     def flush(self) -> None:
-        """Write the report of this process now, if it has one."""
+        """Write the report of this process now, if it has a report."""
         if self._folder in _reports:
             _reports[self._folder][1].flush()
 

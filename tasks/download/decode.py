@@ -51,7 +51,7 @@ class PixelBudget:
     @contextmanager
     def reserve(self, pixels: int, limit: int) -> Iterator[None]:
         """Reserve `pixels`, at most `limit`, once the sum of all threads is within `limit`."""
-        with self._turn, self._changed:  # one turn after another: small ones do not overtake
+        with self._turn, self._changed:  # one turn after another: small pictures do not overtake
             self._changed.wait_for(lambda: self.pixels + pixels <= limit)
             self.pixels += pixels
         try:
@@ -86,7 +86,7 @@ SIZE_TYPES = {3: "H2x", 4: "I"}
 
 
 PNG = b"\x89PNG\r\n\x1a\n"
-#: A PNG's chunks of metadata, and what is in front of a zlib stream in one (PNG 1.2, section 4.2).
+#: A PNG's chunks of metadata, and what precedes a zlib stream in a chunk (PNG 1.2, section 4.2).
 METADATA = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 PACKED = re.compile(rb"(?:zTXt|iCCP)[^\0]*\0.|iTXt[^\0]*\0[^\0].[^\0]*\0[^\0]*\0", re.DOTALL)
 #: Bytes of the unpacked metadata of a picture. Pillow refuses a picture with a larger chunk, and
@@ -165,7 +165,7 @@ def bounded_metadata(body: bytes) -> bytes:
 
 
 def _unpacked_size(body: bytes, start: int, end: int, limit: int) -> int:
-    """Bytes of a chunk of metadata, from its kind to its checksum; unpacked ones up to `limit`."""
+    """Bytes of a chunk of metadata, from its kind to its checksum; if packed, up to `limit`."""
     packed = PACKED.match(body, start, end)
     if packed is None:
         return end - start

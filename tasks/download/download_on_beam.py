@@ -29,7 +29,7 @@ THREADS = 4
 MOST_DEFERRED = 8
 
 
-#: Run -> shards that this process has deferred since it last downloaded one.
+#: Run -> shards that this process has deferred since its last download of a shard.
 _in_a_row: Counter[str] = Counter()
 
 
@@ -77,7 +77,7 @@ def run_pipeline(
     options: Mapping[str, Any],
     progress: Callable[[int, int, str], None],
 ) -> list[Deferred]:
-    """Download every shard into the store and return the deferred ones.
+    """Download every shard into the store and return the deferred shards.
 
     Args:
         options: Beam pipeline options, from the recipe's `beam` section.

@@ -59,9 +59,9 @@ from tasks.download.rows import Row, absolute
 
 #: Bytes of the bodies that a process reads or keeps for decoding.
 BODIES = 2**28
-#: Files of a process beside its connections: of Python, Beam, the store and temporary files.
+#: Files of a process beside its connections: for Python, Beam, the store and temporary files.
 OTHER_FILES = 64
-#: Files of a connection: its socket, one of another address, and one that waits for its host.
+#: Files of a connection: its socket, a socket for another address, and its wait for the host.
 FILES = 3
 log = logging.getLogger("kiln")
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def _of_folder(folder: Path) -> tuple[HostLimits, RobotsCache]:
     return HostLimits(folder / "hosts.lock"), RobotsCache(folder / "robots.sqlite")
 
 
-#: Product token (RFC 9309) of this program, unless the recipe has one.
+#: Product token (RFC 9309) of this program, unless the recipe sets a token.
 TOKEN = "kilnworks"
 #: Seconds before a request that this machine had no descriptor for, say, is tried again.
 SHORTAGE_PAUSE = 0.5

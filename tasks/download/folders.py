@@ -70,7 +70,7 @@ Served = TypeVar("Served")
 
 
 def check_port(port: int) -> None:
-    """Raise Refused unless a server can listen on `port` of loopback; 0 selects a free one."""
+    """Raise Refused unless a server can listen on `port` of loopback; 0 selects a free port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _bind(lambda: probe.bind((LOOPBACK, port)), port)
@@ -214,7 +214,7 @@ def _ascending(places: Iterable[PictureLocation]) -> Iterator[tuple[str, list[in
 
 
 def _is_of_split(name: str, split: str) -> bool:
-    """Whether a file is of a split, by its name below the dataset's folder.
+    """Whether a file belongs to a split, by its name below the dataset's folder.
 
     As the hub writes them: <split>-00000-of-00001.parquet, or <split>/0000.parquet.
     """
@@ -381,7 +381,7 @@ def _tables(names: Iterable[str]) -> dict[str, list[ListedFile]]:
 
 
 def _captions(names: Sequence[str]) -> dict[str, str]:
-    """Pictures -> the text of their stem, or the only one whose stem differs by case alone."""
+    """Pictures -> the text of their stem, or the only text whose stem differs by case alone."""
     pictures = [name for name in names if _has(name, *PICTURES)]
     texts = {_stem(name): name for name in names if _has(name, CAPTION)}
     alike = defaultdict[str, list[str]](list)

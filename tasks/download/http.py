@@ -342,7 +342,7 @@ class SafeHttpClient:
         Args:
             room: memory for the body; it is reserved before the body is read.
             admit: admits each request, those after redirects too.
-            truncate: bytes of the body to read; a larger one is cut off instead of refused.
+            truncate: bytes of the body to read; a larger body is cut off instead of refused.
 
         Raises:
             FetchFailed: address or port is not permitted, a limit is exceeded or the request fails.

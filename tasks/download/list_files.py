@@ -174,7 +174,7 @@ def _beside(fs: AbstractFileSystem, paths: Sequence[str]) -> dict[str, dict[str,
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name below a folder is of a hidden file or a system's copy, or in their folder."""
+    """Whether a name below a folder is a hidden file's or a system's copy's, or in their folder."""
     return HIDDEN.search(name) is not None
 
 

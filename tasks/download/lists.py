@@ -74,7 +74,7 @@ def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, str]]:
 
 
 def json_rows(file: str) -> Iterator[dict[str, Any]]:
-    """The JSON object of each line; an empty one for a malformed line."""
+    """The JSON object of each line; an empty object for a malformed line."""
     with _open_text(file) as stream:
         yield from (_json_object(line) for line in _lines(stream) if line.strip())
 
@@ -93,7 +93,7 @@ def json_lines(file: str) -> Iterator[dict[str, str]]:
 
 
 def text_rows(file: str) -> Iterator[dict[str, str]]:
-    """The URL of each line that is not blank; an empty one for a line that is too long."""
+    """The URL of each line that is not blank; empty for a line that is too long."""
     with _open_text(file) as stream:
         for line in _lines(stream):
             if url := line.strip(BLANK):
@@ -131,10 +131,10 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
 
 
 def _fields(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
-    """Fields of each record; one empty field of a malformed line.
+    """Fields of each record; one empty field for a malformed line.
 
     A malformed line may have an open quote, which takes the lines behind it. These are read again,
-    one by one: an open quote of theirs would take the same lines, and end like the first one. Each
+    one by one: an open quote of theirs would take the same lines, and end like the first. Each
     line is thus read three times at most.
     """
     again: list[str] = []
@@ -147,7 +147,7 @@ def _fields(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
                 yield values
             return
         except csv.Error:
-            # The last line may begin a record of its own, since it ended the other one.
+            # The last line may begin a record of its own, since it ended the other record.
             yield from (_fields_of(line, delimiter) for line in taken[:-1] or taken)
             again = taken[1:][-1:]
 
@@ -316,7 +316,7 @@ def _batches(
 
 @contextmanager
 def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
-    """DuckDB, and the path by which it opens `file`, also a remote one or one with wildcards."""
+    """DuckDB, and the path by which it opens `file`, also a remote file or a pattern."""
     fs, path = located(file)
     with _cursor() as db:
         if "file" in fs.protocol and not set("*?[") & set(path):
@@ -349,7 +349,7 @@ def _cursor() -> Iterator[duckdb.DuckDBPyConnection]:
 
 @cache
 def _database() -> duckdb.DuckDBPyConnection:
-    """The database of this process, which has no tables: opening one takes 20 ms."""
+    """The database of this process, which has no tables: opening a database takes 20 ms."""
 
     database = duckdb.connect(config={"memory_limit": MEMORY})
     database.execute("set global timezone = 'UTC'")  # times have one text on all machines
@@ -726,7 +726,7 @@ class Source(Protocol):
         return iter(())
 
     def open(self) -> AbstractContextManager[ServedAt]:
-        """Make the rows' URLs reachable, by a local server if one is needed. Raises Refused."""
+        """Make the rows' URLs reachable, by a local server if they need it. Raises Refused."""
         return nullcontext(ServedAt())
 
 

@@ -209,7 +209,7 @@ class Rules:
 
 
 class RobotsCache:
-    """The robots.txt of origins, in a SQLite file; without one it keeps nothing."""
+    """The robots.txt of origins, in a SQLite file; without a file it keeps nothing."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -302,7 +302,7 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
 
 
 def host_of(url: str, base_url: str | None = None) -> str:
-    """Host and port of a URL, joined to `base_url` if there is one; empty for an invalid one."""
+    """Host and port of a URL, joined to `base_url` if there is any; empty for an invalid URL."""
     try:
         return urllib.parse.urlsplit(absolute(url, base_url)).netloc.rpartition("@")[2].lower()
     except ValueError:

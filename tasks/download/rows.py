@@ -94,7 +94,7 @@ def literal(text: str) -> str:
 
 
 def absolute(url: str, base_url: str | None) -> str:
-    """A listed URL, joined to `base_url` if there is one. Raises ValueError if it is invalid."""
+    """A listed URL, joined to `base_url` if there is any. Raises ValueError if it is invalid."""
     return url if base_url is None else urllib.parse.urljoin(f"{base_url.rstrip('/')}/", url)
 
 

@@ -38,7 +38,7 @@ from tasks.download.statistics import shard_statistics
 class ResizedPictures:
     """Pictures by the numbers of their rows, in one file; a file of each costs half a millisecond.
 
-    Any thread may add one.
+    Any thread may add a picture.
     """
 
     def __init__(self, file: Path) -> None:
@@ -54,7 +54,7 @@ class ResizedPictures:
             self._file.close()
 
     def add(self, row: int, picture: bytes) -> None:
-        """Append the picture of a row, instead of an earlier one.
+        """Append the picture of a row, instead of an earlier picture.
 
         Raises:
             OSError: the disk is full.
@@ -286,7 +286,7 @@ def _place(file: str | None, row: int | None) -> str:
 
 
 def _copied(picture: bytes | None, sha256: str, scratch: Path, number: int) -> str:
-    """The copy of an embedded picture, which must be the planned one."""
+    """The copy of an embedded picture, which must be the planned picture."""
     if picture is None or digest_bytes(picture) != sha256:
         raise Refused("source: it changed while it was being read: run again")
     file = scratch / f"source-{number}"
@@ -305,7 +305,7 @@ def _download_rows(
     Beside them the seconds and the fetched bytes of every row.
 
     Args:
-        earlier: outcomes of all rows at an earlier download; empty for the first one.
+        earlier: outcomes of all rows at an earlier download; empty for the first download.
     """
     downloader = RowDownloader(context.settings, context.served_at)
     in_flight = asyncio.Semaphore(ROWS_PER_CONNECTION * context.settings.max_connections)

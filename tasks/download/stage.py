@@ -268,8 +268,8 @@ def _data_panels(summary: dict[str, Any]) -> list[Panel]:
 
 def _captions(data: dict[str, Any]) -> dict[str, str]:
     """How many captions are missing or no UTF-8; nothing if none is."""
-    told = {"uncaptioned": "pictures without a caption", "illegible": "captions that are no UTF-8"}
-    counts = {text: data.get(what, {"rows": 0})["rows"] for what, text in told.items()}
+    texts = {"uncaptioned": "pictures without a caption", "illegible": "captions that are no UTF-8"}
+    counts = {text: data.get(what, {"rows": 0})["rows"] for what, text in texts.items()}
     return {text: f"{rows:,}" for text, rows in counts.items() if rows}
 
 

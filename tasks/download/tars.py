@@ -176,7 +176,7 @@ def members(stream: IO[bytes]) -> Iterator[Member]:
 
 
 def _member(stream: IO[bytes], offset: int, end: int) -> tuple[Member | None, int]:
-    """The member whose first header is at `offset`, and where the next one begins.
+    """The member whose first header is at `offset`, and where the next member begins.
 
     It is None at the end of the archive. Raises ValueError.
     """
@@ -235,7 +235,7 @@ def _behind_sparse_headers(stream: IO[bytes], start: int, is_extended: int) -> i
 
 
 def _extended(kind: bytes, data: bytes) -> dict[str, str]:
-    """The values of an extended header: of GNU's long names, or of pax records (POSIX.1-2001)."""
+    """The values of an extended header: GNU's long names, or pax records (POSIX.1-2001)."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return {"path": data.partition(b"\0")[0].decode(errors="surrogateescape")}
     data = data.rstrip(b"\0")

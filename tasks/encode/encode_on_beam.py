@@ -37,7 +37,7 @@ class EncodeShard(beam.DoFn):
     """Commits the latent shard of each element, unless the store has it intact.
 
     Args:
-        store_url: of the store.
+        store_url: URL of the store.
         reports: folder of the workers' reports.
         plan: encoders and settings.
         processes: encoder processes per machine, see encoder_devices.
@@ -122,7 +122,7 @@ def encode_shards(
 
     Several flows may call it for the same shards: each encodes those that nobody else does.
 
-    Raises Refused; Damaged if an image shard is not the committed one; LockLost.
+    Raises Refused; Damaged if an image shard differs from the committed shard; LockLost.
     """
     sizes = {task.key: task.samples for task in tasks}
     watch = ShardProgress(store, dofn.reports, sizes, progress, unit="pictures")

@@ -142,7 +142,7 @@ class EncoderProcess:
 
     Attributes:
         slots: functions that encode a shard each, as `encode_tar`. One thread may
-            call one at a time. They raise Failed if the shard could not be encoded, and
+            call a slot at a time. They raise Failed if the shard could not be encoded, and
             ProcessLost if the process has ended.
     """
 

@@ -164,7 +164,7 @@ class ShardEncoder:
 
     Args:
         encoder: the encoders on the device.
-        settings: of the transform.
+        settings: those of the transform.
         batch_size: pictures per forward pass.
         decoders: threads that decode pictures.
         embeds: whether shards have embeddings of captions, besides their token ids.
@@ -193,10 +193,10 @@ class ShardEncoder:
         """Encode samples to a latent shard at `path`; return the shard's facts. Thread-safe.
 
         The facts are {"groups": {group: samples}, "bad": n, "bad_reasons": {reason: n}, "captions":
-        distinct captions, "uncaptioned": samples without one, "caption_tokens": {lowest length of
-        the bin: n}, "cut": {text encoder: captions above its limit}, "truncated": that of the last
-        encoder}. Where lengths vary, "longest" is the largest number of rows of a caption's
-        embeddings.
+        distinct captions, "uncaptioned": samples without a caption, "caption_tokens": {lowest
+        length of the bin: n}, "cut": {text encoder: captions above its limit}, "truncated": that of
+        the last encoder}. Where lengths vary, "longest" is the largest number of rows of a
+        caption's embeddings.
 
         On one machine, a shard always has the same bytes.
 
@@ -263,7 +263,7 @@ def _encode_batch(
 ) -> Iterator[tuple[int, _Encoded]]:
     """(position in the shard, sample) of every picture with finite moments.
 
-    The plain variants are encoded first, then the mirrored ones in a batch of their own.
+    The plain variants are encoded first, then the mirrored variants in a batch of their own.
     """
     by_position: dict[int, list[LatentSample | None]] = defaultdict(list)
     for variant, pixels in enumerate(batch.pixels):
@@ -297,7 +297,7 @@ def _encode_variant(
     masks = [
         np.stack(
             [
-                # A mirrored picture has masks of its own, not mirrored ones.
+                # A mirrored picture has masks of its own, not mirrored masks.
                 draw_mask(settings.seed, p.sha256, variant * settings.masks + k, t.target_size)
                 for p, t in zip(pictures, transformed, strict=True)
             ]
@@ -329,7 +329,7 @@ def _encode_variant(
 
 
 def _distinct(samples: list[_Encoded]) -> list[str]:
-    """The distinct captions, the empty one first."""
+    """The distinct captions, the empty caption first."""
     return list(dict.fromkeys(["", *(c for sample in samples for c in sample.captions)]))
 
 

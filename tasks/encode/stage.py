@@ -103,7 +103,7 @@ class EncodeStage(Stage):
         Several flows may do so at once: each shard is encoded by one of them.
 
         Args:
-            reports: folder of the workers' reports, of this flow alone.
+            reports: folder of the workers' reports, for this flow alone.
 
         Raises:
             Refused: the model or the settings are invalid; nothing was encoded.
@@ -193,7 +193,7 @@ def summarise(shards: list[Shard], factor: int, limits: dict[str, int]) -> dict[
 
     Args:
         factor: pixels per latent pixel.
-        limits: tokens of a caption that each text encoder reads; the last one's is the longest.
+        limits: tokens of a caption that each text encoder reads; the last encoder's is the longest.
     """
     groups: Counter[str] = Counter()
     buckets: Counter[str] = Counter()

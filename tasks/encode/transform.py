@@ -204,7 +204,7 @@ def transform(
 
     Args:
         data: encoded picture.
-        sha256: of the downloaded picture; it selects the split and the random crop.
+        sha256: that of the downloaded picture; it selects the split and the random crop.
         meta: metadata of the image shard.
         buckets: sizes of `bucket_sizes`.
 

@@ -76,7 +76,7 @@ class EvalModel:
     evaluated: Mapping[str, Any] = field(default_factory=dict)  # `evaluate` of its recipe.yaml
 
     def part(self, name: str) -> Path:
-        """The folder of a part: the trained one if there is one, else the pipeline's."""
+        """The folder of a part: the trained part's if there is any, else the pipeline's."""
         return self.weights.parts.get(name, self.base.part(name))
 
     @property
@@ -218,7 +218,7 @@ def digest_pipeline(base: Base) -> str:
 
 
 def digest_eval_model(base: Base, weights: Any) -> str:
-    """sha256 of all content that affects a model's pictures; `weights` identifies trained ones."""
+    """sha256 of all that affects a model's pictures; `weights` identifies trained weights."""
     vae = None if base.vae_folder is None else digest_model(base.vae_folder)
     return digest_json({"pipeline": digest_pipeline(base), "vae": vae, "tuned": weights})
 

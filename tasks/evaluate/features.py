@@ -196,7 +196,7 @@ class Clip:
 
     Args:
         folder: local `transformers` folder that holds all three.
-        device: torch device; "auto" selects the best one. Gaudi ("hpu") falls back to "auto".
+        device: torch device; "auto" selects the best device. Gaudi ("hpu") falls back to "auto".
         setting: named in errors.
 
     Raises:
@@ -404,7 +404,7 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 def _device(name: str) -> Any:
     """The torch device of a name.
 
-    One process owns a Gaudi. The sampling processes need it, so this one must not open it.
+    One process owns a Gaudi. The sampling processes need it, so this process must not open it.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -446,7 +446,7 @@ Split = Literal["holdout", "train"]
 
 @dataclass(frozen=True)
 class ReferenceFeatures:
-    """The features of one encoder, and which pictures they are of."""
+    """The features by one encoder, and which pictures they belong to."""
 
     features: Float32  # [M, D]
     pictures: tuple[tuple[str, str], ...]  # (path of the tar in the images artifact, sample key)
@@ -470,7 +470,7 @@ def reference_features(
 ) -> dict[str, ReferenceFeatures]:
     """Features by each encoder, in the order of the pictures.
 
-    Stored ones are reused; one pass over the pictures computes the others.
+    Stored features are reused; one pass over the pictures computes the others.
 
     Args:
         facts: all that selects and transforms the pictures, for the key.

@@ -81,9 +81,9 @@ class MetricSuite:
     """The metrics of an evaluation, with the references that comparable measurements share."""
 
     sets: PromptSets
-    compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out ones
+    compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out pictures
     judges: Mapping[str, Judge]  # by metric name
-    resampling: Resampling  # of held-out samples; that of drawn pictures has their prompts
+    resampling: Resampling  # for held-out samples; that for drawn pictures has their prompts
     encoders: Mapping[str, ImageEncoder]
     text_features: Float32  # [N, D] of CLIP, one row per picture
     held_out: References
@@ -174,8 +174,8 @@ class MetricSuite:
                 for name, batch in judged.items():
                     scores[name].append(batch)
             start += len(pictures)
-            told = f"{start:,} of {len(prompts):,} pictures of the {model} measured"
-            progress(start, len(prompts), told)
+            words = f"{start:,} of {len(prompts):,} pictures of the {model} measured"
+            progress(start, len(prompts), words)
         by_encoder = {name: np.concatenate(rows) for name, rows in features.items()}
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
 

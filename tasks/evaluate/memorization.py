@@ -112,7 +112,7 @@ def copies_table(facts: Mapping[str, Any], shares: Mapping[str, Any]) -> list[di
 
 
 def _counted(facts: Mapping[str, Any], name: str) -> str:
-    """The held-out pictures that count as copies, of all; a dash if there are none."""
+    """The held-out pictures that count as copies, out of all; a dash if there are none."""
     if name not in facts.get("held_out", {}):
         return "—"
     count = facts["held_out_pictures"]

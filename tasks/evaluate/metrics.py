@@ -74,7 +74,7 @@ def metric_rows(
 
 
 def with_interval(metric: Metric | None) -> str:
-    """A metric and its interval, if there is one, as text; a dash if it was not measured."""
+    """A metric and its interval, if there is any, as text; a dash if it was not measured."""
     if metric is None:
         return "—"
     if metric["ci"] is None:
@@ -153,7 +153,7 @@ def holdout_losses(losses: NDArray[np.float64], resampling: Resampling) -> dict[
 
 CLIP_SCORE = "clip_score"
 CMMD = "cmmd"
-#: Distances need this many pictures of a model, and as many held-out ones.
+#: Distances need this many pictures of a model, and as many held-out pictures.
 LEAST_COMPARED = 2
 #: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
 LOWER_IS_BETTER = (
@@ -216,7 +216,7 @@ def by_set(metric: str, sets: Iterable[str]) -> list[str]:
 
 
 def compared_sets(settings: Evaluate) -> tuple[str, ...]:
-    """Names of the prompt sets whose pictures are compared with held-out ones."""
+    """Names of the prompt sets whose pictures are compared with held-out pictures."""
     return tuple(name for name, listed in settings.prompts.items() if listed.compare)
 
 

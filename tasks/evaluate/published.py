@@ -130,7 +130,7 @@ def _trained_texts(base: Base) -> dict[str, Path]:
 
 
 def _section(folder: Path, name: str) -> dict[str, Any]:
-    """A section of a published folder's recipe; empty without one."""
+    """A section of a published folder's recipe; empty without a recipe."""
     try:
         recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -40,7 +40,7 @@ def reference_pictures(
         factor: sides are multiples of this many pixels.
 
     Raises:
-        Damaged: a tar has another sha256 than the committed one.
+        Damaged: a tar has another sha256 than was committed.
     """
     if split == "holdout" and settings.holdout == 0:
         return  # there is none, so no tar need be searched

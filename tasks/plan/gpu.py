@@ -215,7 +215,7 @@ class Planner:
 
 
 def with_train(train: Train, settings: dict[str, Any]) -> Train:
-    """The settings with others; names of nested ones are dotted."""
+    """The settings with others; names of nested settings are dotted."""
     for name, value in settings.items():
         section, _, nested = name.rpartition(".")
         if section:
@@ -225,7 +225,7 @@ def with_train(train: Train, settings: dict[str, Any]) -> Train:
 
 
 def micro_batch(settings: Train) -> tuple[int, bool]:
-    """Samples per micro-batch and GPU, and whether gradients exist before the last one.
+    """Samples per micro-batch and GPU, and whether gradients exist before the last micro-batch.
 
     DistributedDataParallel keeps its buckets of gradients, too.
     """
@@ -615,7 +615,7 @@ def read_table() -> Mapping[str, RecipeMemory]:
 
 
 def memory_of(recipe: Recipe) -> RecipeMemory | None:
-    """The plan of a recipe with the settings of a shipped one; None if there is none."""
+    """The plan of a recipe with the settings of a shipped recipe; None if there is none."""
     shipped = None if recipe.runtime != "torch" else read_table().get(digest_settings(recipe))
     return shipped and replace(shipped, product_dtype=recipe.train.product_dtype)
 

@@ -153,8 +153,8 @@ def cache_key(
     """A digest of a request, the contents of its folders' configs and the package versions.
 
     Args:
-        version: of the planner.
-        versions: of the packages that affect the plan.
+        version: the planner's version.
+        versions: those of the packages that affect the plan.
     """
     there = [folder for folder in (request.model, request.vae) if folder is not None]
     settings = {**asdict(request), "model": None, "vae": None}
@@ -214,9 +214,9 @@ def estimate_disk(
     """The disk that a run needs in its store.
 
     Args:
-        rows: of the source.
+        rows: the number of rows in the source.
         stages: those that the run builds.
-        trials: of a sweep, the recipes that are trained and measured; one of them is published.
+        trials: the recipes of a sweep that are trained and measured; the best is published.
 
     Raises:
         Refused: the base's configs are invalid, or a prompt file cannot be read.
@@ -250,7 +250,7 @@ def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> i
     """Bytes of the checkpoints, also of the one in progress, of trained weights and samples.
 
     Args:
-        sampled: bytes of the samples of one step.
+        sampled: bytes of the samples at one step.
     """
     settings = settings.with_steps(rows)
     moments = int(MOMENTS[settings.optimizer] * trained)

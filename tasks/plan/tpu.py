@@ -61,7 +61,7 @@ class Size:
         return self.share * self.where.hosts
 
     def with_per_chip(self, count: int) -> Size:
-        """The batch with `count` samples per chip and forward pass, enlarged to one if smaller."""
+        """The batch with `count` samples per chip and forward pass, enlarged to 1 if smaller."""
         micro = count * self.where.chips // self.where.hosts
         return replace(self, micro_batch_size=micro, share=max(self.share, micro))
 
@@ -198,7 +198,7 @@ def _largest(measure: Callable[[Size], StepCost], start: Size) -> Size | None:
     fitting = 0
     failing = 0
     guess = start.per_chip
-    before = (0, 0)  # next batch per chip; the previous one and its bytes
+    before = (0, 0)  # next batch per chip; the previous batch and its bytes
     while True:
         plan = measure(start.with_per_chip(guess))
         if _fits(plan, start.where):

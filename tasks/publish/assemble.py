@@ -1,6 +1,6 @@
 """Assemble what is published: a diffusers folder, or adapters in two layouts.
 
-A pipeline folder has the base's parts and the trained ones. LoRA adapters are in diffusers' format
+A pipeline folder has the base's parts and the trained parts. LoRA adapters are in diffusers' format
 and in the layout of kohya's sd-scripts.
 """
 
@@ -123,7 +123,7 @@ def _copy_part(source: Path, target: Path, dtype: str, merging: _Merging) -> Non
 
 
 def _forget_origin(path: Path) -> None:
-    """Take local paths of another machine, or of this one, out of a config."""
+    """Take local paths of this or another machine out of a config."""
     config = json.loads(path.read_text(encoding="utf-8"))
     kept = {name: value for name, value in config.items() if name not in ORIGIN}
     if kept != config:
@@ -152,7 +152,7 @@ def _load_as_float32(path: Path) -> None:
 
 
 def model_parts(base: Base) -> list[Path]:
-    """The folders of a pipeline's parts that are models; one that is missing counts."""
+    """The folders of a pipeline's parts that are models; a missing folder counts."""
     entries = base.index.items()
     parts = [base.part(p) for p, s in entries if isinstance(s, list) and s[0] is not None]
     return [part for part in parts if _wants_weights(part)]

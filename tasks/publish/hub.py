@@ -45,7 +45,7 @@ def check_key(key: str) -> None:
 
 
 def check_login(*, needed: bool) -> Iterator[Finding]:
-    """Whether the hub knows the token, if there is one.
+    """Whether the hub knows the token, if there is any.
 
     Args:
         needed: whether a model is pushed there. A token is then required.

@@ -166,7 +166,7 @@ def license_of(settings: Publish, base: Path) -> str:
 
 
 def shown_license(settings: Publish, base: Path) -> str:
-    """`license_of` for people: the name in place of `other`, where the base's card has one."""
+    """`license_of` for people: the name in place of `other`, where the base's card has it."""
     short = license_of(settings, base)
     card = base_card(base)
     named = short == UNKNOWN_LICENSE == card.get("license")
@@ -294,9 +294,7 @@ def _guidance(settings: Evaluate, family: Family | None) -> dict[str, Any]:
         arguments = family.pipeline_arguments(None, arguments, count=1)
     if settings.true_cfg_scale > 1:
         arguments |= {"true_cfg_scale": settings.true_cfg_scale, "negative_prompt": ""}
-    first = {
-        name: value[0] if isinstance(value, list) else value for name, value in arguments.items()
-    }
+    first = {n: v[0] if isinstance(v, list) else v for n, v in arguments.items()}
     return {name: value for name, value in first.items() if value is not None}
 
 

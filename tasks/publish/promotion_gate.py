@@ -149,7 +149,7 @@ def judge(rules: Sequence[str], models: Models, *, champion: bool = False) -> li
     """One verdict per rule on the tuned model's metrics.
 
     Args:
-        champion: whether a champion exists. Without one, rules against it pass. With one, they
+        champion: whether a champion exists. If not, rules against it pass. If so, they
             fail if the champion has no comparable value.
     """
     return [_judge_one(parse_rule(text), models, champion) for text in rules]
@@ -187,11 +187,9 @@ def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Inte
             interval = difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
         except ValueError:
             return None, "no interval: of different pictures"
-    return (
-        (interval, "")
-        if all(map(math.isfinite, interval))
-        else (None, "no interval: of one sample")
-    )
+    if all(map(math.isfinite, interval)):
+        return interval, ""
+    return None, "no interval: of one sample"
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -214,10 +212,8 @@ def failure(verdict: Verdict) -> str:
         return f"{verdict.rule} ({verdict.note})"
     decided = ""
     if parse_rule(verdict.rule).level is not None:
-        interval = verdict.interval
-        decided = (
-            f", {verdict.note}" if interval is None else f", value - bound in {_shown(interval)}"
-        )
+        ends = verdict.interval
+        decided = f", {verdict.note}" if ends is None else f", value - bound in {_shown(ends)}"
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

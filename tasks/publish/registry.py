@@ -240,7 +240,7 @@ class Registry:
         return [(name, fault) for name, fault in self._manifests() if isinstance(fault, str)]
 
     def champion(self) -> Version | None:
-        """The champion; None without one. Raises Refused if it is damaged."""
+        """The champion; None if there is none. Raises Refused if it is damaged."""
         name = last(self.history())
         if name is None:
             return None
@@ -309,7 +309,7 @@ class Registry:
         """Restore the previous champion; repeated calls go back to the oldest that is kept.
 
         Raises:
-            Refused: there is no champion or no earlier one.
+            Refused: there is no champion or no earlier champion.
         """
 
         def earlier(moves: Moves) -> Version:
@@ -410,7 +410,7 @@ class Registry:
         return self._champions.moves()
 
     def _published(self, artifact: Artifact) -> Version | None:
-        """The newest version of an artifact; None if there is none, or only damaged ones."""
+        """The newest version of an artifact; None if all are damaged, or there is none."""
         for name in reversed(self._version_names()):
             version = self._version(name)
             if version is None or version.manifest["key"] != artifact.key:
@@ -427,7 +427,7 @@ class Registry:
         return Version(name, self.url(name), manifest) if isinstance(manifest, dict) else None
 
     def _manifest(self, name: str) -> dict[str, Any] | str | None:
-        """Manifest of a version, or its fault; None without one."""
+        """Manifest of a version, or its fault; None without a manifest."""
         try:
             return read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
         except ValueError as error:
@@ -462,7 +462,7 @@ class Registry:
         return Version(name, self.url(name), manifest)
 
     def _add_report(self, artifact: Artifact, name: str, lock: Lock) -> None:
-        """Copy the artifact's report, unless it has none or the version has one."""
+        """Copy the artifact's report, unless it has none or the version has a report."""
         path = f"{self.root}/{name}/{REPORT}"
         if artifact.store.fs.exists(f"{artifact.path}/{REPORT}") and not self.fs.exists(path):
             write_atomic(self.fs, path, artifact.read(REPORT), lock.check)

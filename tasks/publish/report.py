@@ -62,12 +62,10 @@ def champion_evaluation(
         return again
     parents = champion.manifest["run"].get("parents", {}) if champion else {}
     parent = parents.get("evaluation")
-    evaluation = published.store.load(parent["stage"], parent["key"]) if parent else None
-    if evaluation is None or evaluation.summary.get("fingerprint") != evaluated.summary.get(
-        "fingerprint"
-    ):
+    theirs = published.store.load(parent["stage"], parent["key"]) if parent else None
+    if theirs is None or theirs.summary.get("fingerprint") != evaluated.summary.get("fingerprint"):
         return None
-    return None if evaluation.key == evaluated.key else evaluation
+    return None if theirs.key == evaluated.key else theirs
 
 
 def _verdict(rules: int, published: Artifact) -> dict[str, str]:

@@ -408,14 +408,12 @@ def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
 
 def _license_digests(base: Path) -> dict[str, str]:
     """The licence files' part of the key; empty without files."""
-    digests = {
-        path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)
-    }
-    return {"license_files": digest_json(digests)} if digests else {}
+    texts = {path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)}
+    return {"license_files": digest_json(texts)} if texts else {}
 
 
 def read_metrics(artifact: Artifact) -> dict[str, Any]:
-    """Content of metrics.json, with the champion's metrics if it was compared; {} without one."""
+    """Content of metrics.json, with the champion's metrics if it was compared; else {}."""
     has_metrics = any(file.path == METRICS for file in artifact.files)
     return dict(json.loads(artifact.read(METRICS))) if has_metrics else {}
 

@@ -52,7 +52,7 @@ class Champion:
 
 
 def find_champion(registry: Registry, store: Store) -> Champion | None:
-    """The champion of a model, by its registry; None without one.
+    """The champion of a model, by its registry; None if there is none.
 
     Raises:
         Refused: the store lacks an artifact that it was made of.
@@ -97,7 +97,7 @@ def check_held_out(
     if not continues and not needs_champion(recipe.publish.gate):
         return
     held_out = _held_out(store, champion)
-    if recipe.encode.holdout > held_out:  # a lower share is a part of a higher one
+    if recipe.encode.holdout > held_out:  # a lower share is a part of a higher share
         base = "set retrain.start: base and " if continues else ""
         raise Refused(
             f"encode.holdout: {recipe.encode.holdout:g} holds out pictures that the champion was "

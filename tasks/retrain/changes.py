@@ -35,7 +35,7 @@ class Changes:
     rows: int
     new_rows: int
     removed_rows: int = 0
-    rows_to_fetch: int = 0  # new ones, and those of shards that lost a row
+    rows_to_fetch: int = 0  # new rows, and those of shards that lost a row
     kept_shards: int = 0
     new_shards: int = 0
 
@@ -65,8 +65,8 @@ def plan_changes(
     """The shards to train on, and what changed since the champion.
 
     The order of rows does not matter. New rows are cut into shards of their own, so that no old row
-    is fetched or encoded again, except for the other rows of a shard that lost one. A repetition of
-    an old row may count as new.
+    is fetched or encoded again, except for the other rows of a shard that lost a row. A repetition
+    of an old row may count as new.
 
     Args:
         plan: the source's rows as they would be cut for a first training.

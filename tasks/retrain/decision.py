@@ -187,7 +187,7 @@ def _champions_metrics(
 
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
-    """The verdict on a rejected model; None on a published one."""
+    """The verdict on a rejected model; None for a published model."""
     if rejection_artifact.STAGE not in report:
         return None
     return store.load(rejection_artifact.STAGE, report[rejection_artifact.STAGE]["key"])

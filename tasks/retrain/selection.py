@@ -1,7 +1,7 @@
 """Select the samples of a retraining, and cut their latent shards.
 
 A cut shard has some training samples of another, with their captions, as a shard of its own. The
-selected samples are the new ones, and a replay of the champion's.
+selected samples are the new samples, and a replay of the champion's.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cut_shard(
 
 
 def _choose(groups: Mapping[str, int], count: int, seed: str) -> dict[str, list[int]]:
-    """`train/<h>x<w>` -> rows of `count` samples in reading order, of all sizes alike."""
+    """`train/<h>x<w>` -> rows of `count` samples in reading order, from all sizes alike."""
     training = [(g, row) for g, n in groups.items() if g.startswith("train/") for row in range(n)]
     chosen: dict[str, list[int]] = {}
     for group, row in sorted(sorted(training, key=lambda at: digest_json([seed, *at]))[:count]):
@@ -126,7 +126,7 @@ log = logging.getLogger("kiln")
 
 @dataclass(frozen=True)
 class SelectionStage(Stage):
-    """New samples and a replay of old ones, as latent shards."""
+    """New samples and a replay of old samples, as latent shards."""
 
     recipe: Recipe
     latents: Artifact  # of all rows of the source
@@ -155,7 +155,7 @@ class SelectionStage(Stage):
     def build(self, draft: Draft, progress: object) -> dict[str, Any]:
         """Add the new shards, and old samples up to the share `retrain.replay`, to the draft.
 
-        The old ones are whole shards, and a part of one more, without its held-out samples.
+        The old samples are whole shards, and a part of one more, without its held-out samples.
 
         Returns the summary: samples by group, shards, and `new` and `replayed` training samples.
         """
