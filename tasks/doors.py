@@ -27,7 +27,7 @@ from configs.settings.recipe import (
 )
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
-from runtimes.hosts.host import host_memory, usable_gpus
+from runtimes.host import host_memory, usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu

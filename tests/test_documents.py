@@ -261,8 +261,8 @@ def test_python_of_documents_uses_names_that_exist(document: str) -> None:
 @pytest.mark.parametrize(
     ("source", "unknown"),
     [
-        ("from demo import digits\ndigits.caption", "demo.digits.caption"),
-        ("from demo.digits import caption", "demo.digits.caption"),
+        ("from demo import dataset\ndataset.caption", "demo.dataset.caption"),
+        ("from demo.dataset import caption", "demo.dataset.caption"),
         ("from demo import digit", "demo.digit"),
     ],
 )

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -455,3 +456,18 @@ class WorkerReports:
 def _stamp(entry: Entry) -> tuple[Any, ...]:
     """What changes when a report is written again: its list of shards grows."""
     return (entry["size"],)
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Discard records of the root logger during the block."""
+    root = logging.getLogger()
+    silence = logging.NullHandler()
+    nothing = logging.Filter("no logger of this name")
+    root.addHandler(silence)  # otherwise logging would install a default handler
+    root.addFilter(nothing)
+    try:
+        yield
+    finally:
+        root.removeFilter(nothing)
+        root.removeHandler(silence)

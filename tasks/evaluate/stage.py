@@ -25,7 +25,13 @@ from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, t
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
 from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.judges import check_prompts, check_sides, judge_names
-from tasks.evaluate.measure import Measured, MetricSuite, memorization_facts, memory_released
+from tasks.evaluate.measure import (
+    Measured,
+    MetricSuite,
+    find_pictures,
+    memorization_facts,
+    memory_released,
+)
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metrics import (
     LOWER_IS_BETTER,
@@ -40,7 +46,6 @@ from tasks.evaluate.metrics import (
     slices_by_set,
     with_ranges,
 )
-from tasks.evaluate.reference_pictures import find_pictures
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress

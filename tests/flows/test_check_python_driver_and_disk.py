@@ -10,8 +10,8 @@ import pytest
 
 from configs.findings import Check, Finding, collect
 from flows import doctor
-from runtimes.hosts import host
-from runtimes.hosts.host import find_c_compiler
+from runtimes import host
+from runtimes.host import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
 from tasks.plan.gpu import shipped_plans
 
