@@ -55,6 +55,7 @@ from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, shipped_plans
 from tasks.progress import gib
+from tasks.publish.hub import check_login
 from tasks.stage import package_versions
 
 PYTHONS = ("3.11", "3.12")
@@ -214,7 +215,7 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     found = _facts(probes, installed, server)
     checks = _machine_checks(probes, installed, recipe)
     if recipe is not None:
-        checks += checks_of(Doors(recipe, fetch=False, words=arguments))
+        checks += recipe_checks(recipe, arguments)
     findings += collect(checks)
     problems = [finding.words for finding in findings if finding.level == "problem"]
     if as_json:
@@ -222,6 +223,16 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     else:
         _print(found, findings)
     return not problems
+
+
+def recipe_checks(recipe: Recipe, arguments: Sequence[str]) -> Iterator[Check]:
+    """The checks that a run makes, and that of the hub's login.
+
+    A run may have its token in a block of Prefect, and publishes the model without it.
+    """
+    yield from checks_of(Doors(recipe, fetch=False, words=arguments))
+    login = partial(check_login, needed=recipe.publish.hub is not None)
+    yield Check("hub login", login, remote=True)
 
 
 def _facts(probes: dict[str, Probe], installed: dict[str, str], server: str) -> dict[str, Any]:

@@ -429,7 +429,7 @@ class Builder(ABC):
             before: as of `send`; None: it is built here.
 
         Raises:
-            Failed, Failed: as `build_or_reuse` and the stage's `check`.
+            Failed: as `build_or_reuse` and the stage's `check`.
         """
         parts = stage.parts
         progress = self.begin(parts)

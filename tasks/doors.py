@@ -14,7 +14,7 @@ from functools import partial
 
 from artifacts.errors import classify
 from artifacts.store import Store
-from configs.errors import Away, Refused, naming
+from configs.errors import Away, Refused, UserError, naming
 from configs.findings import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.data import Source
@@ -45,7 +45,7 @@ from tasks.evaluate.metrics import metric_names, sample_metrics
 from tasks.open_models import Models
 from tasks.plan.gpu import check_fits, memory_of
 from tasks.publish import stage as publish
-from tasks.publish.hub import check_key, check_login
+from tasks.publish.hub import check_key
 from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
 from tasks.train import warn_of_warmup
 
@@ -89,9 +89,6 @@ class Doors:
         """Store, registry, source, work pools and Beam's workers."""
         recipe = self.recipe
         yield Check("store", self._stores)
-        if publish.STAGE in self.built:
-            login = partial(check_login, needed=recipe.publish.hub is not None)
-            yield Check("hub login", login, remote=True)
         yield Check("work pools", partial(check_places, recipe, self.built))
         if "download" in self.built:  # a work pool that is sent to may not reach the source
             yield Check("source", self._source, remote=_is_remote(recipe.source))
@@ -202,6 +199,9 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
         if meaning is error and not isinstance(error, OSError):
             raise
         kind = Away if isinstance(meaning, Away) else Refused
+        if isinstance(meaning, UserError) and meaning.remedy:
+            remedy = meaning.remedy
+            meaning = Refused(meaning.what)
         raise kind(meaning, setting=setting, remedy=remedy) from error
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):

@@ -13,7 +13,7 @@ from loopback_server import refusing
 from configs.findings import Finding, collect
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from flows.checks import checks_of
+from flows import doctor
 from runtimes.contract import Probe
 from runtimes.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
@@ -30,7 +30,7 @@ MODEL = {"model_index.json": b"{}", WEIGHTS: b"not fetched"}
 def check(recipe: Recipe) -> dict[str, list[str]]:
     """Findings by level."""
     found: dict[str, list[str]] = {"ok": [], "note": [], "problem": []}
-    for finding in collect(checks_of(Doors(recipe, fetch=False))):
+    for finding in collect(doctor.recipe_checks(recipe, [recipe.name])):
         found[finding.level].append(finding.words)
     return found
 
