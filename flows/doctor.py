@@ -287,7 +287,7 @@ def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
     """Whether a recipe that would train on a GPU finds none."""
     if recipe is None or recipe.runtime != "torch" or "cuda" in probe.names:
         return
-    here = devices_here(recipe, stages_without_pool(recipe))
+    here = devices_here(recipe, stages_without_pool(recipe.place))
     if here.get("train.device") == "auto" and probe.available:
         yield note(
             "runtime torch will train on the CPU, which suits only tiny models such as digits"
@@ -300,7 +300,7 @@ def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
 
 
 def _asks_cuda(recipe: Recipe) -> bool:
-    devices = devices_here(recipe, stages_without_pool(recipe)).values()
+    devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
     return recipe.runtime == "torch" and any(name.startswith("cuda") for name in devices)
 
 

@@ -149,14 +149,14 @@ def missing_for_hpu() -> list[str]:
 
 #: Default folder of CANN; ASCEND_HOME_PATH, which CANN's set_env.sh exports, overrides it.
 TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit/latest")
-DEVICES = Path("/dev")
+NPU_DEVICES = Path("/dev")
 #: Matches `version=8.0.0`, and the release 8.0.0 in `toolkit_running_version=[7.6.0.1.220:8.0.0]`.
 _VERSION = re.compile(r"^\w*version=\[?(?:[^:\]\n]*:)?(\d[\w.-]*)", re.MULTILINE)
 
 
 def count_npus() -> int:
     """Number of NPUs that the driver lists in /dev."""
-    return sum(path.name[len("davinci") :].isdigit() for path in DEVICES.glob("davinci[0-9]*"))
+    return sum(path.name[len("davinci") :].isdigit() for path in NPU_DEVICES.glob("davinci[0-9]*"))
 
 
 def cann_version() -> str | None:

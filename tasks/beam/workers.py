@@ -103,7 +103,7 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
         runner = options.get("runner", "multi_processing")
         if stage not in stages or workers is Workers.THREADS:
             continue
-        for setting, place in _places(recipe, stage):
+        for setting, place in _places(recipe.source, recipe.store, stage):
             why = out_of_reach(place, workers, recipe.shared_folders)
             if why is not None:
                 raise Refused(
@@ -114,10 +114,9 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
         _check_listening(options)
 
 
-def _places(recipe: Recipe, stage: BeamStage) -> Iterator[tuple[str, str]]:
+def _places(source: Source, store: str, stage: BeamStage) -> Iterator[tuple[str, str]]:
     """(setting, place) of what workers of a stage read or write, the URLs of a list excluded."""
-    yield "store", recipe.store
-    source = recipe.source
+    yield "store", store
     if stage != "download":
         return
     if source.kind == "digits":

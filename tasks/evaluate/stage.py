@@ -14,6 +14,7 @@ import numpy as np
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Refused
+from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
@@ -81,14 +82,13 @@ def check(recipe: Recipe) -> None:
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe.evaluate)))
 
 
-def check_drawn_size(recipe: Recipe, base: Base) -> None:
+def check_drawn_size(settings: Evaluate, base: Base) -> None:
     """Raise Refused for a picture size that the model or a judge does not support."""
-    given = recipe.evaluate
-    sides = {"height": given.height, "width": given.width}
+    sides = {"height": settings.height, "width": settings.width}
     initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
     scale = base.encoders["vae_scale_factor"]
     size = initial_noise.image_size(sides, base.family, base.denoiser, scale)
-    check_sides(given.judges, *size)
+    check_sides(settings.judges, *size)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(programs))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(host, "MODULE", tmp_path / "proc/version")
-    monkeypatch.setattr(host, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(host, "NVIDIA_MODULE", tmp_path / "proc/version")
+    monkeypatch.setattr(host, "NVIDIA_DEVICES", tmp_path / "dev")
     return programs
 
 

@@ -8,7 +8,7 @@ from runtimes import host
 
 
 def test_a_machine_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "DEVICES", tmp_path)
+    monkeypatch.setattr(host, "NPU_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "none"))
     assert (host.count_npus(), host.cann_version()) == (0, None)
     assert [words.split(" (")[0].split(":")[0] for words in host.missing_for_npu()] == [
@@ -22,7 +22,7 @@ def test_a_host_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     said = "# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.0.0]\n"
     (tmp_path / "version.cfg").write_text(said)
-    monkeypatch.setattr(host, "DEVICES", tmp_path)
+    monkeypatch.setattr(host, "NPU_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert (host.count_npus(), host.missing_for_npu()) == (2, [])
     assert host.cann_version() == "8.0.0"

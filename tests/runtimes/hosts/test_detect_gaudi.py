@@ -9,8 +9,8 @@ from runtimes import host as runtimes_host
 
 @pytest.fixture(autouse=True)
 def _nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runtimes_host, "DEVICES", tmp_path / "accel")
-    monkeypatch.setattr(runtimes_host, "MODULE", tmp_path / "habanalabs")
+    monkeypatch.setattr(runtimes_host, "HPU_DEVICES", tmp_path / "accel")
+    monkeypatch.setattr(runtimes_host, "HPU_MODULE", tmp_path / "habanalabs")
 
 
 def test_a_machine_without_anything() -> None:
