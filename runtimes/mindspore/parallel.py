@@ -150,8 +150,6 @@ def _buckets(arrays: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def serve() -> None:
     """Serve until all processes of the run have disconnected."""
-    import mindspore as ms
-
     ms.set_device("CPU")
     ms.communication.init()
 
