@@ -3,7 +3,7 @@
 A local file `lock.json` is a chain: each state is a file of its own, `lock.json.1`, `lock.json.2`,
 ..., and the highest number is the present one. link(2) creates the next number for one process
 alone, on NFS too. An object store compares its own ETag or generation. So a process that was paused
-for hours still loses against any change that others made meanwhile.
+for hours still loses against any change that others made during the pause.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def swap(
     """Replace the state `seen` by `data`; None if the present state is another.
 
     An answer can be lost and the request repeated, so a refusal is checked against what is there.
-    `data` must therefore differ from what any other process writes. None can also mean that `data`
-    was written and already replaced: who must know finds a token of its own in the later state.
+    `data` must therefore differ from what any other process writes. None may also mean that `data`
+    was written and then replaced. A caller that must know puts a unique token into `data` and looks
+    for it.
 
     Raises Refused, or as the filesystem does.
     """
@@ -57,8 +58,8 @@ def swap(
     version = swapper.write(path, seen, data)
     if version is not None:
         return VersionedContent(data, version)
-    found = swapper.read(path)
-    return found if found.data == data else None
+    state = swapper.read(path)
+    return state if state.data == data else None
 
 
 def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
@@ -72,13 +73,13 @@ def create(fs: AbstractFileSystem, path: str, data: bytes) -> bool:
 def remove(
     fs: AbstractFileSystem, path: str, is_meant: Callable[[bytes], bool] = lambda data: True
 ) -> bytes | None:
-    """Delete a plain file and return what it held; None if there is none, or another by then.
+    """Delete a plain file and return its bytes; None if it is gone or has been replaced.
 
     Args:
         is_meant: called with what the file holds; if False, the file stays, and None is returned.
 
-    A request that arrives late deletes nothing that was written meanwhile. If two processes delete
-    a file at the same time, both may get its bytes: an answer can be lost, too.
+    A request that arrives late deletes no newer file. If two processes delete a file at the same
+    time, both may get its bytes: an answer can be lost, too.
 
     Raises Refused, or as the filesystem does.
     """
@@ -102,7 +103,7 @@ def remove(
 
 
 def remove_checked(fs: AbstractFileSystem, path: str, check: Callable[[], None]) -> bool:
-    """Delete a plain file as `remove`; False if there is none, or another by then.
+    """Delete a plain file as `remove`; False if it is gone or has been replaced.
 
     Args:
         check: called before and after. If it raises after a pause, another process may already rely
@@ -159,7 +160,7 @@ class _Local:
         except FileNotFoundError:  # the folder has been deleted
             return None
         # The newest file stays until a higher one exists. If others had already removed `number`
-        # as outdated, a higher one is therefore here, and this file never counts.
+        # as outdated, a higher number is therefore here, and this file never counts.
         numbers = self._numbers(path)
         if not numbers:  # the folder has been deleted since
             return None
@@ -204,10 +205,10 @@ class _Memory:
 
     def delete(self, path: str, seen: VersionedContent) -> bool:
         with self._alone:
-            found = self.read(path).version == seen.version
-            if found:
+            is_same = self.read(path).version == seen.version
+            if is_same:
                 self._fs.rm_file(path)
-            return found
+            return is_same
 
 
 class _S3:

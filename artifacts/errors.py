@@ -41,8 +41,8 @@ _PASSING_OF_S3 = {
 }
 #: Their answers that there is no such file, or no longer.
 _ABSENT = {404, 410}
-#: Errors of botocore and google.auth: there are no credentials. Machines of a cloud ask a service
-#: of it for them, which may not answer for a moment.
+#: Errors of botocore and google.auth: there are no credentials. Machines in a cloud get them from
+#: its service, which may not answer for a moment.
 _NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError"}
 #: Their errors of a log-in that has expired, or of a wrong profile: a person has to act.
 _NO_LOG_IN = {
@@ -77,7 +77,7 @@ def classify(error: Exception, url: str | None = None, *, reads: str | None = No
     """What an error means for a run: a Refused, an Away or a Failed of one line, with its remedy.
 
     Args:
-        url: of the store, or of the input, that was used; None: of a store that is not known here.
+        url: the URL of the store or input in use; None: a store whose URL is not known here.
             An error of the system must then name a file.
         reads: the input in words, such as `model s3://bucket/sdxl`; what it lacks or forbids is
             wrong input. None: the place is a store, which is written, too.
@@ -125,7 +125,7 @@ def _of_store(error: Exception, url: str | None) -> Exception:
     is_remote = url is not None and "://" in url
     store = url or "the store"
     if is_full(error):
-        if file is None and is_remote:  # of the cache or of temporary files: no bucket is full
+        if file is None and is_remote:  # in the cache or for temporary files: no bucket is full
             why = getattr(error, "strerror", None) or one_line(error)
             what = f"no space left on this machine ({why})"
             return Away(what, remedy="free some, then run again")
@@ -210,7 +210,7 @@ def is_of_client(error: BaseException) -> bool:
     anything is. It has none of its own for an outage.
     """
     if any(kind.__name__ == "StrictDataclassError" for kind in type(error).__mro__):
-        return False  # of the hub's package, for a wrong config.json on a local disk
+        return False  # the hub's package raises it for a wrong config.json on a local disk
     if isinstance(error, StoreRefused) or _is_of(_CLIENTS, type(error).__module__):
         return True
     if type(error) is OSError and error.__cause__ is not None:
@@ -248,7 +248,7 @@ def shortage(error: BaseException) -> str | None:
 
 
 def target_of(error: Exception) -> str | None:
-    """The file that an error of the system names: of a copy, the one that was to be written."""
+    """The file that an error of the system names; for a copy, its destination."""
     files = (getattr(error, name, None) for name in ("filename2", "filename"))
     return next((str(file) for file in files if isinstance(file, str | Path)), None)
 
@@ -256,8 +256,8 @@ def target_of(error: Exception) -> str | None:
 def is_outage(error: BaseException) -> bool:
     """Whether a remote store, or the way to it, failed in a way that may pass.
 
-    Credentials that are not found may come back. The checks before a run, which tell first that
-    there are none, have no retries.
+    Credentials that are not found may come back. The checks before a run, which report their
+    absence first, have no retries.
     """
     if type(error).__name__ == "LocalEntryNotFoundError":  # the hub's; its cause is why it asked
         return error.__cause__ is not None and is_outage(error.__cause__)
@@ -270,7 +270,7 @@ def remedy(error: BaseException) -> str:
     """What a person can do about an outage."""
     if lacks_credentials(error):
         return "log in by its cloud's tool, or set credentials in the environment"
-    if getattr(error, "errno", None) == socket.EAI_NONAME:  # aiohttp's, of a host without address
+    if getattr(error, "errno", None) == socket.EAI_NONAME:  # from aiohttp: an unknown host
         return "correct the host's name, or run again later"
     return "run again later"
 
@@ -321,7 +321,7 @@ def _is_final(error: BaseException) -> bool:
         return False
     answer = _answer(error)
     is_web = _is_of(_WEB_CLIENTS, type(error).__module__)
-    if answer == 401 and not is_web:  # of gcsfs without credentials, which may come back
+    if answer == 401 and not is_web:  # from gcsfs without credentials, which may come back
         return False
     refused = isinstance(answer, int) and answer >= 400 and not is_passing(answer)
     return refused or (is_web and isinstance(error, ValueError))

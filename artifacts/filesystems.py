@@ -124,11 +124,11 @@ def entries(fs: AbstractFileSystem, path: str) -> list[Entry]:
     """What a folder holds; nothing if there is no such folder. Raises as the filesystem does."""
     folder = str(fs._strip_protocol(path)).rstrip("/")  # as its entries are named
     try:
-        found = fs.ls(folder, detail=True)
+        listing = fs.ls(folder, detail=True)
     except FileNotFoundError:
         return []
     # A bucket lists a folder's own marker too, and every filesystem a file as itself.
-    return [entry for entry in found if entry["name"].rstrip("/") != folder]
+    return [entry for entry in listing if entry["name"].rstrip("/") != folder]
 
 
 def subfolders(fs: AbstractFileSystem, path: str) -> list[str]:
@@ -164,9 +164,9 @@ def name_of(entry: Entry) -> str:
     return str(entry["name"]).rstrip("/").rpartition("/")[2]
 
 
-def size_of(found: list[Entry]) -> int:
+def size_of(listing: list[Entry]) -> int:
     """Bytes of files."""
-    return sum(int(entry["size"] or 0) for entry in found)
+    return sum(int(entry["size"] or 0) for entry in listing)
 
 
 def checksum(entry: Entry) -> str | None:
@@ -216,18 +216,18 @@ def delete_tree(fs: AbstractFileSystem, path: str) -> None:
     if not known & {"gs", "s3"}:
         fs.rm(path, recursive=True)  # a local path is never a pattern
         return
-    found = fs.find(path)
+    paths = fs.find(path)
     # One request for many must have a checksum, of a kind that differs between stores of S3.
     if "s3" in known and fs.is_of_amazon:
-        for start in range(0, len(found), S3_BULK):
-            sync(fs.loop, fs._bulk_delete, found[start : start + S3_BULK])
+        for start in range(0, len(paths), S3_BULK):
+            sync(fs.loop, fs._bulk_delete, paths[start : start + S3_BULK])
         return
 
     def delete(name: str) -> None:
         with suppress(FileNotFoundError):  # another process was first
             fs.rm_file(name)
 
-    for _ in ask_at_once(fs, delete, found):
+    for _ in ask_at_once(fs, delete, paths):
         pass
 
 
@@ -312,8 +312,8 @@ def file_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     if "gs" not in protocols(fs):
         return dict(fs.info(path))
     bucket, key, _ = fs.split_path(path)
-    found = fs.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
-    return {**found, "size": int(found["size"])}
+    info = fs.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+    return {**info, "size": int(info["size"])}
 
 
 #: Requests in flight. S3's client opens so many connections, see `Store`.

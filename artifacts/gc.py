@@ -82,7 +82,7 @@ def record_run(store: Store, run: str, facts: dict[str, Any]) -> None:
 
 
 def _united(known: dict[str, list[str]], more: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Keys per stage, of both."""
+    """The keys of both, per stage."""
     merged = {stage: known.get(stage, []) + keys for stage, keys in more.items()}
     return known | {stage: list(dict.fromkeys(keys)) for stage, keys in merged.items()}
 
@@ -117,9 +117,9 @@ def runs(store: Store) -> Iterator[RunRecord]:
     Raises Refused if a record is damaged, and as the filesystem does.
     """
     listed = entries(store.fs, f"{store.root}/{RUNS}")
-    found = {one["name"]: one for one in listed if one["name"].endswith(".json")}
-    records = ask_at_once(store.fs, partial(_read, store), found)
-    for (path, entry), record in zip(found.items(), records, strict=True):
+    record_files = {entry["name"]: entry for entry in listed if entry["name"].endswith(".json")}
+    records = ask_at_once(store.fs, partial(_read, store), record_files)
+    for (path, entry), record in zip(record_files.items(), records, strict=True):
         if record is not None:
             keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
             model = record.get("model")
@@ -132,7 +132,7 @@ def _recipe_name(record: dict[str, Any]) -> str | None:
     return None if named is None else _parsed_name(named[0])
 
 
-@cache  # of thousands of records of a few recipes
+@cache  # thousands of records name a few recipes
 def _parsed_name(line: str) -> str:
     return str(yaml.safe_load(line)["name"])
 
@@ -181,7 +181,7 @@ class Marks:
     """The needed artifacts."""
 
     artifacts: dict[Key, Artifact]  # finished
-    unfinished: set[Key]  # of recent runs, which may resume them, and all of living builders
+    unfinished: set[Key]  # recent runs may resume theirs; living builders hold theirs
     expired: frozenset[str] = frozenset()  # paths of the records of runs that need nothing
 
     def __contains__(self, key: Key) -> bool:
@@ -223,11 +223,11 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
     Raises:
         Refused: a manifest is damaged, so its parents are unknown.
     """
-    found: dict[Key, Artifact] = {}
+    needed: dict[Key, Artifact] = {}
     pending = list(roots)
     while pending:
         stage, key = pending.pop()
-        if (stage, key) in found:
+        if (stage, key) in needed:
             continue
         try:
             artifact = store.load(stage, key, with_files=False)
@@ -237,13 +237,13 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
                 "rebuild it, or move it away if another program wrote it"
             ) from None
         if artifact is not None:
-            found[stage, key] = artifact
+            needed[stage, key] = artifact
             pending += _parents(artifact.manifest)
-    return found
+    return needed
 
 
 def is_held(store: Store, key: Key, now: float) -> bool:
-    """Whether a builder holds an artifact's lock; a day without a heartbeat ends any doubt."""
+    """Whether a builder holds an artifact's lock; a day without a heartbeat means no owner."""
     folder = f"{store.root}/{'/'.join(key)}"
     locks = [entry for entry in entries(store.fs, folder) if name_of(entry).startswith(LOCK)]
     if not any(now - modified(entry) < DAY for entry in locks):
@@ -315,7 +315,7 @@ class Collector:
         for stage, key in list(self._store.artifact_keys()):
             held = self._files(f"{stage}/{key}")
             if not _is_of_a_store(held, key):
-                continue  # it is of others, and so may be `shards` and `locks` beside it
+                continue  # another program's, and so may be `shards` and `locks` beside it
             names = named.setdefault(stage, set())
             if (stage, key) not in self._marks and self._is_old(held):
                 yield from self._folder(stage, key, held)
@@ -354,7 +354,7 @@ class Collector:
             with hold(self._store.fs, f"{self._store.root}/{COLLECTION}") as collection:
                 recorded = self._refresh()  # from now on, a run that records itself waits
                 deleted = [item for item in batch if self._deleted(item, collection.check)]
-            yield from deleted  # without the lock: who prints them may wait for a reader
+            yield from deleted  # without the lock: the caller prints, and may wait for a reader
 
     def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
@@ -362,7 +362,7 @@ class Collector:
         size = size_of(held)
         present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
-        if not any(name.startswith(LOCK) for name in present):  # the manifest may be of others
+        if not any(name.startswith(LOCK) for name in present):  # the manifest may not be ours
             self._load(stage, key)
         if MANIFEST in present:
             yield Garbage(stage, key, "artifact", own, size, f"{folder}/{MANIFEST}")
@@ -419,8 +419,8 @@ class Collector:
                 present = self._recorded(record["name"])
                 unnamed = {name: entry for name, entry in unnamed.items() if name not in present}
                 record = None
-            found = [*unnamed.values(), *([record] if record else [])]
-            if found and self._is_old(found):
+            outdated = [*unnamed.values(), *([record] if record else [])]
+            if outdated and self._is_old(outdated):
                 path = record["name"] if record else None
                 yield _garbage(stage, key, "shard", [*unnamed.values()], path)
 
@@ -455,9 +455,9 @@ class Collector:
     def _files(self, path: str) -> list[Entry]:
         return list(files(self._store.fs, f"{self._store.root}/{path}"))
 
-    def _is_old(self, found: Iterable[Entry], age: float | None = None) -> bool:
+    def _is_old(self, held: Iterable[Entry], age: float | None = None) -> bool:
         least = self._min_age if age is None else age
-        return all(self._now - modified(entry) >= least for entry in found)
+        return all(self._now - modified(entry) >= least for entry in held)
 
     @contextmanager
     def _alone(self, item: Garbage) -> Iterator[Callable[[], None] | None]:
@@ -492,8 +492,8 @@ class Collector:
         """Delete an item's record, then its files. Raises LockLost as `checks`."""
 
         def check() -> None:
-            for one in checks:
-                one()
+            for condition in checks:
+                condition()
 
         fs = self._store.fs
         if item.record is not None and not remove_checked(fs, item.record, check):
@@ -523,11 +523,11 @@ class Collector:
         return False
 
     def _refresh(self) -> bool:
-        """Mark again if a run has recorded something since; whether one has."""
-        found = self._run_records()
-        recorded = found != self._runs
+        """Mark again if a run has recorded something since, and return whether it has."""
+        records = self._run_records()
+        recorded = records != self._runs
         if recorded:
-            self._mark_after(found)
+            self._mark_after(records)
         needed = {(a.stage, a.key, a.digest) for a in self._marks.artifacts.values()}
         self._busy |= {stage for stage, _, _ in needed - self._named}
         return recorded
@@ -548,8 +548,8 @@ class Collector:
 
     def _run_records(self) -> set[RunFacts]:
         """Each run's record, with what changes when it is written again."""
-        found = self._entries(RUNS)
-        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in found}
+        records = self._entries(RUNS)
+        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in records}
 
     def _mark_after(self, records: set[RunFacts]) -> None:
         time.sleep(TICK)  # a record that is written after the marking has another time stamp
@@ -558,13 +558,13 @@ class Collector:
 
 
 def _garbage(
-    stage: str, key: str, kind: str, found: list[Entry], record: str | None = None
+    stage: str, key: str, kind: str, listing: list[Entry], record: str | None = None
 ) -> Garbage:
-    return Garbage(stage, key, kind, [entry["name"] for entry in found], size_of(found), record)
+    return Garbage(stage, key, kind, [entry["name"] for entry in listing], size_of(listing), record)
 
 
 def _is_of_a_store(held: Iterable[Entry], key: str) -> bool:
-    """Whether the files of a folder that is named like a key are of an artifact, finished or not.
+    """Whether the files in a folder with a key as its name belong to an artifact, finished or not.
 
     Every builder leaves its lock.
     """

@@ -56,10 +56,10 @@ class Sample:
         Raises:
             ValueError: `meta` has no sha256.
         """
-        found = self.meta.get("sha256")
-        if not isinstance(found, str):
+        digest = self.meta.get("sha256")
+        if not isinstance(digest, str):
             raise ValueError(f"sample {self.key}: its metadata has no sha256")
-        return bytes.fromhex(found)
+        return bytes.fromhex(digest)
 
 
 def write_tar(path: Path | str, samples: Iterable[Sample]) -> int:
@@ -93,7 +93,7 @@ def read_tar(source: Path | str | IO[bytes], sha256: str | None = None) -> Itera
 
     Args:
         source: a local path, an fsspec URL or an open binary stream.
-        sha256: of the whole tar at that path; a reader who reaches the end has verified it.
+        sha256: of the whole tar at that path; a reader that reaches the end has verified it.
 
     Raises:
         Damaged: at the end, if the tar has another sha256.

@@ -268,7 +268,7 @@ def open_latents(url: str) -> Latents:
     """
     fs, root = url_to_fs(url.rstrip("/"))
     record = read_record(fs, f"{root}/manifest.json")
-    info = next((one for one in record["files"] if one.path == INFO), None) if record else None
+    info = next((file for file in record["files"] if file.path == INFO), None) if record else None
     if record is None or info is None:
         raise ValueError(f"{url}: no latents artifact is there")
     stage_url = url.rstrip("/").rpartition("/")[0]
@@ -302,7 +302,7 @@ def write_latent_shard(
         tensors |= {f"{group}/{name}": tensor for name, tensor in _group_tensors(samples).items()}
     # Wide types first: this aligns every tensor, since the format allows no padding.
     ordered = sorted(tensors.items(), key=lambda item: (-DTYPES[item[1].dtype].itemsize, item[0]))
-    described = ((name, one.dtype, one.shape, one.nbytes) for name, one in ordered)
+    described = ((name, array.dtype, array.shape, array.nbytes) for name, array in ordered)
     with path.open("wb") as stream:
         stream.write(header_bytes(described))
         for _, tensor in ordered:

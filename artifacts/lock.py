@@ -116,7 +116,7 @@ class Lock:
     def write(self, path: str, data: bytes) -> None:
         """Replace a file on the lock's remote store; LockLost, and no change, if the lock was lost.
 
-        The request is conditional: one that was under way in a pause changes no later file.
+        The request is conditional: if it was under way in a pause, it changes no later file.
         """
         while True:
             seen = read(self._fs, path)

@@ -1,6 +1,6 @@
 """Models: from a folder, a store or the hub to a local folder with a digest.
 
-A check tells whether a model can be fetched, without fetching its weights. For other machines,
+A check finds whether a model can be fetched, without fetching its weights. For other machines,
 models are copied to the store, from which each machine fetches them once.
 """
 
@@ -46,7 +46,7 @@ HUB_STANDALONE = ["model*.safetensors", "diffusion_pytorch_model*.safetensors"]
 #: The hub matches with fnmatch, where * also matches /.
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", "*/*.safetensors", *HUB_STANDALONE]
 HUB_FILES += ["pytorch_lora_weights.safetensors", "recipe.yaml"]
-#: Texts that a derived model must come with; of the top level. Most have no suffix.
+#: Texts at the top level that a derived model must come with. Most have no suffix.
 LICENSE_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES += LICENSE_FILES
 HUB_CONFIGS = ["*.json", "*.jinja", "*.txt"]
@@ -156,8 +156,8 @@ def digest_model(folder: Path, parts: tuple[str, ...] = ()) -> str:
     In the hub's cache only the files count that this program fetches: others share that folder.
     """
     roots = [folder / part for part in parts if (folder / part).exists()] or [folder]
-    found = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
-    files = {str(p.relative_to(folder)): p for p in found if p.is_file()}
+    paths = (p for root in roots for p in (files_below(root) if root.is_dir() else [root]))
+    files = {str(p.relative_to(folder)): p for p in paths if p.is_file()}
     names = [name for name in files if not IGNORED.intersection(name.split("/"))]
     above = (place for place in folder.parents if place.name == "snapshots")
     if any((place.parent / "blobs").is_dir() for place in above):
@@ -170,11 +170,11 @@ def files_to_fetch(names: Iterable[str]) -> list[str]:
 
     A part without plain weights is read from its variant, such as fp16.
     """
-    found = [name for name in names if _matches(name, HUB_FILES)]
-    found = [name for name in found if not _matches(name, HUB_SKIPPED)]
-    variants = {name for name in found if _matches(name, HUB_VARIANTS)}
-    plain = {os.path.dirname(n) for n in found if n.endswith(".safetensors") and n not in variants}
-    return [n for n in found if n not in variants or os.path.dirname(n) not in plain]
+    chosen = [name for name in names if _matches(name, HUB_FILES)]
+    chosen = [name for name in chosen if not _matches(name, HUB_SKIPPED)]
+    variants = {name for name in chosen if _matches(name, HUB_VARIANTS)}
+    plain = {os.path.dirname(n) for n in chosen if n.endswith(".safetensors") and n not in variants}
+    return [n for n in chosen if n not in variants or os.path.dirname(n) not in plain]
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -185,7 +185,7 @@ def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
     """Every file below a folder, in a fixed order; `Path.rglob` follows no link to a folder.
 
     Args:
-        above: folders that this one is in; a link back to one of them is not followed.
+        above: folders around this folder; a link back to any of them is not followed.
     """
     here = folder.resolve()
     if here in above:
@@ -270,7 +270,7 @@ def _cached(
         locks.mkdir(exist_ok=True)
         with FileLock(locks / name), tempfile.TemporaryDirectory(dir=folder) as temporary:
             for copy, is_whole in copies():
-                if is_whole:  # by another process, for which this one has waited
+                if is_whole:  # fetched by another process while this one waited
                     return copy
                 log.warning("%s is fetched again: its local copy is damaged", url)
                 copy.rename(Path(temporary, copy.name))  # nobody sees a part of it
@@ -303,10 +303,10 @@ def _fetch_hub(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     # JSONDecodeError: the login page of a captive network is not JSON.
     except (OSError, HTTPError, HFValidationError, XetDownloadError, JSONDecodeError) as error:
         raise hub_error(error, repo, revision) from None
-    found = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
-    for name in files_to_fetch(found):
+    fetched = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    for name in files_to_fetch(fetched):
         if _matches(name, files):
-            _check_blob(repo, found[name])
+            _check_blob(repo, fetched[name])
     return folder
 
 
@@ -340,11 +340,11 @@ def hub_error(error: Exception, repo: str, revision: str | None) -> Refused | Aw
 
 
 def was_not_reached(error: Exception) -> bool:
-    """Whether an error of huggingface_hub is of the connection: the hub has not answered."""
+    """Whether an error of huggingface_hub is about the connection: the hub has not answered."""
     from httpx2 import ConnectError, TimeoutException
 
-    found = (error, error.__cause__)
-    return any(isinstance(one, ConnectError | TimeoutException) for one in found)
+    causes = (error, error.__cause__)
+    return any(isinstance(cause, ConnectError | TimeoutException) for cause in causes)
 
 
 def hub_refusal(error: Exception, repo: str, revision: str | None) -> str:
@@ -394,7 +394,7 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
     if "://" in path:
         _check_folder(path)
         return "remote folder"
-    try:  # of a part of the files, `resolve_model` fetches the others
+    try:  # a part of the files is enough: `resolve_model` fetches the others
         snapshot_download(path, revision=revision, local_files_only=True)
     except (OSError, ValueError):
         return _ask_hub(path, revision)
@@ -402,7 +402,7 @@ def check_model_available(path: str, *, revision: str | None = None) -> str:
 
 
 def check_file_available(path: str) -> str:
-    """`local file` or `remote file`; a remote one is not fetched.
+    """`local file` or `remote file`; a remote file is not fetched.
 
     Raises:
         Refused, Away: it cannot be fetched; the message has the reason.
@@ -419,12 +419,12 @@ def _check_folder(url: str) -> None:
     """Raise Refused unless the folder has something; what is below it is not listed."""
     try:
         fs, root = fsspec.core.url_to_fs(url)
-        found = bool(fs.ls(root, detail=False))
+        has_files = bool(fs.ls(root, detail=False))
     except FileNotFoundError:
-        found = False
+        has_files = False
     except Exception as error:  # each filesystem's client has errors of its own
         raise Refused(f"model {url}: {type(error).__name__}: {one_line(error)}") from None
-    if not found:
+    if not has_files:
         raise Refused(f"model {url}: no files there")
 
 

@@ -77,9 +77,9 @@ def restore_stamp(fs: AbstractFileSystem, path: str, seen: str | None, committed
 
 
 def distrust(fs: AbstractFileSystem, path: str) -> None:
-    """Change a damaged file's time stamp, so that no reuse trusts the one it was committed with.
+    """Change a damaged file's time stamp, so that no reuse trusts its committed stamp.
 
-    A remote store's checksum cannot outlast the bytes that it is of.
+    A remote store's checksum cannot outlast its bytes.
     """
     if isinstance(fs, LocalFileSystem):
         with suppress(OSError):  # somebody else's file: the damage is reported all the same
@@ -125,13 +125,13 @@ def digest_stream(stream: IO[bytes]) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-#: Of records; one of a higher number was written by a newer version.
+#: The format of records. A newer version writes a higher number.
 FORMAT = 2
 #: Bytes of a file that is written to a remote store by one conditional request.
 SMALL = 2**26
 #: Files of a remote store that are read and hashed at once.
 DEEP_AT_ONCE = 4
-#: Errors of a local file system that tell nothing about the file: this process has too many open
+#: Errors of a local file system that say nothing about the file: this process has too many open
 #: files, too little memory or no permission, or the network file system does not respond.
 UNRELATED_ERRORS = (
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
@@ -382,25 +382,25 @@ def first_fault(
 def file_fault(
     fs: AbstractFileSystem, root: str, entry: FileEntry, *, deep: bool = False
 ) -> str | None:
-    """As `first_fault`, of one file."""
+    """As `first_fault`, for a single file."""
     try:
         with refusals():
             if not deep and _is_as_stamped(fs, root, entry):
                 return None
-            found = hash_file(fs, root, entry.path)
+            stored = hash_file(fs, root, entry.path)
     except FileNotFoundError:
         return f"{entry.path} is missing"
     except OSError as error:
         if _tells_nothing(fs, error):
             raise
         return f"{entry.path} cannot be read: {error.strerror or error}"
-    if found.size != entry.size:
-        return f"{entry.path} has {found.size} bytes, {entry.size} were committed"
-    if found.sha256 != entry.sha256:
+    if stored.size != entry.size:
+        return f"{entry.path} has {stored.size} bytes, {entry.size} were committed"
+    if stored.sha256 != entry.sha256:
         distrust(fs, _locate(root, entry.path))
         return f"{entry.path} is damaged: its sha256 differs from the committed one"
     if entry.etag is not None:
-        restore_stamp(fs, _locate(root, entry.path), found.etag, entry.etag)
+        restore_stamp(fs, _locate(root, entry.path), stored.etag, entry.etag)
     return None
 
 
@@ -422,7 +422,7 @@ class _Hashed:
         return data
 
     def sha256(self) -> str:
-        """Of the whole file: what has not been read yet is read now."""
+        """The sha256 of the whole file; the rest of it is read now."""
         while self.read(2**20):
             pass
         return self._digest.hexdigest()

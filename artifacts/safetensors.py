@@ -49,7 +49,7 @@ def writing(
 ) -> Iterator[Sink]:
     """A stream to `root/path`; on success the file's entry is appended to `files`.
 
-    A local file is replaced whole: another builder may have committed it meanwhile. It is synced
+    A local file is replaced whole: another builder may have committed it already. It is synced
     with its folders, so a record written later never names a lost file.
 
     Args:
@@ -168,12 +168,12 @@ def read_named_floats(path: Path, names: Collection[str]) -> Arrays:
     """
     with path.open("rb") as stream:
         _, places = read_header(stream, FLOATS | {"I64": np.dtype("<i8")})
-        found: Arrays = {}
+        arrays: Arrays = {}
         for name in places.keys() & set(names):
             place = places[name]
             stream.seek(place.start)
-            found[name] = _floats(stream.read(place.size), place.dtype).reshape(place.shape)
-    return found
+            arrays[name] = _floats(stream.read(place.size), place.dtype).reshape(place.shape)
+    return arrays
 
 
 def _floats(raw: bytes, dtype: str) -> NDArray[np.float32]:

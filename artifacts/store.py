@@ -133,7 +133,7 @@ class Artifact:
 
     def read(self, path: str) -> bytes:
         """The bytes of one of its files. Raises Damaged if they are not those committed."""
-        committed = next((one.sha256 for one in self.manifest["files"] if one.path == path), None)
+        committed = next((e.sha256 for e in self.manifest["files"] if e.path == path), None)
         if committed is None:
             return bytes(self.store.fs.cat_file(f"{self.path}/{path}"))
         return read_checked(self.store.fs, self.path, path, committed)
@@ -200,8 +200,8 @@ class Draft:
             sync_tree(self.path, file.path)
         place = f"{self.path}/{file.path}"
         etag, _ = present_stamp(self.store.fs, place)  # first: a change while it is read is found
-        found = hash_file(self.store.fs, self.path, file.path)
-        if found.content() != file.content():
+        stored = hash_file(self.store.fs, self.path, file.path)
+        if stored.content() != file.content():
             if self.lock is not None:
                 self.lock.renew()
                 self.lock.check()
@@ -241,11 +241,11 @@ class Draft:
         data = encode_record(manifest)
         self._check()
         if not create(self.store.fs, path, data):
-            # A damaged one, or that of a builder who took the lock over.
+            # A damaged manifest, or that of a builder that took the lock over.
             if self.lock is not None:
                 self.lock.renew()
             self._replace(path, data)
-        self._check()  # one that was created late, after a pause, is no commit
+        self._check()  # a manifest that was created late, after a pause, is no commit
         return Artifact(self.store, self.parts.stage, self.parts.key, manifest)
 
     def _replace(self, path: str, data: bytes) -> str | None:
@@ -318,7 +318,7 @@ class Store:
         """Raise OSError unless files can be written and deleted, Refused unless created once.
 
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
-        A bucket that does not exist is a Refused, too: nobody creates a misspelt one.
+        A bucket that does not exist is a Refused, too: nobody creates a misspelt bucket.
         """
         probe = new_probe(self.fs, self.root)
         try:
@@ -359,7 +359,7 @@ class Store:
         return first_fault(self.fs, artifact.path, artifact.files, deep=deep)
 
     def find(self, stage: str, key: str) -> Artifact | None:
-        """The artifact if it is there and whole; a damaged one is a miss, with a warning."""
+        """The artifact if it is there and whole; a damaged artifact is a miss, with a warning."""
         try:
             artifact = self.load(stage, key)
             fault = None if artifact is None else self.fault(artifact)
@@ -405,10 +405,10 @@ class Store:
         return f"{self.root}/{stage}/{SHARDS}"
 
     def shard(self, stage: str, key: str, *, discard: bool = False) -> Shard | None:
-        """The shard if it is there and whole; a damaged one is a miss, with a warning.
+        """The shard if it is there and whole; a damaged shard is a miss, with a warning.
 
         Args:
-            discard: whether to delete the record of a damaged one.
+            discard: whether to delete the record of a damaged shard.
         """
         root = self.shards_path(stage)
         path = f"{root}/{key}.json"
@@ -480,15 +480,15 @@ class Store:
     def _put_shard(self, root: str, local: str, name: str, entry: FileEntry) -> FileEntry:
         if self.is_local:
             with suppress(OSError):  # missing, or not to be read
-                found = hash_file(self.fs, root, name)
-                if found.sha256 == entry.sha256:
-                    return found  # others have recorded its time stamp
+                stored = hash_file(self.fs, root, name)
+                if stored.sha256 == entry.sha256:
+                    return stored  # others have recorded its time stamp
         etag = put_atomic(self.fs, local, f"{root}/{name}")
         return replace(entry, path=name, etag=etag)
 
     def artifacts(self) -> Iterator[Artifact]:
         """Every artifact with a readable manifest, stage by stage."""
-        return (found for _, _, found in self._walk() if isinstance(found, Artifact))
+        return (artifact for _, _, artifact in self._walk() if isinstance(artifact, Artifact))
 
     def unreadable(self) -> Iterator[tuple[str, str, str]]:
         """(stage, key, what is wrong) of every artifact whose manifest is damaged."""

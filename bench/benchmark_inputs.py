@@ -37,8 +37,8 @@ def list_recipe(
 
     Args:
         folder: has the store.
-        path: of the list, in `format`; None: by its suffix.
-        sections: of the recipe, such as `download`.
+        path: path of the list, in `format`; None: by its suffix.
+        sections: sections of the recipe, such as `download`.
     """
     store = folder / "store"
     store.mkdir(exist_ok=True)
@@ -164,7 +164,7 @@ def write_random_latents(
 
     Args:
         model: pipeline folder; its config files suffice.
-        captions: of each shard; its pictures share them in turns.
+        captions: captions of each shard; its pictures share them in turns.
     """
     from artifacts.latent_shards import LatentSample, Texts, write_latent_shard
     from artifacts.store import KeyParts, Store

@@ -50,7 +50,7 @@ def measure(folder: str, gigabytes: float, rounds: int) -> tuple[int, dict[str, 
     shapes: StateShapes = {group: dict.fromkeys(names, SHAPE) for group in GROUPS}
     owners = checkpoints.owners(shapes)
     array = np.random.default_rng(ranks.rank).standard_normal(SHAPE, np.float32)
-    # An array of its own for each name: the processor's cache would hold a single one.
+    # An array of its own for each name: the processor's cache would hold a single array.
     groups = {
         group: {
             name: array.copy() if owners[group][name] == ranks.rank else array for name in names
@@ -120,20 +120,20 @@ def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, as the parent of the ranks or as one of them."""
+    """Measure, as the parent of the ranks or as a rank."""
     parser = option_parser("checkpoint", __doc__, ROUNDS)
     parser.add_argument("folder", nargs="?", help="on the disk to measure; default: a new one")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if RANK in os.environ:
-        print(json.dumps(measure(given.folder, given.gigabytes, given.rounds)))
+        print(json.dumps(measure(options.folder, options.gigabytes, options.rounds)))
         return 0
     rows = []
-    for count in given.processes:
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            rows.append(row(folder, given.gigabytes, given.rounds, count))
-    return finish("checkpoint", rows, given, ("kilnworks", "torch", "numpy"))
+    for count in options.processes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows.append(row(folder, options.gigabytes, options.rounds, count))
+    return finish("checkpoint", rows, options, ("kilnworks", "torch", "numpy"))
 
 
 if __name__ == "__main__":

@@ -98,10 +98,10 @@ class Stopwatch:
         def timed(*arguments: Any, **keywords: Any) -> Any:
             begin = self.now()
             cpu = time.process_time()
-            found = original(*arguments, **keywords)
+            mapped = original(*arguments, **keywords)
             self.precomputing[0] += self.now() - begin
             self.precomputing[1] += time.process_time() - cpu
-            return found
+            return mapped
 
         return timed
 
@@ -224,12 +224,12 @@ def main(arguments: list[str]) -> None:
     sys.argv = [script, *rest]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
-    found = {
+    figures = {
         "steps": watch.steps,
         "memory_bytes": _peak_bytes(),
         "precomputing": watch.precomputing,
     }
-    Path(notes).write_text(json.dumps(found))
+    Path(notes).write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Both sides fetch the same list from one loopback server, resize to 256 pixels and write shards of
 1,000. They alternate. img2dataset runs with its own multiprocessing distributor in two processes,
 ours with its default runner in one. Rates start with the first request, CPU time with the command:
-it includes imports and, of ours, planning.
+it includes imports and, on our side, planning.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def _row(name: str, workload: Workload, host: str, scratch: Path, rounds: int) -
 
     sides = sorted(SIDES)
     results = Rounds(scratch, rounds).alternate(*(partial(measured, side) for side in sides))
-    found = dict(zip(sides, results, strict=True))
+    by_side = dict(zip(sides, results, strict=True))
     row = Row(name)
-    pairs = list(zip(found["ours"], found["img2dataset"], strict=True))
+    pairs = list(zip(by_side["ours"], by_side["img2dataset"], strict=True))
     row.ratios[workload.ratio] = spread([b["seconds"] / a["seconds"] for a, b in pairs])["median"]
-    for side, runs in found.items():
+    for side, runs in by_side.items():
         for figure in ("pictures_per_second", "cpu_ms_per_picture", "peak_mib", "whole_seconds"):
             row.figures[f"{side}_{figure}"] = spread([run[figure] for run in runs])
         counts = [run["pictures"] for run in runs if run["pictures"] != workload.pictures]

@@ -59,7 +59,7 @@ class Size:
 
     shards: int
     pictures: int  # per shard
-    side: int  # of the encoded pictures, in pixels; the stored ones have twice that
+    side: int  # of the encoded pictures, in pixels; stored pictures have twice that
     batch: int = 8
     seconds: float = 1.0  # per batch of the stand-in
 
@@ -191,7 +191,7 @@ def _compare(
 
     their, mine = context.alternate(theirs, ours)
     pairs = list(zip(their, mine, strict=True))
-    ratio, cpu = (spread([one[n] / our[n] for one, our in pairs]) for n in (0, 1))
+    ratio, cpu = (spread([peer[n] / our[n] for peer, our in pairs]) for n in (0, 1))
     figures: dict[str, Any] = {"pictures": size.total, "ratio": ratio}
     ratios = {f"rate_vs_{other}": ratio["median"]}
     sides = ((other, their), ("stage", mine))
@@ -220,8 +220,8 @@ def devices_row(context: Context, name: str, *, size: Size) -> Row:
         seconds, _ = _stage(folder, shards[count], pools[count], job, size)
         return count * size.total / seconds
 
-    found = context.alternate(*(partial(side, count) for count in counts))
-    rates = dict(zip(counts, found, strict=True))
+    results = context.alternate(*(partial(side, count) for count in counts))
+    rates = dict(zip(counts, results, strict=True))
     limit = size.batch / size.seconds  # of one device
     figures: dict[str, Any] = {
         f"pictures_per_second_on_{count}": spread(rates[count]) for count in counts
@@ -232,7 +232,7 @@ def devices_row(context: Context, name: str, *, size: Size) -> Row:
     }
     ratios = {
         f"scaling_{count}": spread(
-            [rate / count / one for rate, one in zip(rates[count], rates[1], strict=True)]
+            [rate / count / single for rate, single in zip(rates[count], rates[1], strict=True)]
         )["median"]
         for count in counts[1:]
     }
@@ -408,10 +408,10 @@ def _decoded(size: Size) -> tuple[np.ndarray, list[str]]:
     settings = _transform(size)
     buckets = [(size.side, size.side)]
     pixels = [
-        transform(one.image, one.source_sha256, one.meta, settings, buckets)[0].pixels
-        for one in samples
+        transform(sample.image, sample.source_sha256, sample.meta, settings, buckets)[0].pixels
+        for sample in samples
     ]
-    return np.stack(pixels), [one.captions[0] for one in samples]
+    return np.stack(pixels), [sample.captions[0] for sample in samples]
 
 
 if __name__ == "__main__":

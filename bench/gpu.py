@@ -33,10 +33,10 @@ from configs.load_recipe import CHECKOUT
 from runtimes.process.job import TrainJob, write_job
 
 PAGE = "docs/benchmarks.md"
-TABLE = "| variant | card |"  # begins the header of its table
+TABLE = "| variant | card |"  # start of the header of the table
 PROFILE = "KILN_BENCH_PROFILE"  # environment variable: print the kernels of two steps
 WARM_UP = 5  # steps, compilation and capture included; without CUDA graphs 2 suffice
-LIMIT = 300.0  # seconds of a variant; the slowest ones needed 180
+LIMIT = 300.0  # seconds of a variant; the slowest needed 180
 END = 30.0  # seconds in which a signal ends its process
 #: Environment variables of a variant's process: stacks at SIGABRT, and memory as jax needs it.
 CHILD = {"PYTHONFAULTHANDLER": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -186,9 +186,9 @@ def run_piece(
                 pool.submit(_measure_alone, name, job, steps, warm_up, limit)
                 for name, job in zip(group, jobs, strict=True)
             ]
-            found = [row.result() for row in measured]
-        report.log("\n".join(report.table(found)))
-        rows += found
+            group_rows = [row.result() for row in measured]
+        report.log("\n".join(report.table(group_rows)))
+        rows += group_rows
     return rows
 
 
@@ -249,15 +249,17 @@ def job_maker(
     def files(model: Model) -> tuple[Path, str]:
         place = folder / model.name
         place.mkdir()
-        found = pipeline(model.hub_id, model.denoiser)
+        model_folder = pipeline(model.hub_id, model.denoiser)
         samples = 2 * batch_size(model.batch)
-        return found, benchmark_inputs.write_random_latents(place, found, samples, model.size)
+        return model_folder, benchmark_inputs.write_random_latents(
+            place, model_folder, samples, model.size
+        )
 
     def make(model: Model, settings: dict[str, Any]) -> TrainJob:
         pipeline, latents = files(model)
-        given = {name: value for name, value in settings.items() if name != "runtime"}
+        changes = {name: value for name, value in settings.items() if name != "runtime"}
         common = {**OURS, **BF16, "global_batch_size": batch_size(model.batch), "steps": 100}
-        job = run_kilnworks.make_job(pipeline, latents, folder, WARM_UP, **{**common, **given})
+        job = run_kilnworks.make_job(pipeline, latents, folder, WARM_UP, **{**common, **changes})
         return replace(job, runtime=settings.get("runtime", "torch"))
 
     return make
@@ -272,12 +274,12 @@ def add_to_table(page: Path, rows: Sequence[Row], card: str, day: date) -> None:
 
 
 def _line(row: Row, card: str, day: date) -> str:
-    found = row.figures
-    mfu = f"{found['mfu']:.0%}" if "mfu" in found else ""
-    times = f"{found['load_seconds']:.0f} + {found['warm_up_seconds']:.0f} s"
+    figures = row.figures
+    mfu = f"{figures['mfu']:.0%}" if "mfu" in figures else ""
+    times = f"{figures['load_seconds']:.0f} + {figures['warm_up_seconds']:.0f} s"
     cells = (
-        *(f"`{row.name}`, batch {found['batch']}", card, f"{found['images_per_second']:.1f}"),
-        *(mfu, f"{found['memory_gb']:.1f} GB", times, day.isoformat()),
+        *(f"`{row.name}`, batch {figures['batch']}", card, f"{figures['images_per_second']:.1f}"),
+        *(mfu, f"{figures['memory_gb']:.1f} GB", times, day.isoformat()),
     )
     return f"| {' | '.join(cells)} |"
 

@@ -139,7 +139,7 @@ def compare_losses(job: TrainJob, record: Path) -> dict[str, Any]:
 
 
 def largest(values: list[float]) -> float:
-    """The maximum, or NaN if one of them is NaN, which `max` can drop."""
+    """The maximum, or NaN if a value is NaN, which `max` can drop."""
     return float(np.max(values))
 
 

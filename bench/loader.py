@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 def compare(loaders: dict[str, Epoch], steps: int, size: int, turns: Rounds) -> Row:
     """Samples per second of each loader, over an epoch per round, after an epoch to warm up.
 
-    An epoch begins anew in each round, so that nobody reads ahead while others are measured.
+    Each round begins an epoch, so that no loader reads ahead while another is measured.
     """
     shapes = {name: _shapes(next(epoch())) for name, epoch in loaders.items()}
     assert len(set(map(str, shapes.values()))) == 1, shapes
@@ -79,8 +79,8 @@ def compare(loaders: dict[str, Epoch], steps: int, size: int, turns: Rounds) -> 
 
     for name in loaders:
         rate(name)
-    found = turns.alternate(*(partial(rate, name) for name in loaders))
-    rates = dict(zip(loaders, found, strict=True))
+    results = turns.alternate(*(partial(rate, name) for name in loaders))
+    rates = dict(zip(loaders, results, strict=True))
     figures = {f"{name}_samples_per_second": spread(rates[name]) for name in loaders}
     ratios = {}
     for name in [name for name in loaders if name != "ours"]:

@@ -74,7 +74,7 @@ def compare(
 
 def real_peak(job: TrainJob, resolution: int) -> int:
     """Most bytes of live tensors during the second step of a job."""
-    free_memory()  # the runtime of the job before is a cycle
+    free_memory()  # the previous runtime is a reference cycle
     others = {id(storage) for storage in _storages()}
     runtime = TheRuntime()
     runtime.load(job, Base.of(job))
@@ -95,7 +95,7 @@ def real_peak(job: TrainJob, resolution: int) -> int:
 
 
 def _storages() -> Iterator[Any]:
-    tensors = [found for found in gc.get_objects() if type(found) in TENSORS]
+    tensors = [value for value in gc.get_objects() if type(value) in TENSORS]
     yield from (tensor.untyped_storage() for tensor in tensors)
 
 
@@ -105,14 +105,16 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 def _batch(runtime: TheRuntime, job: TrainJob, resolution: int) -> StepBatch:
     network = runtime._network
     count = job.train["global_batch_size"]
-    one = sample_batch(Base.of(job), network, (resolution, resolution), text=network.encodes_text)
-    many = {name: np.repeat(array, count, axis=0) for name, array in one.conditioning.items()}
+    sample = sample_batch(
+        Base.of(job), network, (resolution, resolution), text=network.encodes_text
+    )
+    many = {name: np.repeat(array, count, axis=0) for name, array in sample.conditioning.items()}
     arrays = ("noisy_latents", "timesteps", "target", "weight")
     repeated: dict[str, Any] = {
-        name: np.repeat(getattr(one, name), count, axis=0) for name in arrays
+        name: np.repeat(getattr(sample, name), count, axis=0) for name in arrays
     }
     repeated |= {"conditioning": many, "denominator": count}
-    return replace(one, **repeated)
+    return replace(sample, **repeated)
 
 
 def main() -> None:
@@ -125,9 +127,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, model, resolution, batch, train in _cases(Path(scratch), options.cuda):
             for variant, changes in VARIANTS.items():
-                found = compare(model, resolution, batch, **{**train, **changes})
-                row = {"model": name, "variant": variant, **found}
-                row["difference"] = found["planned"] / found["real"] - 1
+                memory = compare(model, resolution, batch, **{**train, **changes})
+                row = {"model": name, "variant": variant, **memory}
+                row["difference"] = memory["planned"] / memory["real"] - 1
                 print(json.dumps(row), flush=True)
 
 

@@ -129,7 +129,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Facts about this machine; the load average is that before the benchmark."""
+    """Facts about this machine; the load average is from before the benchmark."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": _cpu(),
@@ -144,7 +144,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 def versions(packages: Sequence[str] = REPORTED) -> dict[str, str]:
-    """Versions of the installed ones of these packages."""
+    """Versions of these packages, as far as they are installed."""
     installed = {}
     for name in packages:
         with suppress(PackageNotFoundError):
@@ -174,9 +174,9 @@ def finish(
     """Publish the rows of a benchmark; its exit code, 1 if a row failed.
 
     Args:
-        options: of `option_parser`.
-        packages: whose versions are reported.
-        facts: further ones; `machine` replaces the facts of this machine.
+        options: options of `option_parser`.
+        packages: packages whose versions are reported.
+        facts: further facts; `machine` replaces the facts of this machine.
     """
     shared = {"machine": machine(os.cpu_count() or 1), "versions": versions(packages)}
     publish(bench, rows, shared | facts, options.json)
@@ -231,7 +231,7 @@ def _cpu() -> str:
 
 
 def gpu_name() -> str | None:
-    """Name of the first CUDA device; None without one."""
+    """Name of the first CUDA device; None without CUDA."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

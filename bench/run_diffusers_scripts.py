@@ -51,7 +51,7 @@ def find_peer(options: argparse.Namespace, facts: dict[str, Any]) -> Peer | None
     """The peer of the options, its versions added to `facts`; None without scripts.
 
     Raises:
-        Failed: its interpreter or one of its packages is missing.
+        Failed: the peer's interpreter or a package is missing.
     """
     if options.diffusers_examples is None:
         return None

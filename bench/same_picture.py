@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     sampled = dict[str, Pictures]()
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
         for name, (runtime, device, variables) in VARIANTS.items():
-            found = probe_runtime(runtime)
-            if not found.available:
-                rows.append(Row(name, skipped=found.reason))
+            probe = probe_runtime(runtime)
+            if not probe.available:
+                rows.append(Row(name, skipped=probe.reason))
                 continue
             log(f"{name} ...")
             # One store each: the device is not in the key, so pictures would be reused.
@@ -99,7 +99,7 @@ def _compare(pictures: Pictures, reference: Pictures) -> dict[str, Any]:
 
 
 def _page(sampled: Mapping[str, Pictures]) -> Image.Image:
-    """A row of enlarged pictures per runtime, and of its differences from the first one."""
+    """A row of enlarged pictures per runtime, and of its differences from the first."""
     reference = next(iter(sampled.values()))
     lines: list[tuple[str, Pictures]] = []
     for name, pictures in sampled.items():

@@ -6,7 +6,7 @@
 * `shards`: steps that read the records of all shards of an artifact. The shards are made up, and
   their files empty: a check compares size and time stamp.
 
-A process of its own does each step, so that its peak memory is its own.
+Each step runs in a separate process, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ EMPTY = hashlib.sha256(b"").hexdigest()
 SUFFIXES = (".parquet", ".tar")
 WRITTEN = 10**18  # time stamp of all files in ns; workers stamp them, not the commit
 FACTS = {"samples": 987, "outcomes": {"http 404": 9, "success": 987, "timeout": 4}, "retries": 0}
-Step = Callable[[Path, int], dict[str, Any] | None]  # of the folder and the count
+Step = Callable[[Path, int], dict[str, Any] | None]  # (folder, count) -> figures
 Measured = Callable[[str], dict[str, Any]]  # a step's figures, by its name
 
 
 def list_figures(folder: Path, rows: int, measured: Measured, format: str) -> dict[str, Any]:
-    """Of a first plan, of a second one of the unchanged list, and of a third one of more rows."""
+    """Figures of a first plan, a second of the unchanged list, and a third of more rows."""
     for number in range(FILES):
         _write_list(folder, number, rows // FILES, format)
     plans = {"first": measured("plan"), "unchanged": measured("plan")}
@@ -103,7 +103,7 @@ def _plan(folder: Path, _: int) -> dict[str, Any]:
 
 
 def row_figures(folder: Path, rows: int, measured: Measured, host: str) -> dict[str, Any]:
-    """Of the download with its plan, and of the encoding."""
+    """Figures of the download with its plan, and of the encoding."""
     served = f"'http://{host}/small/fast/' || i || '.jpg'"
     refused = "'http://10.0.0.' || i % 256 || '/pictures/' || md5('' || i) || '.jpg'"
     columns = f"if(i % {SERVED} = 0, {served}, {refused}) as url, 'picture ' || i as caption"
@@ -152,7 +152,7 @@ def _encode(folder: Path, _: int) -> None:
 
 
 def shard_figures(folder: Path, shards: int, measured: Measured, _: str) -> dict[str, Any]:
-    """Of the commit of an artifact, its load and check, and a garbage collection."""
+    """Figures of the commit of an artifact, its load and check, and a garbage collection."""
     _write_files(Store(str(folder)), shards)
     names = ("commit", "load", "verify", "gc_mark", "gc_collect")
     return _flat({name: measured(name) for name in names})
@@ -213,7 +213,7 @@ STEPS: dict[str, Step] = {
 }
 #: Step -> the module that it imports before the clock starts.
 IMPORTED = {"plan": "tasks.download", "download": "tasks.download", "encode": "tasks.encode.stage"}
-#: What -> its figures, default counts, and those of `--quick`. The figures are of the folder, the
+#: What -> its figures, default counts, and those of `--quick`. Figures take the folder, the
 #: count, the steps' measurement, and the format of a list or the host of pictures.
 SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[int], Sequence[int]]] = {
     "list": (list_figures, (1_000_000,), (10_000,)),

@@ -1,4 +1,4 @@
-"""The rows of `bench.train`. Those of CUDA are SD2-base and SDXL at full size, in bf16."""
+"""The rows of `bench.train`. Rows for CUDA train SD2-base and SDXL at full size, in bf16."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def equal_row(context: Context, name: str) -> Row:
         settings = {"steps": EQUAL_STEPS, "global_batch_size": EQUAL_BATCH}
         write_job(context.job(TINY, "full", folder, **settings), job)
         result = report.run_module("bench.job_steps", "losses", str(job), str(record))
-    found = {what: result[f"max_relative_{what}_difference"] for what in EQUAL_WITHIN}
+    differences = {what: result[f"max_relative_{what}_difference"] for what in EQUAL_WITHIN}
     # NaN is not within any bound.
-    wrong = [what for what, bound in EQUAL_WITHIN.items() if not found[what] <= bound]
-    failed = "; ".join(f"{what} differs by {found[what]:.2g}" for what in wrong)
+    wrong = [what for what, bound in EQUAL_WITHIN.items() if not differences[what] <= bound]
+    failed = "; ".join(f"{what} differs by {differences[what]:.2g}" for what in wrong)
     return Row(name, figures=result, failed=failed)
 
 

@@ -2,7 +2,7 @@
 
 A validation error of pydantic becomes file, dotted setting and remedy. For a setting's name of
 diffusers' scripts, kohya's sd-scripts or SimpleTuner, the error contains our name: a field's `aka`
-tells theirs. `python -m configs.explain_errors` prints these names as docs/coming-from.md.
+lists theirs. `python -m configs.explain_errors` prints these names as docs/coming-from.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs.settings.recipe import Recipe
 
 #: Most names that a hint suggests.
 SUGGESTED = 3
-#: From this similarity on, a name is another one with a typing error.
+#: From this similarity on, a name is a known name with a typing error.
 TYPO = 0.85
 
 
@@ -32,36 +32,36 @@ def hint_of(name: str, known: Collection[str], prefix: str = "") -> str:
     """`did you mean ...?` with the most similar known names, or `there are: ...` with all.
 
     Args:
-        prefix: of a similar name, such as the section of a setting.
+        prefix: what precedes a similar name, such as the section of a setting.
     """
     near = (
         difflib.get_close_matches(name, known, n=1, cutoff=TYPO)
         or longer_names(name, known)
         or _misspelt_names(name, known)
     )
-    return did_you_mean(f"{prefix}{one}" for one in near) or f"there are: {', '.join(known)}"
+    return did_you_mean(f"{prefix}{n}" for n in near) or f"there are: {', '.join(known)}"
 
 
 def longer_names(name: str, known: Collection[str]) -> list[str]:
-    """Names with all words of this one, such as num_inference_steps for steps; few, or none."""
+    """Names with all words of `name`, such as num_inference_steps for steps; few, or none."""
     words = _words(name)
-    found = [one for one in known if words <= _words(one)]
-    return found if len(found) <= SUGGESTED else []
+    names = [other for other in known if words <= _words(other)]
+    return names if len(names) <= SUGGESTED else []
 
 
 def _misspelt_names(name: str, known: Collection[str]) -> list[str]:
     """The most similar name, or those with the most similar word, such as `steps` for `stepz`."""
-    words = {word for one in known for word in _words(one)}
+    words = {word for other in known for word in _words(other)}
     near = difflib.get_close_matches(name, words.union(known), n=1)
-    return [one for one in near if one in known] or [
-        one for word in near for one in longer_names(word, known)
+    return [other for other in near if other in known] or [
+        other for word in near for other in longer_names(word, known)
     ]
 
 
 def did_you_mean(names: Iterable[str]) -> str:
     """`did you mean a or b?`; empty without a name."""
-    found = " or ".join(names)
-    return f"did you mean {found}?" if found else ""
+    choices = " or ".join(names)
+    return f"did you mean {choices}?" if choices else ""
 
 
 def _words(name: str) -> set[str]:
@@ -209,18 +209,18 @@ def _is_missing_section(item: ErrorDetails, model: type[BaseModel]) -> bool:
 
 def _by_setting(error: ValidationError, settings: dict[str, Any]) -> list[ErrorDetails]:
     """The faults, with the path in the file as `loc`; one for all that a setting may be instead."""
-    found: dict[Any, ErrorDetails] = {}
+    faults: dict[Any, ErrorDetails] = {}
     for item in error.errors():
         path = tuple(_path(item, settings))
         is_choice = len(path) < len(item["loc"]) and not isinstance(item["input"], dict)
         key = path if is_choice else (path, item["type"], item["msg"])
         text = _EXPECTED.get(item["type"], item["msg"])
-        if key in found and is_choice:
-            first = found[key]
+        if key in faults and is_choice:
+            first = faults[key]
             text = f"{_EXPECTED.get(first['type'], first['msg'])}, or {text}"
             item = {**first, "type": "union", "msg": text}
-        found[key] = {**item, "loc": path}
-    return [item for item in found.values() if not _is_told_better(item, found.values())]
+        faults[key] = {**item, "loc": path}
+    return [item for item in faults.values() if not _is_told_better(item, faults.values())]
 
 
 def _is_told_better(item: ErrorDetails, others: Collection[ErrorDetails]) -> bool:
@@ -285,7 +285,7 @@ def _near_choice(item: ErrorDetails) -> str:
 
 
 def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) -> str:
-    """The setting that an unknown one may be: of its section first, of another tool, or elsewhere.
+    """The setting that an unknown name may mean: in its section, in another tool, or elsewhere.
 
     Args:
         where: the parts of its dotted name.
@@ -296,7 +296,7 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
         return f"of source.kind {kinds}; this one is {kind}"
     known = _field_names(section, settings, model)
     prefix = "".join(f"{s}." for s in section)
-    if name in known:  # of another kind of source
+    if name in known:  # a setting of another kind of source
         return hint_of(name, known, prefix)
     if (theirs := ours(name)) is not None and theirs.ours != prefix + name:
         own = prefix + theirs.ours.rpartition(".")[2]
@@ -311,7 +311,7 @@ def _hint(where: list[str], settings: dict[str, Any], model: type[BaseModel]) ->
 
 def _sections_with(name: str, model: type[BaseModel]) -> list[str]:
     sections = {part: _section(field.annotation) for part, field in model.model_fields.items()}
-    return [part for part, one in sections.items() if one and name in one.model_fields]
+    return [part for part, section in sections.items() if section and name in section.model_fields]
 
 
 def _field_names(
@@ -329,16 +329,16 @@ def _field_names(
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section of a field, also of one that may be null, and of named sections."""
-    kinds = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type)]
-    return next((one for one in kinds if issubclass(one, BaseModel)), None)
+    """The section of a field, which may also be null or have named sections."""
+    kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
 def _kinds_with(name: str) -> str:
     """The kinds of source that have a setting."""
     fields = [model.model_fields for model in get_args(get_args(data.Source)[0])]
-    found = [get_args(one["kind"].annotation)[0] for one in fields if name in one]
-    return ", ".join(found[:-1]) + " or " * (len(found) > 1) + "".join(found[-1:])
+    kinds = [get_args(f["kind"].annotation)[0] for f in fields if name in f]
+    return ", ".join(kinds[:-1]) + " or " * (len(kinds) > 1) + "".join(kinds[-1:])
 
 
 def _source_model(kind: str | None) -> type[BaseModel] | None:

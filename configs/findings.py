@@ -82,7 +82,7 @@ def enter(checks: Iterable[Check], *, remote: bool = True) -> None:
 
 
 def collect(checks: Iterable[Check], seconds: float = SECONDS) -> Iterator[Finding]:
-    """The findings of all checks; one that fails or takes too long does not hide the others."""
+    """The findings of all checks; a check that fails or takes too long does not hide the others."""
     for check in checks:
         findings: list[Finding] = []
         try:

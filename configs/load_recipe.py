@@ -41,8 +41,8 @@ class _Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's class attribute)
-        first: [one for one in found if one[0] not in (_BOOLEAN, _INTEGER, _FLOAT)]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [r for r in resolvers if r[0] not in (_BOOLEAN, _INTEGER, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     _depth = 0
@@ -112,13 +112,13 @@ def parse_option(text: str) -> Any:
 
     Raises yaml.YAMLError.
     """
-    found = parse_yaml(text)
+    value = parse_yaml(text)
     node = yaml.compose(text, _Loader)
     is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
     rest = text if node is None else text[node.end_mark.index :]
     if is_plain and rest.strip():
         return parse_yaml(json.dumps(text.strip(), ensure_ascii=False))
-    return found
+    return value
 
 
 def dump_yaml(value: Any) -> str:
@@ -247,7 +247,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def anchored(value: Any, folder: Path) -> Any:
     """Resolve strings that start with ./ or ../ by the folder of their recipe, ~/ by the user's.
 
-    A prompt is none of these.
+    Prompts are left as they are.
     """
     if isinstance(value, dict):
         return {
@@ -284,15 +284,15 @@ def _merge(base: dict[str, Any], over: dict[str, Any], where: str) -> dict[str, 
 
 
 def _inherited(section: str, old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The old section without the other of `train.steps` and `train.epochs`, if one is new."""
-    given = {name for name in ("steps", "epochs") if new.get(name) is not None}
-    if section != "train" or len(given) != 1:
+    """The old section without `train.epochs` if `train.steps` is new, and the reverse."""
+    lengths = {name for name in ("steps", "epochs") if new.get(name) is not None}
+    if section != "train" or len(lengths) != 1:
         return old
-    return {name: value for name, value in old.items() if name not in {"steps", "epochs"} - given}
+    return {name: value for name, value in old.items() if name not in {"steps", "epochs"} - lengths}
 
 
 def _replaces(section: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether a section takes nothing from the old one: a source of another kind."""
+    """Whether a section takes nothing from the old section: a source of another kind."""
     return section == "source" and new.get("kind", old.get("kind")) != old.get("kind")
 
 
@@ -363,10 +363,10 @@ def add_values(overrides: Mapping[str, Any], texts: Sequence[str]) -> dict[str, 
         if name in grid:
             raise Refused(f"--set {name} is given twice: write {name}=value,value")
         grid[name] = values
-    given = overrides.get("sweep.values", {})
-    if not grid or not isinstance(given, dict):  # load_trials refuses what is no mapping
+    swept = overrides.get("sweep.values", {})
+    if not grid or not isinstance(swept, dict):  # load_trials refuses what is no mapping
         return {**overrides}
-    return {**overrides, "sweep.values": given | grid}
+    return {**overrides, "sweep.values": swept | grid}
 
 
 def parse_values(text: str) -> tuple[str, list[Any]]:

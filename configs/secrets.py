@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import SecretStr
 
-#: Query parameters whose values are kept: they select a picture or its rendering. Of all others the
-#: value is removed, because each service has its own names for signatures and tokens.
+#: Query parameters whose values are kept: they select a picture or its rendering. All other values
+#: are removed, because each service has its own names for signatures and tokens.
 HARMLESS = re.compile(
     "auto|crop|dl|download|dpr|ext|file|filename|fit|fm|format|h|height|id|image|image_id|img|lang"
     "|mode|name|page|q|quality|rect|resize|revision|size|split|type|v|ver|version|versionid|w|width",
@@ -113,7 +113,7 @@ def _protocol(link: str) -> str:
 
 
 def check_unchained_url(url: str) -> str:
-    """As check_unchained, of a place that fsspec opens only if it is a URL; returns the URL."""
+    """As check_unchained, for a place that fsspec opens only if it is a URL; returns the URL."""
     return check_unchained(url) if "://" in url else url
 
 
@@ -123,7 +123,7 @@ def _masked(parameter: re.Match[str]) -> str:
 
 def one_line(error: BaseException, length: int = 300) -> str:
     """An error's message without secrets and line breaks; its class if it has no message."""
-    # Secrets are removed first: one that is cut off is not recognized.
+    # Secrets are removed first: a secret that is cut off is not recognized.
     return without_secrets(" ".join(str(error).split()))[:length] or type(error).__name__
 
 
@@ -152,8 +152,8 @@ def redacted(error: BaseException, seen: dict[int, BaseException] | None = None)
                 setattr(seen[id(error)], name, redacted(link, seen))
         seen[id(error)].__suppress_context__ = silent
         if isinstance(error, BaseExceptionGroup):
-            for one in error.exceptions:
-                redacted(one, seen)
+            for inner in error.exceptions:
+                redacted(inner, seen)
     return seen[id(error)]
 
 

@@ -90,20 +90,20 @@ def _rows(
         inner = list(_sections(node, definitions))
         if not inner or "anyOf" in node.get("items", {}):
             yield _row(prefix + name, node, name in required, parent or {})
-        for one in inner:
+        for part in inner:
             step = "." if "$ref" in node or "anyOf" in node else ".N."
             step = ".NAME." if "additionalProperties" in node else step
-            yield from _rows(prefix + name + step, one, definitions, {**(parent or {}), **node})
+            yield from _rows(prefix + name + step, part, definitions, {**(parent or {}), **node})
 
 
 def _sections(node: Node, definitions: Node) -> Iterator[Node]:
-    """The sections that a setting can hold: itself one, or null, a list or a mapping of them."""
+    """The sections that a setting can hold: a section, null, or a list or mapping of sections."""
     if "$ref" in node:
-        found = definitions[node["$ref"].rpartition("/")[2]]
-        if "properties" in found:
-            yield found
-    for one in (*node.get("anyOf", ()), *node.get("oneOf", ())):
-        yield from _sections(one, definitions)
+        definition = definitions[node["$ref"].rpartition("/")[2]]
+        if "properties" in definition:
+            yield definition
+    for choice in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from _sections(choice, definitions)
     for key in ("items", "additionalProperties"):
         if isinstance(node.get(key), dict):
             yield from _sections(node[key], definitions)
@@ -136,7 +136,7 @@ def _sentence(node: Node) -> str:
 def _type(node: Node) -> str:
     """The values of a setting, in words."""
     if "anyOf" in node:
-        return " or ".join(dict.fromkeys(_type(one) for one in node["anyOf"]))
+        return " or ".join(dict.fromkeys(_type(choice) for choice in node["anyOf"]))
     if "$ref" in node:
         return "section"
     if "const" in node:

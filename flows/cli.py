@@ -228,8 +228,8 @@ def promote(
     """Make a published version the champion."""
     from tasks.publish.registry import Registry
 
-    found = Registry(_registry_of(store, registry), name).promote(version)
-    print(f"{name}: {found.name} is the champion ({found.uri})")
+    champion = Registry(_registry_of(store, registry), name).promote(version)
+    print(f"{name}: {champion.name} is the champion ({champion.uri})")
 
 
 @commands.command()
@@ -237,8 +237,8 @@ def rollback(name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = N
     """Make the champion before the present one the champion again."""
     from tasks.publish.registry import Registry
 
-    found = Registry(_registry_of(store, registry), name).rollback()
-    print(f"{name}: {found.name} is the champion again ({found.uri})")
+    champion = Registry(_registry_of(store, registry), name).rollback()
+    print(f"{name}: {champion.name} is the champion again ({champion.uri})")
 
 
 app = typer.Typer(
@@ -469,11 +469,11 @@ def plan(
     show_plan(loaded, *places, search=search, as_json=as_json)
 
 
-def _once(option: str, given: list[str] | None) -> str | None:
+def _once(option: str, values: list[str] | None) -> str | None:
     """The value of an option; Typer would take the last of several without a word."""
-    if given and len(given) > 1:
-        raise typer.BadParameter(f"{option} is given {len(given)} times: plan one after another")
-    return given[0] if given else None
+    if values and len(values) > 1:
+        raise typer.BadParameter(f"{option} is given {len(values)} times: plan one after another")
+    return values[0] if values else None
 
 
 @app.command()
@@ -534,7 +534,7 @@ def doctor(
     import_prefect()
     from flows.doctor import examine
 
-    arguments = [recipe or "", *(word for one in override or () for word in ("-o", one))]
+    arguments = [recipe or "", *(word for setting in override or () for word in ("-o", setting))]
     if not examine(checked, arguments, as_json=as_json):
         raise typer.Exit(FAILED)
 

@@ -1,8 +1,8 @@
 """Errors of the command `kiln` in one line, or as JSON.
 
-A command line that Typer refuses is told in one line like every other error. Prefect's own settings
-have errors of their variables, of the files that it reads, and of HOME. With `--json`, scripts get
-an error as JSON.
+The error of a command line that Typer refuses has one line like every other error. Prefect's own
+settings have errors about their variables, the files that it reads, and HOME. With `--json`,
+scripts get an error as JSON.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def usage_error(error: TyperException) -> str:
     if not error.message:
         return f"{command}{parameter.opts[0].upper()} is missing ({options})"
     if (extra := _EXTRA.fullmatch(error.message)) is not None:
-        given = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
-        return f"{command}write a setting with -o: -o {given}"
+        settings = re.sub(r" (?=[a-z0-9_.]+=)", " -o ", extra[1])  # each of several settings
+        return f"{command}write a setting with -o: -o {settings}"
     named = "" if parameter is None else f"{parameter.opts[0]}: "
     if (choice := _NOT_ONE_OF.fullmatch(error.message)) is not None:
         known = re.findall("'(.*?)'", choice[2])
@@ -71,7 +71,7 @@ READERS = ("/prefect/settings/sources.py", "/prefect/settings/profiles.py")
 
 
 def wrong_prefect_setting(error: Exception) -> str | None:
-    """What is wrong with Prefect's settings, in one line; None if the error is another one."""
+    """What is wrong with Prefect's settings, in one line; None for any other error."""
     if str(error) == "Could not determine home directory.":  # pathlib's own words
         return "HOME is not set, and this user has no home folder: set HOME to a folder"
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -127,6 +127,6 @@ def error_as_json(as_json: bool) -> Iterator[None]:
     except Exception as error:
         if as_json:
             message = wrong_prefect_setting(error) or str(error)
-            found = {"status": "failed", "error": without_secrets(message)}
-            print(json.dumps(found), flush=True)
+            report = {"status": "failed", "error": without_secrets(message)}
+            print(json.dumps(report), flush=True)
         raise

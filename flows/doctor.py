@@ -212,16 +212,16 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     probes = {name: probe_runtime(name) for name in get_args(RuntimeName)}
     installed = package_versions(sys.executable, (*PINNED, *TRAPS))
     server, findings = _server()
-    found = _facts(probes, installed, server)
+    facts = _facts(probes, installed, server)
     checks = _machine_checks(probes, installed, recipe)
     if recipe is not None:
         checks += recipe_checks(recipe, arguments)
     findings += collect(checks)
     problems = [finding.words for finding in findings if finding.level == "problem"]
     if as_json:
-        print(json.dumps({**found, "findings": [*map(asdict, findings)], "problems": problems}))
+        print(json.dumps({**facts, "findings": [*map(asdict, findings)], "problems": problems}))
     else:
-        _print(found, findings)
+        _print(facts, findings)
     return not problems
 
 
@@ -337,30 +337,30 @@ def _free_gb() -> float | None:
         return None
 
 
-def _host(found: dict[str, Any], kind: str, chips: str, *software: str) -> str:
+def _host(facts: dict[str, Any], kind: str, chips: str, *software: str) -> str:
     """A host's chips, their software and the missing parts, as text."""
-    found = found[kind]
-    if not found[chips] and not any(found[name] for name in software):
+    facts = facts[kind]
+    if not facts[chips] and not any(facts[name] for name in software):
         return f"none; deploy/{kind} has the set-up of a machine with one"
-    there = [f"{found[chips]} {chips[:-1].upper()}s"]
-    there += [f"{name} {found[name]}" for name in software if found[name]]
-    return ", ".join(there) + "".join(f"; {words}" for words in found["lacking"])
+    there = [f"{facts[chips]} {chips[:-1].upper()}s"]
+    there += [f"{name} {facts[name]}" for name in software if facts[name]]
+    return ", ".join(there) + "".join(f"; {words}" for words in facts["lacking"])
 
 
-def _print(found: dict[str, Any], findings: list[Finding]) -> None:
+def _print(facts: dict[str, Any], findings: list[Finding]) -> None:
     print(
-        f"python {found['python']} ({found['platform']}), {found['cpus']} CPUs, "
-        f"{found['disk_free_gb']} GB free"
+        f"python {facts['python']} ({facts['platform']}), {facts['cpus']} CPUs, "
+        f"{facts['disk_free_gb']} GB free"
     )
-    print(f"prefect server: {found['prefect_api']}")
-    for name, number in found["versions"].items():
+    print(f"prefect server: {facts['prefect_api']}")
+    for name, number in facts["versions"].items():
         print(f"  {name:14} {number or 'missing'}")
-    for name, runtime in found["runtimes"].items():
+    for name, runtime in facts["runtimes"].items():
         state = ", ".join(runtime["devices"]) if runtime["available"] else runtime["reason"]
         print(f"runtime {name:10} {state}")
-    print(f"ascend: {_host(found, 'ascend', 'npus', 'cann', 'torch_npu')}")
-    print(f"gaudi: {_host(found, 'gaudi', 'hpus', 'driver', 'habana_frameworks')}")
-    for finding in sorted(findings, key=lambda one: ("ok", "note", "problem").index(one.level)):
+    print(f"ascend: {_host(facts, 'ascend', 'npus', 'cann', 'torch_npu')}")
+    print(f"gaudi: {_host(facts, 'gaudi', 'hpus', 'driver', 'habana_frameworks')}")
+    for finding in sorted(findings, key=lambda f: ("ok", "note", "problem").index(f.level)):
         print(f"{finding.level}: {finding.words}")
     ready = not any(finding.level == "problem" for finding in findings)
     print("ready" if ready else "not ready")

@@ -103,13 +103,13 @@ def evaluate(
 def _measure_champion(
     run: Run, stage: EvaluateStage, measured: Artifact, before: Sequence[StageResult]
 ) -> None:
-    """Measure the champion, if the gate will ask. Raises Away if it changes meanwhile."""
+    """Measure the champion, if the gate will ask. Raises Away if the champion changes."""
     champion = run.champion_to_measure(stage.trained, measured)
     if champion is None:
         return
     try:
         run.champion_metrics(stage.data, measured, before)(champion.uri)
-    except Failed as error:  # of a worker that has found another champion
+    except Failed as error:  # from a worker that has found another champion
         if run.champion_to_measure(stage.trained, measured) == champion:
             raise
         raise Away(f"another model became the champion meanwhile: {error}") from error
@@ -178,12 +178,12 @@ def finetune(
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
     place = run.recipe.place
-    given = without_edges(run)
-    yield (images := run_task(download, place, given))
-    yield (latents := run_task(encode, place, given, images))
-    yield (trained := run_task(train, place, given, latents))
-    yield (evaluated := run_task(evaluate, place, given, images, latents, trained))
-    yield run_task(publish, place, given, images, latents, trained, evaluated)
+    run_argument = without_edges(run)
+    yield (images := run_task(download, place, run_argument))
+    yield (latents := run_task(encode, place, run_argument, images))
+    yield (trained := run_task(train, place, run_argument, latents))
+    yield (evaluated := run_task(evaluate, place, run_argument, images, latents, trained))
+    yield run_task(publish, place, run_argument, images, latents, trained, evaluated)
 
 
 def final_state(report: dict[str, Any], last: State[Any]) -> Any:
@@ -206,11 +206,11 @@ def report_of(results: Sequence[StageResult]) -> dict[str, Any]:
         status = "rejected" if last.outcome == "rejected" else "published"
     shown = ("key", "uri", "outcome", "seconds")
     stages = {
-        one.stage: {name: getattr(one, name) for name in shown}
-        for one in results
-        if one.outcome != "rejected"
+        result.stage: {name: getattr(result, name) for name in shown}
+        for result in results
+        if result.outcome != "rejected"
     }
     report: dict[str, Any] = {"status": status, "stages": stages, "model": None, "metrics": {}}
-    for one in results:
-        report |= one.facts
+    for result in results:
+        report |= result.facts
     return report

@@ -97,9 +97,9 @@ def generate(
     """
     prepare_process()
     with redacted_errors():
-        given = stage.with_prompts(read_settings(model, prompts, revealed(settings or {})))
+        drawing = stage.with_prompts(read_settings(model, prompts, revealed(settings or {})))
         folder = output_folder(out)
-    return copy(given, draw(given, runtime.flow_run.id), folder, not skip_grid, not skip_save)
+    return copy(drawing, draw(drawing, runtime.flow_run.id), folder, not skip_grid, not skip_save)
 
 
 def output_folder(out: str) -> Path:

@@ -95,7 +95,7 @@ def verify_model(url: str, model: str, key: Path | None, *, as_json: bool = Fals
         if not as_json:
             print(f"model     {name}  {fault or 'whole'}")
         folder = folder if fault or key is None else resolve_model(version.uri)
-    whole = all(one["fault"] is None for one in checked)
+    whole = all(entry["fault"] is None for entry in checked)
     if whole and key is not None:
         verify_folder(folder, key)
     signed_by = str(key) if whole and key is not None else None
@@ -139,7 +139,7 @@ def show_model(url: str, model: str, *, as_json: bool) -> None:
         "digest": version.manifest["digest"],
         "created": version.manifest["run"]["created"],
         "champion": None if champion is None else champion.name,
-        "versions": [one.name for one in registry.versions()],
+        "versions": [version.name for version in registry.versions()],
         **_compared(registry, version, champion),
     }
     if as_json:
@@ -171,7 +171,7 @@ def _compared(registry: Registry, version: Version, champion: Version | None) ->
         unmeasured += [] if theirs["metrics"] else [champion.name]
         numbers = _of(theirs["metrics"], "tuned")
         if own["fingerprint"] == theirs["fingerprint"]:
-            pair = (published_estimates(one.uri, own["fingerprint"]) for one in (version, champion))
+            pair = (published_estimates(v.uri, own["fingerprint"]) for v in (version, champion))
             compared = differences(*(estimates or {} for estimates in pair))
         elif version.manifest["summary"].get("compared_with") == champion.name:
             # The version's gate has measured this champion again, as it measured the version.
@@ -191,11 +191,11 @@ def _by_name(
     names: Iterable[str], models: Mapping[str, Mapping[str, Metric]]
 ) -> dict[str, dict[str, Metric]]:
     """Metric name -> model -> metric, as in metrics.json, without those that no model has."""
-    found = {
+    metrics_of = {
         name: {model: metrics[name] for model, metrics in models.items() if name in metrics}
         for name in names
     }
-    return {name: one for name, one in found.items() if one}
+    return {name: by_model for name, by_model in metrics_of.items() if by_model}
 
 
 def _published(registry: Registry, version: Version) -> dict[str, Any]:

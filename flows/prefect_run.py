@@ -181,7 +181,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _is_wrong_input(error: Exception) -> bool:
-    return any(isinstance(one, ValueError) for one in (error, error.__cause__))
+    return any(isinstance(cause, ValueError) for cause in (error, error.__cause__))
 
 
 def _in_a_run(record: logging.LogRecord) -> bool:
@@ -241,7 +241,7 @@ def model_resource(model: str) -> str:
 
 
 def put_automation(client: SyncPrefectClient, automation: AutomationCore) -> str:
-    """`created`, or `updated` if the server has the automation; a disabled one stays disabled."""
+    """`created`, or `updated` if the server has the automation; it stays disabled if it was."""
     same = client.read_automations_by_name(automation.name)
     if not same:
         client.create_automation(automation)
@@ -268,7 +268,7 @@ def emit_rejected(model: str, message: str, verdicts: list[dict[str, Any]]) -> N
 
 
 def _emit(event: str, model: str, payload: dict[str, Any]) -> None:
-    """Emit an event of a run. A lost one is a warning: the model is published or measured."""
+    """Emit an event of a run. A lost event is a warning: the model is published or measured."""
     if FlowRunContext.get() is None:
         return
     resource = {"prefect.resource.id": model_resource(model), "prefect.resource.name": model}
@@ -290,14 +290,14 @@ def run_name(words: str) -> Callable[[], str]:
 
 
 def revealed(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with their secrets. Raises Refused for one that Prefect has stored."""
+    """The settings with their secrets. Raises Refused for a secret that Prefect has stored."""
     if hide_secrets(settings) != settings:
         raise Refused(
             "a secret in a parameter is refused, since Prefect stores it: write it into a recipe "
             "file, or start the run by `kiln run`; and replace the secret"
         )
-    found: dict[str, Any] = _reveal(settings)
-    return found
+    values: dict[str, Any] = _reveal(settings)
+    return values
 
 
 def _reveal(settings: Any) -> Any:
@@ -373,7 +373,7 @@ def stage_task(name: str) -> dict[str, Any]:
 
 
 def without_edges(run: Any) -> Any:
-    """A run as the argument of a task; the task receives the run itself.
+    """Wrap a run for a task argument, so that Prefect draws no edges; the task gets the plain run.
 
     Prefect finds a task's result by the identity of its parts, such as a stage's name, and would
     draw an edge from each stage that the run names.

@@ -147,15 +147,17 @@ def _retrain(run: Run) -> Any:
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
         return _unchanged(run, champion, changes, unchanged, facts)
-    given = without_edges(run)
-    images = run_task(download, run.recipe.place, given)
-    latents = run_task(encode, run.recipe.place, given, images)
+    run_argument = without_edges(run)
+    images = run_task(download, run.recipe.place, run_argument)
+    latents = run_task(encode, run.recipe.place, run_argument, images)
     if champion is not None and not _has_new_samples(run, champion, latents.result()):
         why = f"none of the {changes.new_rows:,} new rows has a picture to train on"
         return _unchanged(run, champion, changes, why, facts)
-    trained = run_task(training_task(run), run.recipe.place, given, latents)
-    evaluated = run_task(evaluate, run.recipe.place, given, images, latents, trained)
-    published = run_task(publish, run.recipe.place, given, images, latents, trained, evaluated)
+    trained = run_task(training_task(run), run.recipe.place, run_argument, latents)
+    evaluated = run_task(evaluate, run.recipe.place, run_argument, images, latents, trained)
+    published = run_task(
+        publish, run.recipe.place, run_argument, images, latents, trained, evaluated
+    )
     states: list[Any] = [images, latents, trained, evaluated, published]
     report = report_of([state.result() for state in states]) | facts
     try:

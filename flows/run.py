@@ -61,7 +61,7 @@ class Whole:
             "settings": settings_to_send(run.recipe),
             "key": parts.key,
             "before": {result.stage: result.key for result in before},
-            # Of a later stage the download exists: it must not be tried once more.
+            # At a later stage the download exists: it must not be tried once more.
             "retry_run": run.retry_run if stage == "download" else None,
             "champion": run.start,
         }
@@ -74,7 +74,7 @@ WHOLE = Whole()
 
 @dataclass(frozen=True)
 class Sent(Whole):
-    """The scope of a run that builds a stage for another one, on another machine."""
+    """The scope of a run that builds a stage for another run, on another machine."""
 
     stage: PlacedStage
     key: str  # of its artifact
@@ -83,7 +83,7 @@ class Sent(Whole):
     def results_before(self, run: Run) -> list[StageResult]:
         """The results that the stage is built from, in the order of the stages.
 
-        The run records that it needs them before it looks for them. Raises Failed if one was
+        The run records that it needs them before it looks for them. Raises Failed if a result was
         deleted.
         """
         keys = {stage: [key] for stage, key in self.before.items()}
@@ -108,7 +108,7 @@ class Sent(Whole):
         progress: Progress,
         before: Sequence[StageResult | Artifact],
     ) -> Callable[[], str] | None:
-        """None, or a call that raises if the artifact is not the one that is waited for."""
+        """None, or a call that raises; None if the artifact is the expected one."""
         return None if parts.key == self.key else partial(self._fail, parts)
 
     def _fail(self, parts: KeyParts) -> NoReturn:
@@ -132,7 +132,7 @@ class Run(Builder):
     force: str | None = None  # the reason to publish a model that fails the gate
     stages: Sequence[StageName] = STAGES  # those that it builds
     scope: Whole = WHOLE
-    trials: Sequence[Recipe] = ()  # of a sweep, which differ in `train` alone
+    trials: Sequence[Recipe] = ()  # the trials of a sweep, which differ in `train` alone
 
     @property
     def model_name(self) -> str:
@@ -155,7 +155,7 @@ class Run(Builder):
         return False
 
     def from_champion(self, champion: Champion | None) -> Run:
-        """The retraining from a champion; of a model without one, a first training."""
+        """The retraining from a champion; without a champion, a first training."""
         return self if champion is None else Retraining(**vars(self), champion=champion)
 
     def send(

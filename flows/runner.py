@@ -97,8 +97,8 @@ def check_home() -> None:
 def _free_port() -> int:
     """A port outside the range from which the kernel takes those of clients."""
     for port in Random().sample(range(8000, 9000), 1000):
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", port))
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
             return port
     raise Failed("Prefect's own server finds no free port from 8000 to 8999: free one")
 
@@ -152,7 +152,7 @@ def closing_lines(report: dict[str, Any]) -> Iterator[str]:
 
         yield from terminal_lines(report["trials"], report["sweep"])
     for name, models in report["metrics"].items():
-        values = (f"{model} {found['value']:<10.4g}" for model, found in models.items())
+        values = (f"{model} {metric['value']:<10.4g}" for model, metric in models.items())
         yield f"  {name:24} {' '.join(values)}".rstrip()
     if report["status"] == "rejected":
         failed = [rule["rule"] for rule in report["gate"] if not rule["passed"]]
@@ -178,7 +178,7 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
     if report["status"] != "published":
         return
     kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
-    prompts = (one.prompts[0] for one in recipe.evaluate.prompts.values() if one.prompts)
+    prompts = (own.prompts[0] for own in recipe.evaluate.prompts.values() if own.prompts)
     place = _place(recipe.store, recipe.publish.registry)
     name = _name_for_generate(report, recipe.publish.name, place)
     words = [kiln, "generate", name, next(prompts, "a prompt")]
@@ -205,11 +205,11 @@ def _place(store: str, registry: str | None) -> list[str]:
 
 
 def _changes(report: dict[str, Any]) -> Iterator[str]:
-    found = report["changes"]
+    changes = report["changes"]
     yield (
-        f"source:    {found['rows']:,} rows, {found['new_rows']:,} new and "
-        f"{found['removed_rows']:,} removed since {report['start'] or 'no champion'}; "
-        f"{found['kept_shards']:,} shards reused, {found['new_shards']:,} to build"
+        f"source:    {changes['rows']:,} rows, {changes['new_rows']:,} new and "
+        f"{changes['removed_rows']:,} removed since {report['start'] or 'no champion'}; "
+        f"{changes['kept_shards']:,} shards reused, {changes['new_shards']:,} to build"
     )
     if "samples" in report:
         samples = report["samples"]
@@ -243,7 +243,9 @@ def run(
     _say_first(arguments["recipe"], out)
     _prepare_prefect()
     with error_as_json(as_json):
-        recipes = _recipes(flow, arguments["recipe"], overrides)  # the file may change meanwhile
+        recipes = _recipes(
+            flow, arguments["recipe"], overrides
+        )  # the file may change before the flow reads it
         has_server = configured_server() is not None
         if not has_server:
             for recipe in recipes:
@@ -269,7 +271,7 @@ def _say_first(what: str, out: TextIO) -> None:
 
 
 def _recipes(flow: str, name: str, overrides: dict[str, Any]) -> list[Recipe]:
-    """The recipes that a flow runs: of a sweep those of its trials."""
+    """The recipes that a flow runs; for a sweep, those of its trials."""
     if flow == "sweep":
         return [trial.recipe for trial in load_trials(name, overrides)]
     return [load_recipe(name, overrides)]
@@ -288,8 +290,8 @@ def generate(*, settings: dict[str, Any], as_json: bool, **arguments: Any) -> No
     _prepare_prefect()
     with error_as_json(as_json):
         if configured_server() is None:
-            given = read_settings(arguments["model"], arguments["prompts"], settings)
-            _check_generate(given, arguments["out"])
+            drawing = read_settings(arguments["model"], arguments["prompts"], settings)
+            _check_generate(drawing, arguments["out"])
     report = _run_flow("generate", as_json, settings=hide_secrets(settings), **arguments)
     from flows.generate import print_report
 
@@ -318,7 +320,7 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
             check_server(server)
         flow = getattr(import_module(f"flows.{name}"), name)
         try:
-            found: dict[str, Any] = flow(**arguments)
+            report: dict[str, Any] = flow(**arguments)
         except Exception as error:
             from httpx import HTTPError
 
@@ -326,9 +328,9 @@ def _run_flow(name: str, as_json: bool, **arguments: Any) -> dict[str, Any]:
 
             if not reports or not isinstance(error, HTTPError):
                 raise
-            found = reports[-1]  # the model is published, or measured and rejected: that stands
+            report = reports[-1]  # the model is published, or measured and rejected: that stands
             logger.warning("Prefect does not show the end of the run: %s", one_line(error))
-    return found
+    return report
 
 
 def _prepare_prefect() -> None:
@@ -339,8 +341,8 @@ def _prepare_prefect() -> None:
     os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
     # As in pyproject.toml, which Prefect reads only in the checkout.
-    given = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "").split(",")
-    os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*given, "500"} - {""}))
+    codes = os.environ.get("PREFECT_CLIENT_RETRY_EXTRA_CODES", "").split(",")
+    os.environ["PREFECT_CLIENT_RETRY_EXTRA_CODES"] = ",".join(sorted({*codes, "500"} - {""}))
     if os.environ.get("PREFECT_API_URL") == "":  # Prefect would ask a server of no address
         del os.environ["PREFECT_API_URL"]
     _bypass_proxy()
@@ -349,8 +351,8 @@ def _prepare_prefect() -> None:
 
 def _bypass_proxy() -> None:
     """Ask servers of this machine without the proxy of the environment: it cannot reach them."""
-    given = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
-    hosts = [host.strip() for host in ",".join(given).split(",") if host.strip()]
+    values = [os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    hosts = [host.strip() for host in ",".join(values).split(",") if host.strip()]
     if getproxies().keys() - {"no"} and "*" not in hosts:  # with others, * counts for less
         hosts = [*dict.fromkeys([*hosts, "127.0.0.1", "localhost"])]
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)

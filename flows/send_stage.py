@@ -78,7 +78,7 @@ def run_task(
 
     Args:
         place: the stages with a work pool.
-        name: of the task run; None: the task's.
+        name: the name of the task run; None: the task's.
     """
     if task.task_run_name in place.pools():
         task = task.with_options(tags={"sent"})
@@ -88,7 +88,7 @@ def run_task(
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether an error is of a Prefect server that may answer later."""
+    """Whether an error comes from a Prefect server that may answer later."""
     cause = _cause(error)
     if isinstance(cause, PrefectHTTPStatusError):
         return is_passing(cause.response.status_code)
@@ -118,12 +118,12 @@ def send_stage(
 
     The run is sent again after a crash, such as a preemption. A server that was away may take a
     living run for crashed: while the lock of its artifact has a heartbeat, the artifact is waited
-    for. The run is cancelled if this one ends.
+    for. The run is cancelled if the sender ends.
 
     Args:
         pool: POOL or POOL/QUEUE.
         model: name of the model in training, for the run's name.
-        parameters: of the flow `kiln-stage`.
+        parameters: those of the flow `kiln-stage`.
 
     Raises:
         Failed: the run failed, or was cancelled or deleted there, or the server refuses it for
@@ -181,7 +181,7 @@ def _built_although_crashed(
 def _run_once(
     stage: PlacedStage, model: str, pool: str, parameters: Mapping[str, Any], reached: _Reached
 ) -> tuple[State[Any], str]:
-    """The final state and the name of a new run of the stage; it is cancelled if this one ends."""
+    """The final state and name of a new run of the stage, which is cancelled if the sender ends."""
     with get_client(sync_client=True) as client:
         sent = _start(stage, model, pool, parameters)
         try:
@@ -248,7 +248,7 @@ def _link(url: str | None, sent: FlowRun, pool: str, progress: Progress) -> None
 
 
 def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[Any]:
-    """The final state of a sent run; meanwhile its progress is shown as this run's."""
+    """The final state of a sent run, whose progress is shown as this run's until then."""
     away = False
     while True:
         try:
@@ -268,13 +268,13 @@ def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[
 
 
 def _show(client: SyncPrefectClient, run: UUID, reached: _Reached) -> None:
-    found = client.read_artifacts(
+    artifacts = client.read_artifacts(
         artifact_filter=ArtifactFilter(
             flow_run_id=ArtifactFilterFlowRunId(any_=[run]),
             type=ArtifactFilterType(any_=["progress"]),
         )
     )
-    for artifact in found:
+    for artifact in artifacts:
         if artifact.key == f"{reached.progress.key}-progress":
             reached.show(float(str(artifact.data)), artifact.description or "")
 

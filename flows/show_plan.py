@@ -252,10 +252,10 @@ def show_plan(
 
 def _show_stored(recipe: Recipe, gpu: Gpu, error: Exception, *, as_json: bool) -> None:
     """Print the plan that comes with a recipe whose model is not there; raise the error if none."""
-    if (found := memory_of(recipe)) is None:
+    if (memory := memory_of(recipe)) is None:
         raise error
     _say(f"{error}; this is the plan that comes with the recipe")
-    plan = StoredPlan(recipe, gpu, found)
+    plan = StoredPlan(recipe, gpu, memory)
     show_rows(stored_facts(plan), stored_lines(plan), as_json=as_json)
     if not plan.fits:
         raise Refused(plan.refusal())

@@ -39,7 +39,7 @@ def check_store(url: str, kind: Literal["store", "registry"] = "store") -> None:
 
 
 def _is_there(store: Store) -> bool:
-    """Whether a store exists. Of a bucket that is away or forbidden, s3fs says that it does not."""
+    """Whether a store exists. s3fs denies that a bucket exists if it is away or forbidden."""
     if store.is_local:
         return bool(store.fs.exists(store.root))
     try:
@@ -58,13 +58,13 @@ def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
     if as_json:
         published = [
             {
-                "name": found.name,
-                "version": one.name,
-                "uri": one.uri,
+                "name": own_registry.name,
+                "version": version.name,
+                "uri": version.uri,
                 "champion": alias == CHAMPION,
                 "candidate": alias == CANDIDATE,
             }
-            for found, one, alias in models
+            for own_registry, version, alias in models
         ]
         print(json.dumps({"artifacts": rows, "models": published}))
         return
@@ -75,8 +75,8 @@ def list_store(url: str, registry: str | None, *, as_json: bool) -> None:
             f"{row['stage']:9} {row['key'][:12]}  {row['files']:5} files {size:>9}"
             f"  {row['created']}  {', '.join(names)}".rstrip()
         )
-    for found, version, alias in models:
-        print(f"model     {found.name} {version.name}  {version.uri}  {alias}".rstrip())
+    for own_registry, version, alias in models:
+        print(f"model     {own_registry.name} {version.name}  {version.uri}  {alias}".rstrip())
     if not rows and not models:
         print(f"nothing in {url}")
 
@@ -98,8 +98,8 @@ def show_artifact(url: str, what: str, *, as_json: bool) -> None:
     fault = store.fault(artifact)
     print(f"  state   {'whole: a run reuses it' if fault is None else fault}")
     print("  lineage")
-    for depth, name, found in _lineage(store, artifact):
-        print(f"    {'  ' * depth}{name} {found}")
+    for depth, name, ancestor in _lineage(store, artifact):
+        print(f"    {'  ' * depth}{name} {ancestor}")
     for title in ("settings", "summary"):
         print(f"  {title}")
         for name, value in manifest[title].items():
@@ -125,7 +125,7 @@ def verify_store(
             print(f"{kind:9} {name if kind == MODEL else name[:12]}  {fault or 'whole'}")
     if not checked:
         raise Refused(f"nothing in {without_secrets(url)}: name the store by --store")
-    damaged = sum(one["fault"] is not None for one in checked)
+    damaged = sum(entry["fault"] is not None for entry in checked)
     if as_json:
         print(json.dumps({"whole": not damaged, "checked": checked}))
     else:
@@ -147,12 +147,12 @@ def _verify(store: Store, what: str | None, url: str | None) -> Iterator[Checked
         return
     for name, error in _damage(store, url):
         yield MODEL, name, error
-    for found, version, _ in _models(store, url):
-        root = f"{found.root}/{version.name}"
-        check = partial(first_fault, found.fs, root, version.manifest["files"], deep=True)
+    for registry, version, _ in _models(store, url):
+        root = f"{registry.root}/{version.name}"
+        check = partial(first_fault, registry.fs, root, version.manifest["files"], deep=True)
         fault = _fault(check)
-        if fault is None or _is_still_there(found.store, root):
-            yield MODEL, f"{found.name} {version.name}", fault
+        if fault is None or _is_still_there(registry.store, root):
+            yield MODEL, f"{registry.name} {version.name}", fault
 
 
 def _is_still_there(store: Store, folder: str) -> bool:
@@ -195,11 +195,11 @@ def collect_garbage(
 
     collector = Collector(store, marked, days=days, min_age=hours * 3600)
     items: Iterable[Garbage] = list(collector.garbage())
-    found: list[dict[str, Any]] = []
+    garbage: list[dict[str, Any]] = []
     try:
         for item in collector.delete(items) if delete else items:
             facts = {"kind": item.kind, "stage": item.stage, "key": item.key, "bytes": item.size}
-            found.append(facts)
+            garbage.append(facts)
             if not as_json:
                 print(
                     f"{item.kind:11} {item.stage:9} {item.key[:12]}  {bytes_in_words(item.size):>9}"
@@ -210,21 +210,21 @@ def collect_garbage(
         raise Away(
             f"gc: no space left for its lock in {store.url}: delete any other file there first"
         ) from error
-    size = sum(facts["bytes"] for facts in found)
+    size = sum(facts["bytes"] for facts in garbage)
     if as_json:
         kept = {"kept": collector.needed, "kept_bytes": collector.kept_bytes}
         limits = {"days": days, "hours": hours, **kept}
-        print(json.dumps({"deleted": delete, "bytes": size, "garbage": found, **limits}))
+        print(json.dumps({"deleted": delete, "bytes": size, "garbage": garbage, **limits}))
         return
     print(
         f"kept: {_count(collector.needed, 'artifact')} that published models or runs of the last "
         f"{days:g} days need, and what changed in the last {hours:g} hours (--days, --hours): "
         f"{bytes_in_words(collector.kept_bytes)} in finished artifacts"
     )
-    if not found and not delete:
+    if not garbage and not delete:
         print("nothing to delete")
         return
-    total = f"{_count(len(found), 'thing')}, {bytes_in_words(size)}"
+    total = f"{_count(len(garbage), 'thing')}, {bytes_in_words(size)}"
     print(f"deleted {total}" if delete else f"{total}, would be deleted (--delete does it)")
 
 
@@ -244,7 +244,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
-    """Manifests of every published version. Raises Refused if one may be unknown."""
+    """Manifests of every published version. Raises Refused if some may be unknown."""
     for path, recorded in registries(store):
         place = Store(recorded)
         if not entries(place.fs, place.root):
@@ -261,14 +261,14 @@ def _published(store: Store, url: str | None) -> Iterator[dict[str, Any]]:
 def _one(store: Store, what: str) -> Artifact:
     """The artifact whose key or digest begins with `what`. Raises Refused."""
     artifacts = list(store.artifacts())
-    found = [a for a in artifacts if _matches(what, a.stage, a.key, a.digest)]
-    for stage, key, error in () if found else _damaged(store, what):
+    matches = [a for a in artifacts if _matches(what, a.stage, a.key, a.digest)]
+    for stage, key, error in () if matches else _damaged(store, what):
         raise Refused(f"{stage}/{key[:12]} is damaged: {error}; the next run builds it again")
-    if len(found) > 1:
-        names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in found[:NAMED])
-        more = ", …" if len(found) > NAMED else ""
+    if len(matches) > 1:
+        names = ", ".join(f"{a.stage}/{a.key[:12]}" for a in matches[:NAMED])
+        more = ", …" if len(matches) > NAMED else ""
         raise Refused(f"{what}: several begin with it ({names}{more}): give more characters")
-    if not found:
+    if not matches:
         for artifact in artifacts:
             for name, digest in artifact.manifest["inputs"].items():
                 if digest.startswith(what):
@@ -277,12 +277,12 @@ def _one(store: Store, what: str) -> Artifact:
         raise Refused(
             f"{what}: no model, and no artifact's key or digest begins with it; see `kiln ls`"
         )
-    return found[0]
+    return matches[0]
 
 
 def _damaged(store: Store, what: str) -> Iterator[tuple[str, str, str]]:
     """(stage, key, fault) of the artifacts whose manifest is damaged."""
-    return (found for found in store.unreadable() if _matches(what, *found[:2]))
+    return (damaged for damaged in store.unreadable() if _matches(what, *damaged[:2]))
 
 
 def _matches(what: str, stage: str, *names: str) -> bool:
@@ -316,8 +316,8 @@ def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, 
     for registry in _registries(store, url):
         aliases = dict[str, str]()
         try:
-            found = {CANDIDATE: registry.candidate(), CHAMPION: registry.champion()}
-            aliases = {one.name: alias for alias, one in found.items() if one is not None}
+            versions = {CANDIDATE: registry.candidate(), CHAMPION: registry.champion()}
+            aliases = {v.name: alias for alias, v in versions.items() if v is not None}
         except Refused as error:  # the other versions stay visible
             log.warning("%s", error)
         for version in registry.versions():
@@ -325,16 +325,16 @@ def _models(store: Store, url: str | None) -> Iterator[tuple[Registry, Version, 
 
 
 def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple[int, str, str]]:
-    """(depth, name, stage/key) of each input; of one that is no artifact here, its digest."""
+    """(depth, name, stage/key) of each input; if the input is no artifact here, its digest."""
     parents: dict[str, Any] = artifact.manifest["run"].get("parents", {})
     for name, digest in sorted(artifact.manifest["inputs"].items()):
         parent = parents.get(name)
-        found = store.load(parent["stage"], parent["key"]) if parent else None
-        if found is None:
+        ancestor = store.load(parent["stage"], parent["key"]) if parent else None
+        if ancestor is None:
             yield depth, name, digest[:12]
         else:
-            yield depth, name, f"{found.stage}/{found.key[:12]}"
-            yield from _lineage(store, found, depth + 1)
+            yield depth, name, f"{ancestor.stage}/{ancestor.key[:12]}"
+            yield from _lineage(store, ancestor, depth + 1)
     if (champion := remeasured_champion(artifact)) is not None:
         yield depth, CHAMPION_EVALUATION, f"{champion.stage}/{champion.key[:12]}"
         yield from _lineage(store, champion, depth + 1)
@@ -342,16 +342,16 @@ def _lineage(store: Store, artifact: Artifact, depth: int = 0) -> Iterator[tuple
 
 def _users(store: Store) -> dict[str, dict[Key, set[str]]]:
     """Recipes and drawn models of the runs that used an artifact, as far as records are there."""
-    found: dict[str, dict[Key, set[str]]] = {"recipes": {}, "models": {}}
+    users: dict[str, dict[Key, set[str]]] = {"recipes": {}, "models": {}}
     try:
         for run in runs(store):
             for what, name in (("recipes", run.recipe), ("models", run.model)):
                 if name is not None:
                     for key in run.keys:
-                        found[what].setdefault(key, set()).add(name)
+                        users[what].setdefault(key, set()).add(name)
     except Refused as error:  # the artifacts stay visible
         log.warning("not every recipe is shown: %s", error)
-    return found
+    return users
 
 
 def _row(artifact: Artifact, users: Mapping[str, Mapping[Key, set[str]]]) -> dict[str, Any]:

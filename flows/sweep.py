@@ -70,16 +70,16 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
 def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
     """The checked trials, as `prepare` raises; a warning that concerns several is logged once."""
     with each_line_once():
-        return [prepare(one.recipe, run_id=run_id) for one in trials]
+        return [prepare(trial.recipe, run_id=run_id) for trial in trials]
 
 
 def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first = replace(runs[0], trials=[run.recipe for run in runs])
     settings = first.recipe.sweep
     place = first.recipe.place
-    given = without_edges(first)
-    images = run_task(download, place, given)
-    latents = run_task(encode, place, given, images)
+    run_argument = without_edges(first)
+    images = run_task(download, place, run_argument)
+    latents = run_task(encode, place, run_argument, images)
     data = [images, latents]
     with failing(STAGE):
         opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
@@ -96,7 +96,7 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
         raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
     winner = without_edges(runs[best])
     published = run_task(publish, place, winner, images, latents, *measured[best])
-    report = report_of([one.result() for one in (*data, *measured[best], published)])
+    report = report_of([stage.result() for stage in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
     facts = {"trials": len(trials), "best": trials[best].label, "status": report["status"]}
     _show(first, outcomes, facts | ({"model": report["model"]} if report["model"] else {}))
@@ -110,9 +110,9 @@ def _try(
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     try:
-        given = without_edges(run)
-        trained = run_task(train, run.recipe.place, given, latents, name=f"train {number}")
-        inputs = (given, images, latents, trained)
+        run_argument = without_edges(run)
+        trained = run_task(train, run.recipe.place, run_argument, latents, name=f"train {number}")
+        inputs = (run_argument, images, latents, trained)
         evaluated = run_task(evaluate, run.recipe.place, *inputs, name=f"evaluate {number}")
         report = report_of([trained.result(), evaluated.result()])
         metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
@@ -124,14 +124,14 @@ def _try(
             "sweep: trial %d failed: %s", number, text, exc_info=not isinstance(error, UserError)
         )
         return outcome | {"error": text}, []
-    found = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
-    return outcome | found | {"status": "measured"}, [trained, evaluated]
+    measurement = {"metrics": metrics, "curve": curve, "stages": report["stages"]}
+    return outcome | measurement | {"status": "measured"}, [trained, evaluated]
 
 
 def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     settings = run.recipe.sweep
     facts = {**facts, "metric": f"{settings.metric} ({mode_of(settings)})"}
-    built = {"download", "encode", *(stage for one in outcomes for stage in one["stages"])}
+    built = {"download", "encode", *(stage for outcome in outcomes for stage in outcome["stages"])}
     stages = STAGES if "status" in facts else [stage for stage in STAGES if stage in built]
 
     def panels() -> list[Panel]:

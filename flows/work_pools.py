@@ -104,7 +104,7 @@ def _with_champion(run: Run, version: str | None) -> Run:
 
 
 LOST = "kiln: lost stages"
-#: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost one.
+#: Seconds between the heartbeats of a stage's run (Prefect's least), and the silence of a lost run.
 HEARTBEAT = 30
 SILENCE = 90
 
@@ -178,7 +178,7 @@ def _detect_lost(client: SyncPrefectClient) -> None:
                 {"prefect.resource.role": "flow", "prefect.resource.name": FLOW}
             ),
             after={"prefect.flow-run.heartbeat"},
-            # Any event of the run: one that is scheduled again may wait long for a machine.
+            # Any event of the run: a run that is scheduled again may wait long for a machine.
             expect={"prefect.flow-run.*"},
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,

@@ -8,7 +8,7 @@
 
 Exit codes: 0 success; 2 wrong input; 143 stopped on request, with all steps saved; 1 other errors.
 
-For several processes, this one is rank 0 and starts the others (process/launcher.py), unless
+For several processes, this process is rank 0 and starts the others (process/launcher.py), unless
 torchrun, mpirun or msrun has started them all. Rank 0 alone emits events and writes files.
 """
 

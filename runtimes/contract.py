@@ -31,7 +31,7 @@ Owners = Mapping[str, Mapping[str, int]]
 
 
 class StoredRows(Protocol):
-    """An array of a saved state; indexing reads it. A NumPy array is one."""
+    """An array of a saved state; indexing reads it. NumPy arrays qualify."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -224,7 +224,7 @@ class Runtime(Protocol):
         """
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
-        """Images [N, H, W, 3] uint8 from the current weights (from the EMA if there is one).
+        """Images [N, H, W, 3] uint8 from the current weights (from the EMA, if any).
 
         Must not change one bit of the training state.
 

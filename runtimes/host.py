@@ -24,8 +24,8 @@ COMPILERS = ("g++", "gcc", "clang++", "clang", "cc")
 def find_c_compiler() -> str | None:
     """Path of the compiler of CXX or CC, or of the first on PATH; None without one."""
     named = (os.environ.get(variable) for variable in ("CXX", "CC"))
-    found = (shutil.which(name) for name in (*filter(None, named), *COMPILERS))
-    return next(filter(None, found), None)
+    paths = (shutil.which(name) for name in (*filter(None, named), *COMPILERS))
+    return next(filter(None, paths), None)
 
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
@@ -56,9 +56,9 @@ def find_gpus() -> list[NvidiaGpu]:
 
 
 def usable_gpus() -> list[NvidiaGpu]:
-    """Those of `find_gpus`; empty if PyTorch uses none: a CPU build, or hidden GPUs.
+    """The GPUs of `find_gpus`; empty if PyTorch uses no GPU: a CPU build, or hidden GPUs.
 
-    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order is not that of the tool.
+    With `CUDA_VISIBLE_DEVICES` some GPUs may be hidden: its order differs from the tool's.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip()
     if not shown or shown.startswith("-") or torch_cuda_version() is None:
@@ -69,7 +69,7 @@ def usable_gpus() -> list[NvidiaGpu]:
 def nvidia_driver_version() -> str | None:
     """Version of the kernel module; `unknown` with device files only, None without a driver.
 
-    A container has the device files of the GPUs that it was given.
+    A container has the device files of its own GPUs only.
     """
     try:
         text = NVIDIA_MODULE.read_text(errors="replace")
@@ -92,8 +92,8 @@ def torch_cuda_version() -> str | None:
         text = Path(spec.origin).with_name("stage.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # "max" without a limit
@@ -139,12 +139,12 @@ def hpu_bridge_version() -> str | None:
 
 def missing_for_hpu() -> list[str]:
     """Requirements of a Gaudi that this machine does not meet, each with its remedy."""
-    found = []
+    missing = []
     if not count_hpus():
-        found.append("no driver (no Gaudi in /sys/class/accel): install the one in deploy/gaudi")
+        missing.append("no driver (no Gaudi in /sys/class/accel): install the one in deploy/gaudi")
     if hpu_bridge_version() is None:
-        found.append("no habana_frameworks: use Intel's container (deploy/gaudi)")
-    return found
+        missing.append("no habana_frameworks: use Intel's container (deploy/gaudi)")
+    return missing
 
 
 #: Default folder of CANN; ASCEND_HOME_PATH, which CANN's set_env.sh exports, overrides it.
@@ -180,12 +180,12 @@ def torch_npu_version() -> str | None:
 
 def missing_for_npu() -> list[str]:
     """Requirements of an NPU that this machine does not meet, each with its remedy."""
-    found = []
+    missing = []
     if not count_npus():
-        found.append("no driver (/dev/davinci0 is absent): install the one in deploy/ascend")
+        missing.append("no driver (/dev/davinci0 is absent): install the one in deploy/ascend")
     if cann_version() is None:
-        found.append("no CANN: install it, and source its set_env.sh")
-    return found
+        missing.append("no CANN: install it, and source its set_env.sh")
+    return missing
 
 
 #: Open files that macOS allows a process whose hard limit is infinite.
@@ -213,7 +213,7 @@ def collect_garbage_rarely() -> None:
 def check_memory(size: int) -> None:
     """Raise MemoryError if this process cannot have `size` more bytes.
 
-    Decoders tell a failed allocation as damaged data. The bytes are not touched, so this takes
+    Decoders report a failed allocation as damaged data. The bytes are not touched, so this takes
     microseconds and no memory.
     """
     bytes(size)

@@ -1,4 +1,4 @@
-"""What the optimizer steps of all runtimes share: scalars, EMA and copies of the State.
+"""Parts that the optimizer steps of all runtimes share: scalars, EMA and copies of the State.
 
 A swap gives a network the EMA of its weights, for held-out losses and samples. Scalars of a step
 are Adam's bias corrections, the EMA's decay and the text encoders' rates. A rank copies its part of
@@ -32,7 +32,7 @@ def swapped(swap: Callable[[], None], restore: Callable[[], None]) -> Iterator[N
         restore: assigns the trained weights again, exactly.
 
     Raises:
-        WeightsLost: one of them failed.
+        WeightsLost: `swap` or `restore` failed.
     """
     _or_lost(swap)
     try:
@@ -55,7 +55,7 @@ def bias_corrections(betas: tuple[float, float], count: int) -> tuple[float, flo
     """1 - beta1^t and sqrt(1 - beta2^t), as torch.optim.AdamW applies them (arXiv 1412.6980).
 
     Args:
-        betas: of Adam.
+        betas: betas of Adam.
         count: t, the number of updates so far, including the current one.
     """
     beta1, beta2 = betas
@@ -70,8 +70,8 @@ def ema_decay_at(step: int, settings: Train) -> float:
     Args:
         step: optimizer step, from 0.
         settings: `ema_decay` per step after warmup, and `ema_every_n_steps`, the steps n between
-            updates. An update decays by the n-th power, the run's last one by as many steps as it
-            follows the one before. At other steps the decay is 1, which changes no average.
+            updates. An update decays by the n-th power, the run's last update by as many steps
+            as it follows the update before. At other steps the decay is 1, which has no effect.
     """
     every = settings.ema_every_n_steps
     passed = (step + 1) % every or every  # steps since the last update
@@ -85,7 +85,7 @@ def step_scalars(step: int, learning_rate: float, settings: Train) -> NDArray[np
     """The scalars [4] f32 of step `step` (from 0), inputs of a compiled update.
 
     They are learning rate, bias-corrected step size, sqrt(1 - beta2^t), and the weights' share of
-    the EMA, 1 - decay: of a decay near 1, float32 keeps few digits of this difference.
+    the EMA, 1 - decay: float32 keeps few digits of this difference if decay is near 1.
     """
     first, second_root = bias_corrections(settings.adam_betas, step + 1)
     ema_share = 1 - ema_decay_at(step, settings)
@@ -96,7 +96,7 @@ def learning_rate_groups(names: Iterable[str], settings: Train) -> list[tuple[li
     """Groups of trained parameters, each with its learning rate divided by the denoiser's.
 
     Args:
-        names: of the parameters, State's keys.
+        names: names of the parameters, State's keys.
 
     Returns:
         The denoiser's group, then that of the text encoders, each in the order of `names`; an
@@ -147,7 +147,7 @@ def owned_copies(
     Args:
         groups: group -> name -> tensor of any library.
         owners: as in Runtime.state.
-        rank: of this process.
+        rank: rank of this process.
         copy: returns a host copy of a full array.
         gather: returns the full array on the devices; collective if arrays are sharded.
     """
@@ -172,7 +172,7 @@ def read_state_arrays(
     Threads read ahead, at most `AHEAD` bytes or one array.
 
     Args:
-        shapes: of the full arrays of this model.
+        shapes: shapes of the full arrays of this model.
         rows: index of the rows that this process needs.
 
     Raises:

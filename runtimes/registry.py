@@ -1,4 +1,4 @@
-"""The table of runtimes, and functions that open or query one. A new runtime is a row here.
+"""The table of runtimes, and functions that open or query a runtime. A new runtime is a row here.
 
 The checks find what a runtime supports on this machine: packages, devices, settings, families,
 schedulers. A runtime with an environment of its own is probed in that environment, by a subprocess.
@@ -171,17 +171,17 @@ def probe_here(name: str) -> Probe:
 
 
 def check_devices(name: str, asked: Mapping[str, str]) -> None:
-    """Raise Refused if a runtime is not available, or one of the devices is missing.
+    """Raise Refused if a runtime is not available, or a device is missing.
 
     Args:
         asked: setting -> device.
     """
-    found = probe_runtime(name)
-    if not found.available:
-        raise Refused(f"runtime {name}: {found.reason}")
+    probe = probe_runtime(name)
+    if not probe.available:
+        raise Refused(f"runtime {name}: {probe.reason}")
     for setting, device in asked.items():
-        if device not in {"auto", *found.names}:
-            known = ", ".join(found.devices)
+        if device not in {"auto", *probe.names}:
+            known = ", ".join(probe.devices)
             raise Refused(f"{device} is not on this machine ({known})", setting=setting)
 
 
@@ -224,8 +224,8 @@ def check_scheduler(
     Args:
         config: config of the model's own scheduler.
         chosen: a name in SCHEDULERS that replaces the model's scheduler; None keeps it.
-        steps: of a drawing.
-        section: of the settings, for messages.
+        steps: steps of a drawing.
+        section: section of the settings, for messages.
     """
     supported = spec_of(name).schedulers
     kind = (config if chosen is None else drawing_config(config, chosen))["_class_name"]

@@ -80,10 +80,10 @@ def tuned_metrics(metrics: Mapping[str, Any], sweep: Sweep) -> dict[str, Any]:
     Raises:
         Failed: `sweep.metric` was not measured.
     """
-    found = {name: models["tuned"] for name, models in metrics.items() if "tuned" in models}
-    if sweep.metric not in found:
+    tuned = {name: models["tuned"] for name, models in metrics.items() if "tuned" in models}
+    if sweep.metric not in tuned:
         raise Failed(f"sweep: {sweep.metric} was not measured")
-    return found
+    return tuned
 
 
 def choose_best(trials: Sequence[Outcome], sweep: Sweep) -> int | None:
@@ -102,7 +102,7 @@ def show(trials: Sequence[Outcome], sweep: Sweep, facts: Mapping[str, Any]) -> l
     """The table of all trials, best first, their curves, and all metrics.
 
     Args:
-        facts: of the sweep, such as the number of trials and the published model.
+        facts: about the sweep, such as the number of trials and the published model.
     """
     order = _best_first(trials, sweep)
     measured = {trials[n]["label"]: trials[n] for n in order}

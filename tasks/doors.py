@@ -256,7 +256,7 @@ def _is_remote(source: Source) -> bool:
 
 
 def _must_fit_one_gpu(runtime: RuntimeName, settings: Train) -> bool:
-    """Whether training needs the memory of `memory_of` on one GPU, if there is one."""
+    """Whether training needs the memory of `memory_of` on one GPU, if the machine has a GPU."""
     on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
     sharded = settings.fsdp != 1 and settings.processes > 1
     return runtime == "torch" and on_gpu and not sharded

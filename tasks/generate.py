@@ -48,7 +48,7 @@ SHOWN = 20  # pictures in the report
 
 
 def locate(settings: Generate) -> str:
-    """The model's folder, hub id or URL; of a name or `name@version`, that in the registry.
+    """The model's folder, hub id or URL; for a name or `name@version`, that in the registry.
 
     Raises:
         Refused: the folder, the name or the version does not exist.
@@ -57,15 +57,15 @@ def locate(settings: Generate) -> str:
     place = settings.model
     if re.fullmatch(NAME, name):
         models = Registry(registry_url(settings.store, settings.registry), name)
-        found = models.find(version) if version else models.champion()
-        if found is None and not Path(name).is_dir():
-            others = [one for one in subfolders(models.fs, models.store.root) if one != name]
+        published = models.find(version) if version else models.champion()
+        if published is None and not Path(name).is_dir():
+            others = [model for model in subfolders(models.fs, models.store.root) if model != name]
             hint = hint_of(name, others) if others else "`kiln ls` lists the published models"
             raise Refused(
                 f"model {name}: it is neither a folder nor a champion in {models.store.url} "
                 f"({hint})"
             )
-        place = place if found is None else found.uri
+        place = place if published is None else published.uri
     local_model(place)
     return place
 
@@ -86,7 +86,7 @@ def _check_prompts(settings: Generate) -> None:
 
 
 def _check_here(settings: Generate) -> None:
-    """What `check` checks, of a model in a local folder; of another, that the hub has it."""
+    """What `check` checks for a model in a local folder; for any other, that the hub has it."""
     place = locate(settings)
     folder = local_model(place)
     if folder is None:
@@ -103,19 +103,19 @@ def with_sampler(settings: Generate, model: EvalModel) -> Generate:
     Raises Refused for a recipe.yaml with values that no evaluation has.
     """
     family = model.base.family
-    found = {
+    values = {
         "num_inference_steps": family.num_inference_steps,
         "guidance_scale": 1 if ignores_guidance(model.base) else family.guidance_scale,
     }
-    required = set(found)
-    names = found.keys() | Sampling.model_fields
+    required = set(values)
+    names = values.keys() | Sampling.model_fields
     evaluated = {name: value for name, value in model.evaluated.items() if name in names}
     for chosen in (evaluated, settings.model_dump(exclude_unset=True)):
-        found |= {n: value for n, value in chosen.items() if n not in required or value is not None}
+        values |= {n: v for n, v in chosen.items() if n not in required or v is not None}
     try:
-        return Generate.model_validate(found)
+        return Generate.model_validate(values)
     except ValidationError as error:
-        told = explain(f"{RECIPE} of {settings.model}: evaluate", error, found, Generate)
+        told = explain(f"{RECIPE} of {settings.model}: evaluate", error, values, Generate)
         raise Refused(f"{told}: give it with -o") from None
 
 
@@ -256,8 +256,8 @@ class GenerateStage(Stage):
 
 def ordered(settings: Generate) -> tuple[str, ...]:
     """The prompt of each picture: in each round, all samples of a prompt are consecutive."""
-    one = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
-    return tuple(one * settings.num_rounds)
+    prompts = [prompt for prompt in settings.prompts for _ in range(settings.num_images_per_prompt)]
+    return tuple(prompts * settings.num_rounds)
 
 
 def grid(artifact: Artifact, columns: int, limit: int | None = None) -> bytes:
@@ -269,4 +269,4 @@ def grid(artifact: Artifact, columns: int, limit: int | None = None) -> bytes:
 
 def sample_names(artifact: Artifact) -> list[str]:
     """Paths of an artifact's pictures, in order."""
-    return [one["file"] for one in json.loads(artifact.read(LIST))["pictures"]]
+    return [picture["file"] for picture in json.loads(artifact.read(LIST))["pictures"]]

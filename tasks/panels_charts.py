@@ -1,6 +1,6 @@
 """Charts as SVG: the loss of a run, metrics with intervals, and the lineage of a model.
 
-Colours are those of the page around them (CSS variables), else the light ones given here.
+Colours are those of the page around them (CSS variables), else the light colours below.
 """
 
 from __future__ import annotations
@@ -126,10 +126,12 @@ def loss_chart(history: Sequence[Mapping[str, Any]], chosen: int | None = None) 
     held_out = [_HeldOut.of(line) for line in lines if "validation_loss" in line]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
-    drawing = _Drawing(300, _loss_alt(losses, [one.loss for one in held_out], chosen))
+    drawing = _Drawing(300, _loss_alt(losses, [point.loss for point in held_out], chosen))
     if not lines:
         return str(drawing)
-    axes = _Axes(steps, 0.0, 1.05 * max(*losses, *(one.high for one in held_out), 1e-12), top=34)
+    axes = _Axes(
+        steps, 0.0, 1.05 * max(*losses, *(point.high for point in held_out), 1e-12), top=34
+    )
     axes.draw(drawing)
     if chosen is not None:
         _chosen_line(drawing, axes, chosen)
@@ -211,14 +213,14 @@ def intervals_chart(metrics: Metrics, lower_is_better: Callable[[str], bool]) ->
     Args:
         metrics: metric -> model -> {value, ci: [low, high]}. Each row has its own scale, whose
             ends are written below it.
-        lower_is_better: of a metric; an arrow says so.
+        lower_is_better: whether a lower value is better; an arrow shows it.
     """
     row = 58
     first = 46
-    models = [name for name in MODELS if any(name in found for found in metrics.values())]
+    models = [name for name in MODELS if any(name in by_model for by_model in metrics.values())]
     alt = "; ".join(
-        f"{metric}: " + ", ".join(f"{m} {human(float(found[m]['value']))}" for m in found)
-        for metric, found in metrics.items()
+        f"{metric}: " + ", ".join(f"{m} {human(float(by_model[m]['value']))}" for m in by_model)
+        for metric, by_model in metrics.items()
     )
     drawing = _Drawing(first + row * len(metrics) + 4, f"Metrics with 95% intervals: {alt}")
     for number, name in enumerate(models):
@@ -226,19 +228,19 @@ def intervals_chart(metrics: Metrics, lower_is_better: Callable[[str], bool]) ->
         drawing.text(242 + 110 * number, 21, name)
     drawing.text(8, 21, "↑ higher or ↓ lower is better", f"fill: {MUTED}")
     drawing.text(WIDTH - 8, 21, "tuned", f"fill: {MUTED}", "end")
-    for number, (metric, found) in enumerate(metrics.items()):
-        known = {name: found[name] for name in models if name in found}
+    for number, (metric, by_model) in enumerate(metrics.items()):
+        known = {name: by_model[name] for name in models if name in by_model}
         title = f"{metric} {'↓' if lower_is_better(metric) else '↑'}"
         _interval_row(drawing, first + row * number, row, title, known)
     return str(drawing)
 
 
 def _interval_row(
-    drawing: _Drawing, top: float, height: float, title: str, found: Mapping[str, Any]
+    drawing: _Drawing, top: float, height: float, title: str, by_model: Mapping[str, Any]
 ) -> None:
     left = 230
     right = WIDTH - 110
-    edges = [float(edge) for one in found.values() for edge in (*(one["ci"] or ()), one["value"])]
+    edges = [float(edge) for m in by_model.values() for edge in (*(m["ci"] or ()), m["value"])]
     known = [edge for edge in edges if math.isfinite(edge)]
     least = min(known, default=0.0)
     most = max(known, default=0.0)
@@ -257,17 +259,17 @@ def _interval_row(
     for label, place in labels.items() if known else ():
         style = f"fill: {MUTED}; font-size: 10px"
         drawing.text(place, top + height - 4, label, style, "middle")
-    tuned = found.get("tuned")
+    tuned = by_model.get("tuned")
     if tuned is not None:
         drawing.text(WIDTH - 8, middle + 4, human(float(tuned["value"])), anchor="end")
-    for number, (name, one) in enumerate(found.items()):
-        y = middle + (number - (len(found) - 1) / 2) * 11
+    for number, (name, m) in enumerate(by_model.items()):
+        y = middle + (number - (len(by_model) - 1) / 2) * 11
         colour = MODELS[name][0]
-        ends = one["ci"] or (one["value"], one["value"])  # no interval of one sample
+        ends = m["ci"] or (m["value"], m["value"])  # no interval of one sample
         drawing.line([(x(ends[0]), y), (x(ends[1]), y)], colour, 2)
         for edge in ends:
             drawing.line([(x(edge), y - 4), (x(edge), y + 4)], colour, 2)
-        drawing.mark(x(one["value"]), y, name)
+        drawing.mark(x(m["value"]), y, name)
 
 
 @dataclass(frozen=True)

@@ -147,5 +147,5 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def hours_in_words(hours: float) -> str:
-    """Of a short training, minutes: it is not done in 0.0 hours."""
+    """Hours in words; minutes for a short training, which is not done in 0.0 hours."""
     return f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

@@ -56,7 +56,7 @@ class JobStopped(Away):
 
 
 class JobFailed(Failed):
-    """The process failed; the message has its reason, or the lines of its log that tell it."""
+    """The process failed; the message has its reason, or the lines of its log with the reason."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -215,7 +215,7 @@ def _failure(code: int, error: Event, lines: list[str]) -> Exception:
         return JobStopped("the runtime's process was stopped; run again to resume")
     ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     reason = message or _telling(lines)
-    if code == -signal.SIGKILL and not message:  # what its log ends with is of something else
+    if code == -signal.SIGKILL and not message:  # the end of its log is about something else
         reason = "probably this machine ran out of memory: free some, and run again"
     reason = f": {one_line(RuntimeError(reason), LONGEST)}" if reason else ""
     return JobFailed(f"the runtime's process {ended}{reason}", code)
@@ -267,7 +267,7 @@ class ConnectedProcess:
 
     Args:
         what: the process, for errors.
-        arguments: of the module, after its sockets.
+        arguments: those of the module, after its sockets.
         sockets: their number. One thread may ask at a socket at a time.
         environment: variables that are added to those of this process.
     """

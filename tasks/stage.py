@@ -56,8 +56,8 @@ SHOWN = 6
 def why_built(store: Store, parts: KeyParts) -> str:
     """The reason of a build: how its key differs from the most similar one of the stage.
 
-    Of the RECENT newest artifacts, that with the fewest changes counts, or of several the newest.
-    It may be of another recipe (`kiln ls` has the recipes of each key).
+    The artifact with the fewest changes counts, among the RECENT newest; if several, the newest.
+    It may belong to another recipe (`kiln ls` has the recipes of each key).
     """
     folder = f"{store.root}/{parts.stage}"
     try:
@@ -66,14 +66,14 @@ def why_built(store: Store, parts: KeyParts) -> str:
         recent = _recent_keys(store, parts.stage)
         if not recent:
             return "none was built before"
-        found = list(ask_at_once(store.fs, partial(_readable, store, parts.stage), recent))
+        artifacts = list(ask_at_once(store.fs, partial(_readable, store, parts.stage), recent))
     except OSError:
-        found = []
-    given = parts.as_dict()
+        artifacts = []
+    own = parts.as_dict()
     changed = [
-        (one.key, _changes(_flat({name: one.manifest[name] for name in given}), _flat(given)))
-        for one in found
-        if one is not None
+        (a.key, _changes(_flat({name: a.manifest[name] for name in own}), _flat(own)))
+        for a in artifacts
+        if a is not None
     ]
     if not changed:
         return "the artifacts before could not be read"
@@ -100,8 +100,8 @@ def _recent_keys(store: Store, stage: str) -> list[str]:
             return None
 
     keys = (key for key in subfolders(store.fs, folder) if key != SHARDS)
-    found = sorted(filter(None, ask_at_once(store.fs, committed, keys)), reverse=True)
-    return [key for _, key in found[:RECENT]]
+    dated = sorted(filter(None, ask_at_once(store.fs, committed, keys)), reverse=True)
+    return [key for _, key in dated[:RECENT]]
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -269,8 +269,8 @@ def build_or_reuse(
                     begun = time.monotonic()
                     draft.discard_damaged()
                     summary = build(draft)
-                    found = parents | summary.pop("parents", {})
-                    facts = _facts(reason, begun, found) | summary.pop("run", {})
+                    all_parents = parents | summary.pop("parents", {})
+                    facts = _facts(reason, begun, all_parents) | summary.pop("run", {})
                     artifact = draft.commit(summary, facts)
                     log.info("%s: committed %s", parts.stage, parts.key[:12])
     seconds = round(time.monotonic() - started, 3)
@@ -319,7 +319,7 @@ def _difference(theirs: Any, ours: Mapping[str, str]) -> str:
     theirs = theirs if isinstance(theirs, dict) else {}
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
-            here, there = (one.get(name, "(none)") for one in (ours, theirs))
+            here, there = (parts.get(name, "(none)") for parts in (ours, theirs))
             return f"{name} {there} and this host {here}"
     return ""
 
@@ -368,8 +368,8 @@ def package_versions(python: str, packages: Iterable[str]) -> dict[str, str]:
     """Package -> version of installed packages in the environment of a Python interpreter."""
     folders = map(str, Path(python).parents[1].glob("lib/python*/site-packages"))
     path = sys.path if python == sys.executable else list(folders)
-    found = {name: list(distributions(name=name, path=path)) for name in packages}
-    return {name: one[0].version for name, one in found.items() if one}
+    installed = {name: list(distributions(name=name, path=path)) for name in packages}
+    return {name: matches[0].version for name, matches in installed.items() if matches}
 
 
 def git_commit() -> str | None:
@@ -410,14 +410,14 @@ def versions(runtime: str = "torch") -> dict[str, str]:
 def _code_digest(root: Path = CHECKOUT) -> str:
     """Digest of our modules; an editor's files, such as the dangling link `.#a.py`, are none."""
     paths = (path for name in FOLDERS for path in (root / name).rglob("*.py"))
-    found = {}
+    digests = {}
     for path in sorted(path for path in paths if not path.name.startswith(".")):
         with suppress(FileNotFoundError):
-            found[path.relative_to(root).as_posix()] = digest_bytes(path.read_bytes())
-    return digest_json(found)[:12]
+            digests[path.relative_to(root).as_posix()] = digest_bytes(path.read_bytes())
+    return digest_json(digests)[:12]
 
 
-#: Of the files at the time of the import: a worker of days runs the code that it began with.
+#: The digest at the time of the import: a long-lived worker runs the code that it began with.
 CODE = _code_digest()
 
 

@@ -1,7 +1,7 @@
 """Train on a Cloud TPU slice, controlled by gcloud.
 
 A train job's slice is created, set up, recreated after a preemption, and deleted at the end. Its
-workers run a packed part of this checkout. Failures of gcloud are told apart.
+workers run a packed part of this checkout. Failures of gcloud are distinguished.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class _SliceRun:
 
     @property
     def job_file(self) -> str:
-        """Path of the job on a worker; no other attempt has it, so that no other one is stopped."""
+        """Path of the job on a worker; each attempt has its own, so that no other is stopped."""
         return f"{self.home}/job-{self.attempt}.json"
 
     def train_with_restarts(self, restarts: int) -> Event:
@@ -316,7 +316,7 @@ class _SliceRun:
         raise Away("the slice was preempted or cut off too often: raise tpu.restarts or run again")
 
     def end(self) -> None:
-        """Delete the slice if it is of this run, and no successor has it."""
+        """Delete the slice if it belongs to this run, and no successor has it."""
         if not self.is_ours or self.slice.tpu.keep:
             return
         try:

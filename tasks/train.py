@@ -57,31 +57,31 @@ log = logging.getLogger("kiln")
 def copy_checkpoint(draft: Draft, settings: Train) -> None:
     """Copy the newest checkpoint, within the steps, of finished runs that differ in steps alone.
 
-    With a rule for the best checkpoint, copy that one too. A newest checkpoint whose best one is
-    deleted does not count. A draft with checkpoints of its own keeps them. The weights of a step
-    must not depend on the number of steps.
+    With a rule for the best checkpoint, copy the best, too. A newest checkpoint does not count if
+    its best is deleted. A draft with checkpoints of its own keeps them. The weights of a step must
+    not depend on the number of steps.
     """
     fs = draft.store.fs
     ours = draft.parts
     if _checkpoint_folders(fs, draft.path):
         return
-    found: dict[int, str] = {}
+    folders: dict[int, str] = {}
     for artifact in _artifacts(draft.store, ours.stage):
         theirs = {name: artifact.manifest.get(name) for name in ours.as_dict()}
         if _without_steps(theirs) == _without_steps(ours.as_dict()):
-            found |= _checkpoint_folders(fs, artifact.path)
-    for step in sorted((step for step in found if step <= settings.steps), reverse=True):
+            folders |= _checkpoint_folders(fs, artifact.path)
+    for step in sorted((step for step in folders if step <= settings.steps), reverse=True):
         try:
-            best = _best_of(fs, found[step], settings) or step
-        except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it meanwhile
-            log.warning("%s: checkpoint %s is skipped: %s", ours.stage, found[step], error)
+            best = _best_of(fs, folders[step], settings) or step
+        except (FileNotFoundError, KeyError, ValueError) as error:  # gc may delete it now
+            log.warning("%s: checkpoint %s is skipped: %s", ours.stage, folders[step], error)
             continue
-        if best not in found:
+        if best not in folders:
             continue
         log.info("%s: continuing a run of other steps from its step %d", ours.stage, step)
         with suppress(FileNotFoundError):  # `kiln gc` deletes checkpoints of finished runs
             for copied in sorted({best, step}):  # the newest last: a resume from it needs the best
-                _copy_folder(fs, found[copied], f"{draft.path}/checkpoints")
+                _copy_folder(fs, folders[copied], f"{draft.path}/checkpoints")
         return
 
 
@@ -128,15 +128,15 @@ def check_guidance(settings: Evaluate | Generate, base: Base, prefix: str = "") 
 
     Args:
         base: the model.
-        prefix: of the names of settings, such as `evaluate.`.
+        prefix: what precedes the names of settings, such as `evaluate.`.
     """
     family = base.family
     if settings.true_cfg_scale != 1 and not family.guidance_input:
         raise Refused(
             f"{prefix}true_cfg_scale: it is for flux, not {family.name}: set guidance_scale"
         )
-    given = settings.guidance_scale
-    if given is None or given <= 1 or not ignores_guidance(base):
+    scale = settings.guidance_scale
+    if scale is None or scale <= 1 or not ignores_guidance(base):
         return
     if not family.guidance_input:
         raise Refused(f"{prefix}guidance_scale: this model is distilled and ignores it: set 1")
@@ -303,16 +303,16 @@ class Watch:
     def _score(self, step: int, path: str) -> None:
         assert self.score is not None
         try:
-            found = self.score(bytes(self.fs.cat_file(path)))
+            scores = self.score(bytes(self.fs.cat_file(path)))
         except Exception as error:  # a score must not stop a run; the evaluation reports the error
             log.warning("train: no scores of the pictures at step %d: %s", step, error)
-            found = {}
+            scores = {}
         else:
-            self.scores[step] = found
-            text = ", ".join(f"{name} {human(value)}" for name, value in found.items())
+            self.scores[step] = scores
+            text = ", ".join(f"{name} {human(value)}" for name, value in scores.items())
             log.info("train: samples of step %d: %s", step, text)
         try:  # train.best_checkpoint may wait for it
-            write_atomic(self.fs, scores_path(path), json.dumps(found).encode())
+            write_atomic(self.fs, scores_path(path), json.dumps(scores).encode())
         except Exception as error:  # clients of remote stores define their own exception types
             log.warning("train: the scores of step %d could not be written: %s", step, error)
 
@@ -472,16 +472,16 @@ def digest_base(settings: Train, base: Base) -> str:
     return digest_model(base.folder, (base.family.denoiser, "scheduler", *texts))
 
 
-def settings_for(given: Train, samples: int) -> Train:
+def settings_for(train: Train, samples: int) -> Train:
     """The settings with `epochs` converted to `steps`.
 
     Raises:
         Refused: the samples are not enough for one step, or for the profiler's trace.
     """
-    if given.epochs is None:
-        return given
-    check_epochs(given, samples)
-    settings = given.with_steps(samples)
+    if train.epochs is None:
+        return train
+    check_epochs(train, samples)
+    settings = train.with_steps(samples)
     warn_of_warmup(settings)
     return settings
 
@@ -517,7 +517,7 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
 
 
 def warn_of_warmup(settings: Train) -> None:
-    """Warn of a warm-up that does not end; without `steps` the run is too early to tell."""
+    """Warn of a warm-up that does not end; without `steps` it is too early to know."""
     warmup = settings.lr_warmup_steps
     steps = settings.steps
     if settings.epochs is None and warmup > steps:

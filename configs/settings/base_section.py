@@ -35,13 +35,13 @@ ModelPlace = Annotated[str, AfterValidator(check_stored_url), AfterValidator(che
 ReadFile = Annotated[str, AfterValidator(check_read_url), AfterValidator(check_unchained_url)]
 
 
-def _without_null(given: Any) -> Any:
-    if isinstance(given, dict):
-        return {name: value for name, value in given.items() if value is not None}
-    return given
+def _without_null(section: Any) -> Any:
+    if isinstance(section, dict):
+        return {name: value for name, value in section.items() if value is not None}
+    return section
 
 
-#: Of a mapping: null instead of a value drops that of the extended recipe.
+#: A mapping in which null drops the value from the extended recipe.
 NullDrops = BeforeValidator(_without_null)
 
 #: Why no key has a setting. content: keys have a digest of what it names; execution: it changes how
@@ -74,7 +74,7 @@ def setting(
         plan: plans of `kiln plan` that read it. gpu, tpu: it affects the step; run: it is a size.
         aka: names in other tools, as `rank lora_rank (KS): a note`; `TOOLS` in
             configs/explain_errors.py has the letters.
-        field: of pydantic's Field, such as ge.
+        field: arguments of pydantic's Field, such as ge.
     """
     facts: dict[str, Any] = {"not_in_key": not_in_key, "in_key_with": in_key_with, "needs": needs}
     facts |= {"fixed_by_weights": fixed_by_weights, "plan": plan.split()}
@@ -132,14 +132,14 @@ class Section(BaseModel):
         for name in names:
             default = type(self).model_fields[name].default
             if getattr(self, name) != default:
-                raise ValueError(  # it may be set by a recipe that this one extends
+                raise ValueError(  # an extended recipe may set it
                     f"{name} has no effect with {choice}: set it to {json.dumps(default)}, its "
                     "default, or change the other"
                 )
 
     @classmethod
     def names_with(cls, fact: str, word: str | None = None) -> set[str]:
-        """The settings of which `setting` tells a fact, with this word if it is a list."""
+        """The settings with a fact from `setting`; if the fact is a list, with this word in it."""
         told = {name: facts_of(field).get(fact) for name, field in cls.model_fields.items()}
         return {name for name, value in told.items() if value and (word is None or word in value)}
 

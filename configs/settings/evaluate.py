@@ -154,7 +154,7 @@ class Evaluate(Sampling):
 
     @model_validator(mode="after")
     def _check_judges(self) -> Evaluate:
-        names = [one if isinstance(one, str) else one.name for one in self.judges]
+        names = [judge if isinstance(judge, str) else judge.name for judge in self.judges]
         if len(set(names)) < len(names):
             raise ValueError("judges: two judges have the same name")
         return self
@@ -162,4 +162,4 @@ class Evaluate(Sampling):
     @property
     def preference_models(self) -> dict[str, str]:
         """Name -> folder of each judge that is a preference model."""
-        return {one.name: one.path for one in self.judges if isinstance(one, PreferenceModel)}
+        return {j.name: j.path for j in self.judges if isinstance(j, PreferenceModel)}

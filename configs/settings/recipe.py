@@ -104,8 +104,8 @@ class Place(Section):
 
     def pools(self) -> dict[PlacedStage, str]:
         """Stage -> POOL or POOL/QUEUE, of the stages that have one."""
-        found = {stage: getattr(self, stage) for stage in PLACED_STAGES}
-        return {stage: pool for stage, pool in found.items() if pool is not None}
+        pools = {stage: getattr(self, stage) for stage in PLACED_STAGES}
+        return {stage: pool for stage, pool in pools.items() if pool is not None}
 
 
 class Plan(Section):

@@ -310,10 +310,10 @@ class Train(Section):
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
-    def _refuse_flag(cls, given: Any) -> Any:
-        if isinstance(given, bool):  # as in diffusers' scripts and kohya
-            raise ValueError(f"it is no flag: set {'blocks' if given else 'none'}")
-        return given
+    def _refuse_flag(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # as in diffusers' scripts and kohya
+            raise ValueError(f"it is no flag: set {'blocks' if value else 'none'}")
+        return value
 
     @model_serializer(mode="wrap")
     def _without_unused_steps(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

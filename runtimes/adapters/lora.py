@@ -11,8 +11,8 @@ kohya's sd-scripts, which most inference programs load:
 `<layer>.lora_down.weight`, `.lora_up.weight`, `.alpha` (a scalar) and, with DoRA, `.dora_scale`,
 where <layer> is the prefix and the layer's name with underscores for dots. Prefixes: `lora_unet`
 for every denoiser; `lora_te` for SD; `lora_te1` and `lora_te2` for others. Layers of SDXL's UNet
-and of FLUX's transformer have the names of their authors' code (`input_blocks.4.1`, ...), layers of
-SD's have diffusers' names. A layer that the authors fuse has one adapter: the ranks add up.
+and of FLUX's transformer have the names from their authors' code (`input_blocks.4.1`, ...), those
+of SD's UNet diffusers' names. A layer that the authors fuse has one adapter: the ranks add up.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def read_adapters(path: Path) -> Adapters:
 
 
 def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
-    found: Adapters = {}
+    adapters: Adapters = {}
     for name in arrays:
         if name.endswith(DOWN):
             prefix = name.removesuffix(DOWN)
@@ -297,8 +297,8 @@ def _by_layer(arrays: Arrays, settings: Mapping[str, Any]) -> Adapters:
                 suffix = ".weight" if f"{prefix}{MAGNITUDE}.weight" in arrays else ""
                 magnitude = arrays[f"{prefix}{MAGNITUDE}{suffix}"]
             adapter = Adapter(arrays[name], arrays[prefix + UP], magnitude, scale)
-            found.setdefault(part, {})[layer] = adapter
-    return found
+            adapters.setdefault(part, {})[layer] = adapter
+    return adapters
 
 
 LayerAdapter = tuple[KohyaLayer, Adapter]
@@ -314,12 +314,12 @@ def to_kohya(adapters: Adapters, names: KohyaNames, denoiser: Mapping[str, Any])
 
     Raises:
         ValueError: the format has no name for a layer, or the adapters of a fused layer cannot
-            be one.
+            be combined.
     """
     layers: dict[str, list[LayerAdapter]] = {}
-    for component, found in adapters.items():
+    for component, by_layer in adapters.items():
         text = names.text_prefixes.get(component)
-        for layer, adapter in found.items():
+        for layer, adapter in by_layer.items():
             place = names.place(layer, denoiser) if text is None else KohyaLayer(layer)
             if place is None:
                 raise ValueError(f"{layer} has no name in the layout of {names.trainer}")
@@ -345,15 +345,15 @@ def kohya_header(
     prediction_type: str,
     name: str,
 ) -> dict[str, str]:
-    """The header of a kohya file, by which web UIs show adapters beside their base alone.
+    """The header of a kohya file, from which web UIs learn with which base to offer the adapters.
 
-    A header without these fields is one of Stable Diffusion 1 to them. Keys `ss_` are those of the
-    trainer, keys `modelspec.` those of Stability AI's specification.
+    Web UIs take a header without these fields for Stable Diffusion 1. Keys `ss_` come from the
+    trainer, keys `modelspec.` from Stability AI's specification.
 
     Args:
         adapters, names, denoiser: as for `to_kohya`.
-        prediction_type: of the scheduler that the adapters are used with.
-        name: of the adapters, for people.
+        prediction_type: prediction type of the scheduler that the adapters are used with.
+        name: name of the adapters, for people.
     """
     base = names.base(denoiser, prediction_type)
     layer = next(iter(next(iter(adapters.values())).values()))
@@ -375,7 +375,7 @@ def kohya_header(
 def _fused(key: str, placed: Sequence[LayerAdapter]) -> Adapter:
     """One adapter of the parts of a fused layer: `up` is block-diagonal, `down` stacked.
 
-    Its rank is the sum of theirs, and its alpha grows alike, so that the scale stays.
+    Its rank is the sum of their ranks; its alpha grows by the same factor, which keeps the scale.
     """
     rows = placed[0][0].rows
     if rows is None:

@@ -79,13 +79,13 @@ class Bucket:
         return Window(self.number, epoch, int(np.searchsorted(ends, item, side="right")))
 
     def shards(self, window: Window) -> list[int]:
-        """The shards of a window, then those of the next one."""
+        """The shards of a window, then those of the following window."""
         start = window.number * self.shards_per_window
-        found = self._layout(window.epoch).shards[start : start + 2 * self.shards_per_window]
-        if len(found) <= self.shards_per_window:
+        shards = self._layout(window.epoch).shards[start : start + 2 * self.shards_per_window]
+        if len(shards) <= self.shards_per_window:
             following = self._layout(window.epoch + 1).shards[: self.shards_per_window]
-            found = np.append(found, following)
-        return list(map(int, found))
+            shards = np.append(shards, following)
+        return list(map(int, shards))
 
     def _sample(self, epoch: int, item: int) -> SampleIndex:
         layout = self._layout(epoch)
@@ -150,7 +150,7 @@ class Order:
         return sum(epoch * bucket.total // self.batch_size for bucket in self.buckets)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch of a step: the one in which its batch ends."""
+        """The epoch in which the batch of a step ends."""
         most = (step + len(self.buckets)) * self.batch_size // self.total + 1
         return bisect_right(range(most + 1), step, key=self.steps_before) - 1
 

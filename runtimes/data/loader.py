@@ -257,7 +257,7 @@ class BatchReader:
 
         `inpainting` concatenates the mask and the latents of the masked image.
         """
-        found: Conditioning = {}
+        inputs: Conditioning = {}
         samples = [item.sample for item in captioned]
         if self._extras.inpainting:
             masked = [sample.masked for sample in samples if sample.masked is not None]
@@ -265,11 +265,11 @@ class BatchReader:
             masks = stack_rows([m.masks[k] for m, k in zip(masked, at, strict=True)])
             means = stack_rows([m.means[k] for m, k in zip(masked, at, strict=True)])
             latents = self._objective.scale.scaled(means)
-            found["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
+            inputs["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
         if self._extras.aesthetic_score:
             scores = [sample.aesthetic_score for sample in samples]
-            found["aesthetic_score"] = np.array(scores, np.float32)
-        return found
+            inputs["aesthetic_score"] = np.array(scores, np.float32)
+        return inputs
 
     def _read(self, index: SampleIndex, choices: Choices) -> Captioned:
         shard = self._rows[index.shard]
@@ -353,7 +353,7 @@ class Loader:
                 "make it a multiple"
             )
         self.order = Order(reader.groups, batch_size=batch_size, seed=seed, window=window)
-        # Each bucket uses one window; a batch across two windows needs the next one as well.
+        # Each bucket uses one window; a batch across two windows also needs the following window.
         reader.keep_open(window * (len(self.order.buckets) + 1))
         self._reader = reader
         self._batch_size = batch_size
@@ -371,7 +371,9 @@ class Loader:
         with self._lock:
             if self._windows.get(window.bucket) != window:
                 self._windows[window.bucket] = window
-                in_use = {n for one in self._windows.values() for n in self.order.shards(one)}
+                in_use = {
+                    n for current in self._windows.values() for n in self.order.shards(current)
+                }
                 self._reader.read_ahead(self.order.shards(window), in_use)
             return self._reader.batch(step, samples, counters, self._batch_size)
 
@@ -479,10 +481,10 @@ def draw_losses(
         errors: returns the mean squared error per sample [B] f32 of a batch.
         stopping: polled before each batch.
     """
-    found: dict[int, list[float]] = {}
+    losses: dict[int, list[float]] = {}
     for numbers, batch in holdout.batches():
         if stopping():
             return None
         for number, error in zip(numbers, errors(batch).tolist(), strict=True):
-            found.setdefault(number, []).append(error)
-    return [found[n] for n in sorted(found)]
+            losses.setdefault(number, []).append(error)
+    return [losses[n] for n in sorted(losses)]

@@ -40,7 +40,7 @@ log = logging.getLogger("kiln")
 class ReadAhead:
     """Calls `fetch(number)` in daemon threads, for the numbers that were asked for last.
 
-    An error is logged only: who needs the file fetches it again, and raises.
+    An error is only logged: a reader that needs the file fetches it again, and raises.
     """
 
     def __init__(self, fetch: Callable[[int], None]) -> None:
@@ -78,7 +78,7 @@ class ReadAhead:
 
 
 CHUNK = 2**20
-EVICTION = "eviction"  # name of the lock of those who make room in the cache
+EVICTION = "eviction"  # name of the lock under which room is made in the cache
 #: Seconds before each retry of a download.
 WAITS = (1.0, 5.0, 30.0)
 
@@ -200,7 +200,7 @@ class ShardFiles:
     def _fetch(self, fs: AbstractFileSystem, path: str, ref: ShardRef) -> Path:
         """Download a shard to the cache, with retries of transient errors.
 
-        Of the threads and processes of a host that need it, one downloads it, and others wait.
+        One thread or process of a host downloads it; others that need it wait.
         """
         copy = _cache_path(ref)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -224,14 +224,14 @@ class ShardFiles:
 
 
 def _may_be_transient(error: Exception) -> bool:
-    """Whether a shard may be had later; a ValueError is of bytes that were damaged on their way."""
+    """Whether a later try may succeed; a ValueError means bytes that were damaged on their way."""
     if isinstance(error, FileNotFoundError) or is_forbidden(error):
         return False
     return isinstance(error, OSError | ValueError) or is_of_client(error)
 
 
 def _lock(name: str) -> FileLock:
-    """A lock among the threads and processes of this host; a dead process holds nothing."""
+    """A lock among the threads and processes of this host; a dead process frees its locks."""
     folder = cache_folder() / "shard-locks"
     folder.mkdir(exist_ok=True)
     return FileLock(folder / name)
@@ -242,8 +242,8 @@ def _reserved(copy: Path, size: int, limit: int) -> Iterator[Path]:
     """A temporary file of `size` bytes, which becomes `copy`; older copies make room for it first.
 
     It has its final size from the start, so concurrent downloads count each other. Its lock ends
-    with the process, and tells a download from what a killed one left. It is renamed under the lock
-    of evictions, which would otherwise miss it under both names.
+    with the process, and tells a download from the rest of a killed download. It is renamed under
+    the lock of evictions, which would otherwise miss it under both names.
     """
     partial = copy.with_name(f"{uuid.uuid4().hex}.tmp")
     with ExitStack() as held:
@@ -305,13 +305,13 @@ def _evict(folder: Path, limit: int, room: int) -> None:
     for path in folder.iterdir():
         try:
             stat = path.stat()
-        except FileNotFoundError:  # a download ended, or was abandoned, meanwhile
+        except FileNotFoundError:  # a download ended, or was abandoned, since the listing
             continue
         if path.suffix == ".tmp" and not _is_locked(path):
             path.unlink(missing_ok=True)
             continue
         total += stat.st_size
-        taken += 512 * stat.st_blocks  # of a download, what has come of it
+        taken += 512 * stat.st_blocks  # a download counts by the bytes that have arrived
         if path.suffix != ".tmp":
             deletable.append((stat.st_mtime, stat.st_size, path))
     limit = min(limit, taken + shutil.disk_usage(folder).free)
@@ -341,20 +341,20 @@ class KeptRows:
         return KeptShard(self, number)
 
     def read(self, number: int, place: tuple[object, ...], get: Callable[[LatentShard], T]) -> T:
-        """What `get` returns of a shard; `place` identifies it. Raises as ShardFiles and `get`."""
+        """The result of `get` for a shard, kept by `place`. Raises as ShardFiles and `get`."""
         key = (number, *place)
         if key in self._kept:
             kept: T = self._kept[key]
             return kept
-        found = get(self._files[number])
-        if (size := _array_bytes(found)) <= self._left:
+        value = get(self._files[number])
+        if (size := _array_bytes(value)) <= self._left:
             self._left -= size
-            self._kept[key] = found
-        return found
+            self._kept[key] = value
+        return value
 
 
 class KeptShard:
-    """What a BatchReader reads of a LatentShard; opens the shard for what was not read before."""
+    """A LatentShard for a BatchReader; opens the shard only for rows that were not read before."""
 
     def __init__(self, rows: KeptRows, number: int) -> None:
         self._rows = rows
@@ -384,10 +384,10 @@ class KeptShard:
         return self._read(("input_ids", row), lambda shard: shard.input_ids(row))
 
 
-def _array_bytes(found: object) -> int:
-    if isinstance(found, np.ndarray):
-        return found.nbytes
-    if not isinstance(found, LatentSample):
+def _array_bytes(value: object) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if not isinstance(value, LatentSample):
         return 0
-    masked = [] if found.masked is None else [found.masked.masks, found.masked.means]
-    return sum(array.nbytes for array in (found.mean, found.logvar, *masked))
+    masked = [] if value.masked is None else [value.masked.masks, value.masked.means]
+    return sum(array.nbytes for array in (value.mean, value.logvar, *masked))

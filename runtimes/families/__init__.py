@@ -37,10 +37,10 @@ def all_families() -> dict[str, Family]:
 
 def family_named(name: str) -> Family:
     """The family of that name. Raises Refused if it is unknown."""
-    found = FAMILIES.get(name) or _plugged_in().get(name)  # the search for plug-ins is slow
-    if found is None:
+    family = FAMILIES.get(name) or _plugged_in().get(name)  # the search for plug-ins is slow
+    if family is None:
         raise Refused(f"model family {name!r} is unknown (known: {', '.join(all_families())})")
-    return found
+    return family
 
 
 def detect_family(folder: Path) -> Family:
@@ -52,13 +52,13 @@ def detect_family(folder: Path) -> Family:
     """
     index = folder / "model_index.json"
     try:
-        found = parse_json(index.read_text(encoding="utf-8"))
-        pipeline = found["_class_name"]
+        fields = parse_json(index.read_text(encoding="utf-8"))
+        pipeline = fields["_class_name"]
     except FileNotFoundError:
         raise Refused(f"{index} is missing: a diffusers pipeline folder is needed") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"{index} cannot be read: {error}") from None
-    for name, spec in found.items():  # a part is a folder beside; diffusers' are identifiers
+    for name, spec in fields.items():  # a part is a folder beside; diffusers' are identifiers
         if isinstance(spec, list) and not name.isidentifier():
             raise Refused(f"{index}: {name!r} is no name of a part: the model may be hostile")
     for families in (FAMILIES, all_families()):
@@ -76,8 +76,8 @@ def denoiser_classes() -> tuple[str, ...]:
 
 def repeated_blocks() -> tuple[str, ...]:
     """Classes of the models' repeated blocks: the units of FSDP, compilation and checkpointing."""
-    found = (block for family in all_families().values() for block in family.blocks)
-    return tuple(dict.fromkeys((*found, *CLIP_BLOCKS)))
+    blocks = (block for family in all_families().values() for block in family.blocks)
+    return tuple(dict.fromkeys((*blocks, *CLIP_BLOCKS)))
 
 
 @cache

@@ -60,7 +60,7 @@ def added_weights(
     Args:
         weights: the base's weights, at least those in `source_weight_names`.
         config: config of the denoiser with its extra inputs.
-        seed: of the score embedding's first layer.
+        seed: seed of the score embedding's first layer.
 
     Returns:
         name -> f32 array; `conv_in.weight` [C_out, in_channels, 3, 3] replaces the base's.
@@ -134,7 +134,7 @@ def inpainting_channels(config: Mapping[str, Any]) -> int:
 
 
 def _channels(config: Mapping[str, Any], name: str) -> int:
-    found = config.get(name, 4)  # diffusers' default
-    if type(found) is not int or found < 1:
-        raise Refused(f"the UNet's {name} is {found!r}, not a number of channels")
-    return found
+    channels = config.get(name, 4)  # diffusers' default
+    if type(channels) is not int or channels < 1:
+        raise Refused(f"the UNet's {name} is {channels!r}, not a number of channels")
+    return channels

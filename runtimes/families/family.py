@@ -65,7 +65,7 @@ class Captioned:
 
 @dataclass(frozen=True)
 class KohyaLayer:
-    """Where sd-scripts has a layer of diffusers: a layer, or rows of the output of a fused one."""
+    """The place of a diffusers layer in sd-scripts: a layer, or rows of a fused layer's output."""
 
     layer: str  # name in sd-scripts, with dots
     first: int = 0  # first row of the fused layer's output
@@ -88,10 +88,10 @@ class KohyaNames:
     text_prefixes: Mapping[str, str]  # component -> prefix, such as lora_te1
     #: (layer name in diffusers, denoiser's config) -> the layer's place in the trainer; None: none.
     place: Callable[[str, Mapping[str, Any]], KohyaLayer | None]
-    #: (denoiser's config, prediction type of the scheduler's) -> the base's names.
+    #: (denoiser's config, scheduler's prediction type) -> the base's names.
     base: Callable[[Mapping[str, Any], str], KohyaBase]
     trainer: str = "kohya's sd-scripts"
-    network_module: str = "networks.lora"  # of the trainer
+    network_module: str = "networks.lora"  # the trainer's module
     ignored: str = "layers outside of blocks"  # by the trainer
     in_comfyui: bool = True  # whether ComfyUI maps these names; else it reads diffusers' layout
 
@@ -108,11 +108,11 @@ class Family:
     denoiser: ClassVar[str]  # the denoiser's component and folder: unet, transformer
     denoiser_class: ClassVar[str]  # diffusers' class of the denoiser
     vae_class: ClassVar[str] = "AutoencoderKL"  # diffusers' class of the VAE
-    default_scaling_factor: ClassVar[float] = 0.18215  # of a VAE whose config lacks it
+    default_scaling_factor: ClassVar[float] = 0.18215  # for a VAE whose config lacks it
     draws_latents: ClassVar[bool] = True  # training draws from the VAE's posterior; else its mean
     blocks: ClassVar[tuple[str, ...]]  # classes of the denoiser's repeated blocks
-    #: Those of which runtime jax may run consecutive equal ones as a loop. A block's first argument
-    #: is hidden_states, its output the next block's input; further arguments are the same for all.
+    #: Classes whose consecutive equal blocks runtime jax may run as a loop. The first argument
+    #: is hidden_states, the output the next block's input; further arguments are the same for all.
     #: With two outputs, encoder_hidden_states is the second argument and the first output.
     chained_blocks: ClassVar[tuple[str, ...]] = ()
     text_encoders: ClassVar[tuple[TextEncoder, ...]]
@@ -136,7 +136,7 @@ class Family:
 
     @property
     def key_facts(self) -> dict[str, str]:
-        """What the keys of trained weights and of losses have of the family, if anything."""
+        """What the keys of trained weights and of losses contain about the family, if anything."""
         return {} if self.draws_latents else {"posterior": "mean"}
 
     @property
@@ -151,7 +151,7 @@ class Family:
 
     @property
     def frozen_text(self) -> TextEncoder | None:
-        """The T5 or LLM, if the family has one. A pipeline may lack it."""
+        """The T5 or LLM, if any. A pipeline may lack it."""
         return next((encoder for encoder in self.text_encoders if encoder.kind != "clip"), None)
 
     @property
@@ -185,7 +185,7 @@ class Family:
         return int(config["joint_attention_dim"])
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
-        """Whether the denoiser uses the guidance scale that it is given, by its config."""
+        """Whether the denoiser, by its config, uses its guidance input."""
         return self.guidance_input
 
     def is_distilled(self, index: Mapping[str, Any]) -> bool:
@@ -231,7 +231,7 @@ class Family:
 
         Args:
             vae: folder of the VAE; its weights may be absent.
-            config: of the VAE.
+            config: config of the VAE.
         """
         return {name: config.get(name) for name in ("latents_mean", "latents_std")}
 
@@ -279,33 +279,37 @@ class Family:
             guidance_scale: the training's; an input of some denoisers.
 
         Raises:
-            Refused: the latents lack one of these arrays.
+            Refused: the latents lack an array.
         """
-        found: Conditioning = {}
+        conditioning: Conditioning = {}
         if self.guidance_input:
-            found["guidance"] = np.full(len(samples), guidance_scale, np.float32)
+            conditioning["guidance"] = np.full(len(samples), guidance_scale, np.float32)
         if samples[0].input_ids is None:
             embeds = (name for name in self.inputs if name.endswith("_embeds"))
-            found |= {name: stack_arrays(name, samples) for name in embeds}
+            conditioning |= {name: stack_arrays(name, samples) for name in embeds}
             if self.varying_lengths:
                 counts = [item.tokens for item in samples]
-                found["prompt_embeds_mask"] = token_mask(counts, found["prompt_embeds"].shape[1])
-            return found
-        found |= {
+                conditioning["prompt_embeds_mask"] = token_mask(
+                    counts, conditioning["prompt_embeds"].shape[1]
+                )
+            return conditioning
+        conditioning |= {
             "input_ids": stack_arrays("input_ids", samples),
             "dropped": np.array([sample.dropped for sample in samples], np.float32),
         }
         if self.frozen_text is not None:
-            clip_rows = found["input_ids"].shape[-1] if any(e.states for e in self.clip) else 0
-            found["t5_prompt_embeds"] = stack_arrays("prompt_embeds", samples)[:, clip_rows:]
-        return found
+            clip_rows = (
+                conditioning["input_ids"].shape[-1] if any(e.states for e in self.clip) else 0
+            )
+            conditioning["t5_prompt_embeds"] = stack_arrays("prompt_embeds", samples)[:, clip_rows:]
+        return conditioning
 
     def drawing_condition(self, size: tuple[int, int], guidance_scale: float) -> dict[str, Any]:
         """Conditioning of a sampled image in addition to text: keyword -> f32 array, no batch axis.
 
         Args:
             size: (height, width) in pixels.
-            guidance_scale: of the sampler; an input of some denoisers.
+            guidance_scale: guidance scale of the sampler; an input of some denoisers.
         """
         return {"guidance": np.array(guidance_scale, np.float32)} if self.guidance_input else {}
 
@@ -337,9 +341,9 @@ class Family:
         """The `mu` that the pipeline passes to a scheduler with dynamic shifting.
 
         Args:
-            shift: of the scheduler's config.
-            tokens: of the image.
-            steps: of sampling.
+            shift: shift of the scheduler's config.
+            tokens: tokens of the image.
+            steps: steps of sampling.
         """
         return shift.mu_of(tokens)
 
@@ -440,7 +444,7 @@ def unpack(patches: Any, rows: int, columns: int) -> Any:
 
 @contextmanager
 def calling(module: Any, function: Any) -> Iterator[None]:
-    """Within the context, calls of a module run `function`, with the module's hooks as ever."""
+    """Within the context, calls of a module run `function`, with the module's own hooks."""
     module.forward = function
     try:
         yield

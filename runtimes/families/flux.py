@@ -78,7 +78,7 @@ def original_layer(
         transformer: the transformer's config.
         top: names of layers outside of the blocks.
         double: names of layers that double blocks do not fuse.
-        single: the same of single blocks.
+        single: the same for single blocks.
         fused_single: layers that single blocks fuse, as _FUSED_DOUBLE has them.
     """
     if layer in top:

@@ -105,18 +105,18 @@ class Flux2(PatchTransformer):
         Raises:
             Refused: the weights lack them, or cannot be read.
         """
-        found: dict[str, NDArray[np.float32]] = {}
+        statistics: dict[str, NDArray[np.float32]] = {}
         files = sorted(vae.glob("*.safetensors"))
         try:
             for path in files:
-                found = read_named_floats(path, _STATISTICS) | found
+                statistics = read_named_floats(path, _STATISTICS) | statistics
         except (OSError, ValueError) as error:
             raise Refused(f"{vae}: its weights cannot be read: {error}") from None
         if not files:  # only the configs are there, to plan
             return {"latents_mean": None, "latents_std": None}
-        if missing := set(_STATISTICS) - found.keys():
+        if missing := set(_STATISTICS) - statistics.keys():
             raise Refused(f"{vae}: its weights lack {min(missing)}, by which latents are scaled")
-        mean, variance = (found[name] for name in _STATISTICS)
+        mean, variance = (statistics[name] for name in _STATISTICS)
         std = np.sqrt(variance + np.float32(config.get("batch_norm_eps", 1e-4)))
         return {"latents_mean": mean.tolist(), "latents_std": std.tolist()}
 
@@ -136,13 +136,13 @@ class Flux2(PatchTransformer):
         self, pipe: Any, options: Mapping[str, Any], count: int
     ) -> dict[str, Any]:
         """The pipeline takes a negative prompt as embeddings alone."""
-        given = dict(options)
-        negative = given.pop("negative_prompt", None)
+        arguments = dict(options)
+        negative = arguments.pop("negative_prompt", None)
         if negative is not None:
-            length = given["max_sequence_length"]
+            length = arguments["max_sequence_length"]
             embeds, _ = pipe.encode_prompt(negative, max_sequence_length=length)
-            given["negative_prompt_embeds"] = embeds
-        return given
+            arguments["negative_prompt_embeds"] = embeds
+        return arguments
 
     def pipeline_latents(self, noise: Any) -> Any:
         """Patches as channels [B, 4 C, h / 2, w / 2]."""

@@ -25,7 +25,7 @@ from runtimes.families.family import (
 
 
 class QwenImage(PatchTransformer):
-    """prompt_embeds is as long as the caption; the VAE is a video's, with pictures of one frame."""
+    """prompt_embeds is as long as the caption; the VAE is for video, a picture is one frame."""
 
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)
@@ -71,23 +71,23 @@ class QwenImage(PatchTransformer):
         return vae.decode(latents.unsqueeze(2), return_dict=False)[0].squeeze(2)
 
     def guide(self, unconditional: Any, conditional: Any, weight: Any) -> Any:
-        """The guided prediction of a patch has the norm of the conditional one."""
+        """The guided prediction of a patch has the norm of its conditional prediction."""
         guided = super().guide(unconditional, conditional, weight)
         batch, channels, height, width = guided.shape
         parted = (batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-        given = guided.reshape(parted)
+        patches = guided.reshape(parted)
         wanted = conditional.reshape(parted)
-        ratio = (_square(wanted) / _square(given)) ** 0.5
-        return (given * ratio).reshape(guided.shape)
+        ratio = (_square(wanted) / _square(patches)) ** 0.5
+        return (patches * ratio).reshape(guided.shape)
 
     def pipeline_arguments(
         self, pipe: Any, options: Mapping[str, Any], count: int
     ) -> dict[str, Any]:
         """The pipeline is guided by `true_cfg_scale`, and only with a negative prompt."""
-        given = dict(options)
-        scale = given.pop("guidance_scale")
-        negative = given.pop("negative_prompt", None) or [""] * count
-        return given | {
+        arguments = dict(options)
+        scale = arguments.pop("guidance_scale")
+        negative = arguments.pop("negative_prompt", None) or [""] * count
+        return arguments | {
             "true_cfg_scale": scale,
             "negative_prompt": negative if scale > 1 else None,
         }
@@ -124,8 +124,8 @@ def template() -> str:
     from diffusers import QwenImagePipeline
 
     names = ("scheduler", "vae", "text_encoder", "tokenizer", "transformer")
-    found: str = QwenImagePipeline(**dict.fromkeys(names)).prompt_template_encode
-    return found
+    prompt_template: str = QwenImagePipeline(**dict.fromkeys(names)).prompt_template_encode
+    return prompt_template
 
 
 def _square(parted: Any) -> Any:

@@ -56,7 +56,7 @@ class SD(Family):
         return latent_channels(config)
 
     def arguments(self, conditioning: Mapping[str, Any]) -> dict[str, Any]:
-        found = {"encoder_hidden_states": conditioning["prompt_embeds"]}
+        inputs = {"encoder_hidden_states": conditioning["prompt_embeds"]}
         if "aesthetic_score" in conditioning:  # see extra_inputs.py
-            found["class_labels"] = conditioning["aesthetic_score"]
-        return found
+            inputs["class_labels"] = conditioning["aesthetic_score"]
+        return inputs

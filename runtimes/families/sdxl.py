@@ -85,7 +85,7 @@ def stability_name(layer: str, unet: Mapping[str, Any]) -> str:
 class SDXL(SD):
     """prompt_embeds concatenates both encoders' penultimate states along D (section 2.1).
 
-    The second encoder's pooled output is pooled_prompt_embeds, unless the first one projects too.
+    pooled_prompt_embeds is the second encoder's pooled output, unless the first also projects.
     """
 
     name = "sdxl"
@@ -108,7 +108,7 @@ class SDXL(SD):
     )
 
     def pooled_outputs(self, projecting: Sequence[bool]) -> tuple[str | None, ...]:
-        """Of the first encoder that projects its pooled output, as the pipeline takes it."""
+        """Only the first encoder that projects its pooled output counts, as in the pipeline."""
         first = next((row for row, projects in enumerate(projecting) if projects), None)
         return tuple("text_embeds" if row == first else None for row in range(len(projecting)))
 

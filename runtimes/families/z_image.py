@@ -123,13 +123,13 @@ def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) 
     return from_patches(output[:, : rows * columns], rows, columns)
 
 
-def _run(model: Any, layer: Any, *given: Any) -> Any:
+def _run(model: Any, layer: Any, *inputs: Any) -> Any:
     """A block's output; with gradient checkpointing it is computed again in the backward pass."""
     import torch
 
     if torch.is_grad_enabled() and model.gradient_checkpointing:
-        return model._gradient_checkpointing_func(layer, *given)
-    return layer(*given)
+        return model._gradient_checkpointing_func(layer, *inputs)
+    return layer(*inputs)
 
 
 def patches(latents: Any) -> Any:
@@ -170,11 +170,11 @@ def rotations(model: Any, positions: Any) -> Any:
     """
     import torch
 
-    found = []
+    by_axis = []
     for axis, (width, length) in enumerate(zip(model.axes_dims, model.axes_lens, strict=True)):
         frequencies = model.rope_theta ** -(np.arange(0, width, 2) / width)
         angles = np.outer(np.arange(length), frequencies).astype(np.float32)
         table = torch.tensor(angles).to(positions.device)
-        found.append(table[positions[..., axis].long()])
-    angle = torch.cat(found, dim=-1)
+        by_axis.append(table[positions[..., axis].long()])
+    angle = torch.cat(by_axis, dim=-1)
     return torch.complex(angle.cos(), angle.sin())

@@ -29,9 +29,9 @@ class AbstractStep:
 
     Args:
         request: model, settings and resolution.
-        settings: of the request, parsed.
-        devices: of a topology; they need not exist.
-        hosts: number of processes; each one supplies its share of a batch.
+        settings: settings of the request, parsed.
+        devices: devices of a topology; they need not exist.
+        hosts: number of processes; each supplies its share of a batch.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class AbstractStep:
         batch = self._stacked()
         seeds = np.zeros(batch["weight"].shape[0], np.uint32)
         numbers = np.zeros(4, np.float32)
-        given = state, self._frozen(), batch, seeds, numbers, np.float32(1)
+        arguments = state, self._frozen(), batch, seeds, numbers, np.float32(1)
         with scan_blocks.recording() as loops:
-            traced = step.compiled(state).trace(*given)
+            traced = step.compiled(state).trace(*arguments)
         self._loops = loops
         return traced.lower(lowering_platforms=(self._mesh.platform,))
 
@@ -106,8 +106,8 @@ class AbstractStep:
             def forward(trained: Any, carry: Any) -> Any:
                 return loop.block(frozen | trained, jax.random.key(0), carry, others)
 
-            found, backward = jax.vjp(forward, trained, carry)
-            return found, backward(gradient)
+            output, backward = jax.vjp(forward, trained, carry)
+            return output, backward(gradient)
 
         trained = {name: loop.weights[name] for name in loop.trained}
         frozen = {name: loop.weights[name] for name in loop.weights.keys() - loop.trained}
@@ -179,7 +179,7 @@ class AbstractStep:
         def shape(array: Any) -> ShapeDtypeStruct:
             return ShapeDtypeStruct((parts, rows, *array.shape[2:]), array.dtype, sharding=spread)
 
-        one = stack_micro_batches(
+        stacked = stack_micro_batches(
             self._batch, None, self._mesh, jnp.dtype(self._settings.compute_dtype)
         )
-        return dict(jax.tree.map(shape, one))
+        return dict(jax.tree.map(shape, stacked))

@@ -48,13 +48,13 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     """Open all devices of platform `auto`, `cpu`, `tpu` or `cuda`.
 
     Args:
-        name: of the platform.
+        name: name of the platform.
         compiled: URL of the folder of compiled programs; None disables the cache.
         dtype: compute dtype. For float32, matrix products also have float32 precision; TPUs would
             otherwise multiply in bfloat16.
 
     Raises:
-        Refused: the platform is absent, or this process has opened another one.
+        Refused: the platform is absent, or this process has opened another platform.
     """
     _check_name(name)
     if name != "auto":
@@ -62,11 +62,11 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     exact = "highest" if dtype == "float32" else "default"
     jax.config.update("jax_default_matmul_precision", exact)
     try:
-        found = jax.default_backend()
+        backend = jax.default_backend()
     except RuntimeError as error:
         raise Refused(f"device {name}: JAX finds no such device here: {one_line(error)}") from None
-    if name != "auto" and found != {"cuda": "gpu"}.get(name, name):
-        raise Refused(f"device {name}: this process has already opened {found}")
+    if name != "auto" and backend != {"cuda": "gpu"}.get(name, name):
+        raise Refused(f"device {name}: this process has already opened {backend}")
     if not _compiling:
         jax.monitoring.register_event_duration_secs_listener(_count)
         _compiling.append(0.0)
@@ -183,8 +183,8 @@ def peak_flops(compute_dtype: str) -> float | None:
 
 def memory_bytes() -> int:
     """Peak bytes used on the first local device so far; on a CPU, by this process."""
-    found = jax.local_devices()[0].memory_stats()
-    return int(found["peak_bytes_in_use"]) if found else peak_rss()
+    stats = jax.local_devices()[0].memory_stats()
+    return int(stats["peak_bytes_in_use"]) if stats else peak_rss()
 
 
 def compile_seconds() -> float:

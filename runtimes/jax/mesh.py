@@ -27,7 +27,7 @@ class Mesh:
 
     Args:
         fsdp: number of devices that share each array.
-        devices: of the mesh; None is all devices.
+        devices: devices of the mesh; None is all devices.
 
     Raises:
         Refused: `fsdp` does not divide the number of devices.

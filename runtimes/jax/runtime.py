@@ -155,8 +155,8 @@ class TheRuntime(BaseRuntime):
 
     def restore(self, state: SavedState, step: int) -> None:
         shapes = shapes_of(self._state)
-        found = read_state_arrays(state, shapes, lambda name, shape: self._mesh.local_rows(shape))
-        for group, name, rows in found:
+        arrays = read_state_arrays(state, shapes, lambda name, shape: self._mesh.local_rows(shape))
+        for group, name, rows in arrays:
             self._state[group][name] = self._mesh.shard_rows_of(shapes[group][name], rows)
         self._updates = step
 
@@ -175,10 +175,10 @@ class TheRuntime(BaseRuntime):
         if self._evaluated:
             return self._evaluated
         weights = self._working(self._state.get("ema", self._state["weights"]))
-        found = self._frozen | {self._names[name]: array for name, array in weights.items()}
+        arrays = self._frozen | {self._names[name]: array for name, array in weights.items()}
         if self._evaluated is not None:
-            self._evaluated = found
-        return found
+            self._evaluated = arrays
+        return arrays
 
     def sample(self, prompts: Sequence[str], sampler: dict[str, Any]) -> NDArray[np.uint8]:
         try:
@@ -210,7 +210,7 @@ class TheRuntime(BaseRuntime):
 
     @cached_property
     def _sampler(self) -> Any:
-        """The sampler of all calls: another one would compile its programs again."""
+        """The sampler of all calls: another sampler would compile its programs again."""
         from runtimes.jax.sampler import Sampler  # pipelines are slow to import
 
         sampler = Sampler(self._base, self._mesh, self._settings.compute_dtype)

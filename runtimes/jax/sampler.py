@@ -59,7 +59,7 @@ class Sampler:
     Args:
         base: the pipeline.
         mesh: devices that share the rows of a batch.
-        dtype: of the network's arrays and of the VAE. A VAE with `force_upcast` computes in float32
+        dtype: dtype of the network's arrays and the VAE. A VAE with `force_upcast` uses float32
             where `dtype` is float16.
         whole: whether all steps are one program; None is True except on a CPU.
 
@@ -91,12 +91,12 @@ class Sampler:
         self._network: Any = None
 
     def use(self, network: Network, arrays: Callable[[], Arrays], scheduler: Any = None) -> None:
-        """Set the network; programs of an earlier one with the same architecture are reused.
+        """Set the network; programs of an earlier network with the same architecture are reused.
 
         Args:
             network: its own weights are not used.
             arrays: returns its parameters and buffers, by their names in it.
-            scheduler: of the network; None selects the pipeline's scheduler.
+            scheduler: scheduler of the network; None selects the pipeline's scheduler.
         """
         self._arrays = arrays
         self._scheduler = self._pipeline_scheduler if scheduler is None else scheduler
@@ -162,12 +162,12 @@ class Sampler:
         rows = np.column_stack([table.timesteps, table.rows])
         family = self._network.family
         guided = family.is_guided(sampler, self._encoder.info)
-        given = conditioning, np.float32(family.guidance_weight(sampler))
+        inputs = conditioning, np.float32(family.guidance_weight(sampler))
         if self._whole:
-            return self._jit_draw(arrays, self._vae, latents, rows, *given, guided=guided)
+            return self._jit_draw(arrays, self._vae, latents, rows, *inputs, guided=guided)
         carry = latents, latents * 0
         for row in rows:
-            carry = self._jit_step(arrays, carry, row, *given, guided=guided)
+            carry = self._jit_step(arrays, carry, row, *inputs, guided=guided)
         return self._jit_decode(self._vae, carry[0])
 
     def _draw(
@@ -240,12 +240,12 @@ class Sampler:
         ids = self._encoder.input_ids(captions).astype(np.int32)
         ids = pad_rows(ids, padded_rows(count, self._mesh.count))
         named = {f"module.{name}": array for name, array in arrays.items()}
-        found = self._jit_encode(named, jnp.uint32(0), self._mesh.shard_global_rows(ids))
+        encoded = self._jit_encode(named, jnp.uint32(0), self._mesh.shard_global_rows(ids))
         states, pooled = (
             None
             if array is None
             else torch.from_numpy(self._mesh.fetch(array)[:count].astype(np.float32))
-            for array in found
+            for array in encoded
         )
         if (t5 := self._encoder.t5(captions)) is not None:
             states = join_t5(states, torch.from_numpy(t5))
@@ -253,13 +253,13 @@ class Sampler:
         return states.numpy(), None if pooled is None else pooled.numpy()
 
 
-def same_architecture(one: Network, other: Network) -> bool:
+def same_architecture(network: Network, other: Network) -> bool:
     """Whether two networks have the same components with the same configs.
 
     They are then the same function of their arrays, so they can share compiled programs.
     """
     first, second = (
-        {name: str(part.config) for name, part in network.parts.items()} for network in (one, other)
+        {name: str(part.config) for name, part in model.parts.items()} for model in (network, other)
     )
     return first == second
 
@@ -336,13 +336,13 @@ class JaxEncoder(encoders.Encoder):
     ) -> tuple[Embeds, Float32 | None]:
         if clip:
             return super().texts(captions, clip)
-        given = [self.input_ids(captions)] if self._clip else []
+        arrays = [self.input_ids(captions)] if self._clip else []
         kept = None
         if self._frozen is not None:
             ids, mask = self._frozen.ids(captions)
             kept = self._frozen.kept(mask)
-            given += [ids, mask]
-        states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in given))
+            arrays += [ids, mask]
+        states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in arrays))
         return unpadded(states, kept), pooled[0] if pooled else None
 
 
@@ -361,11 +361,11 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     arrays = move(module, mesh)
     call = jax.jit(as_function(module, training=False))
 
-    def run(rows: int, *given: NDArray[Any]) -> list[Float32]:
-        count = len(given[0])
+    def run(rows: int, *inputs: NDArray[Any]) -> list[Float32]:
+        count = len(inputs[0])
         padded = padded_rows(max(rows, count), mesh.local)
-        sent = [mesh.shard_rows(pad_rows(array, padded)) for array in given]
-        return [mesh.fetch(found)[:count] for found in call(arrays, jnp.uint32(0), *sent)]
+        sent = [mesh.shard_rows(pad_rows(array, padded)) for array in inputs]
+        return [mesh.fetch(output)[:count] for output in call(arrays, jnp.uint32(0), *sent)]
 
     return run
 
@@ -387,9 +387,9 @@ class _Embeds(torch.nn.Module):
         self.clip = torch.nn.ModuleList(clip)
         self.frozen = frozen
 
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Args: CLIP's ids [K, n, T] if it is there; ids and mask [K, T] of the frozen encoder."""
-        rest = list(given)
+        rest = list(inputs)
         states = None
         pooled = None
         if len(self.clip):
@@ -397,6 +397,6 @@ class _Embeds(torch.nn.Module):
         if rest:
             ids, mask = rest
             assert self.family.frozen_text is not None
-            found = frozen_states(self.family.frozen_text, self.frozen, ids.long(), mask.long())
-            states = join_t5(states, found)
+            frozen = frozen_states(self.family.frozen_text, self.frozen, ids.long(), mask.long())
+            states = join_t5(states, frozen)
         return tuple(array.float() for array in (states, pooled) if array is not None)

@@ -33,7 +33,7 @@ CallBlock = Callable[[Weights, Array, Carry, list[Array]], Carry]
 
 @dataclass(frozen=True)
 class Loop:
-    """A traced loop. XLA's cost analysis counts one iteration of it.
+    """A traced loop. XLA's cost analysis counts a single iteration.
 
     Args:
         count: number of iterations.
@@ -67,7 +67,7 @@ class EqualBlocks:
 
 
 class BlockList(torch.nn.ModuleList):
-    """A denoiser's list of blocks; within `scanning`, it yields equal blocks as one."""
+    """A denoiser's list of blocks; within `scanning`, it yields equal blocks as a single block."""
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         super().__init__(blocks)
@@ -77,7 +77,7 @@ class BlockList(torch.nn.ModuleList):
                 groups[-1].append(block)
             else:
                 groups.append([block])
-        #: The blocks in order, consecutive equal ones as EqualBlocks.
+        #: The blocks in order, consecutive equal blocks as EqualBlocks.
         self.groups = [group[0] if len(group) == 1 else EqualBlocks(group) for group in groups]
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,7 +85,7 @@ class BlockList(torch.nn.ModuleList):
 
 
 def _form(block: torch.nn.Module) -> tuple[Any, ...]:
-    """What two blocks have in common if they compute the same function of their weights."""
+    """A value that is equal for blocks that compute the same function of their weights."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in tensors]
     return type(block), str(block), shapes
@@ -116,7 +116,7 @@ def use_block_lists(part: torch.nn.Module, classes: Sequence[str]) -> None:
     """Replace the lists of a component's blocks by BlockLists; names of weights stay.
 
     Args:
-        classes: of blocks whose output is the next block's input.
+        classes: classes of blocks whose output is the next block's input.
     """
     for module in list(part.modules()):
         for name, child in list(module.named_children()):
@@ -148,14 +148,14 @@ def scan_blocks(
     """Call n equal blocks one after another.
 
     Args:
-        call: of any of the blocks.
-        weights: of each block, by their names in it.
+        call: function of a block, the same for all blocks.
+        weights: weights of each block, by their names in it.
         keys: [n] keys of random numbers.
         carry: input of the first block; each block's output has its shapes and dtypes.
         others: further arguments of every block.
-        mesh: of the devices.
+        mesh: mesh of the devices.
         trained: names of the weights that are sharded along `fsdp`, which an iteration gathers.
-        policy: of jax.checkpoint; None: recompute all of a block.
+        policy: policy of jax.checkpoint; None: recompute all of a block.
 
     Returns:
         The last block's output.

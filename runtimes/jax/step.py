@@ -55,7 +55,7 @@ def update(
     if settings.max_grad_norm is not None:
         factor = jnp.minimum(settings.max_grad_norm / (norm + 1e-6), 1.0)
     (beta1, beta2) = settings.adam_betas
-    found = {group: dict(state[group]) for group in state}
+    updated = {group: dict(state[group]) for group in state}
     shares = learning_rate_factors(gradients, settings)
     for name, gradient in gradients.items():
         if name in untouched:
@@ -68,12 +68,12 @@ def update(
         second = beta2 * second + (1 - beta2) * jnp.square(gradient)
         weight = state["weights"][name] * (1 - rate * (share * settings.weight_decay))
         change = first / (jnp.sqrt(second) / root + settings.adam_epsilon)
-        found["weights"][name] = weight - (step_size * share) * change
-        found["exp_avg"][name] = first
-        found["exp_avg_sq"][name] = second
+        updated["weights"][name] = weight - (step_size * share) * change
+        updated["exp_avg"][name] = first
+        updated["exp_avg_sq"][name] = second
     for name, average in state.get("ema", {}).items():
-        found["ema"][name] = average + ema_share * (found["weights"][name] - average)
-    return found, norm
+        updated["ema"][name] = average + ema_share * (updated["weights"][name] - average)
+    return updated, norm
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Step:
         predict: `(arrays, seed, noisy_latents, timesteps, conditioning)` to the prediction
             [B, C, h, w].
         settings: learning rates, AdamW, clipping, EMA and compute dtype.
-        mesh: of the devices.
+        mesh: mesh of the devices.
         names: State's key of each trained parameter to its name in `predict`'s arrays.
         untouched: keys of parameters without gradient; like torch.optim, the step leaves them
             unchanged, without weight decay.
@@ -158,9 +158,9 @@ class Step:
         """The masters in the compute dtype; those of scanned blocks stay sharded."""
         by_block = {name for name in masters if self.names[name] in self.scanned}
         whole = {name: array for name, array in masters.items() if name not in by_block}
-        found = gather_weights(whole, self.mesh, self.settings.compute_dtype)
+        gathered = gather_weights(whole, self.mesh, self.settings.compute_dtype)
         half = jnp.dtype(self.settings.compute_dtype)
-        return found | {name: masters[name].astype(half) for name in by_block}
+        return gathered | {name: masters[name].astype(half) for name in by_block}
 
     def _loss(self, weights: Arrays, frozen: Arrays, micro: dict[str, Any], seed: Array) -> Array:
         """Sum of the weighted errors of a micro-batch's samples."""
@@ -191,8 +191,8 @@ def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
 
 def errors(predict: Callable[..., Array], arrays: Arrays, seed: Array, micro: Any) -> Array:
     """Mean squared error per sample [B] f32, without loss weights."""
-    given = micro["noisy_latents"], micro["timesteps"], micro["conditioning"]
-    prediction = predict(arrays, seed, *given).astype(jnp.float32)
+    inputs = micro["noisy_latents"], micro["timesteps"], micro["conditioning"]
+    prediction = predict(arrays, seed, *inputs).astype(jnp.float32)
     return jnp.square(prediction - micro["target"]).mean(axis=(1, 2, 3))
 
 
@@ -206,7 +206,7 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
         batch: this process's share of the global batch.
         size: samples per micro-batch; None is the whole batch.
         mesh: B is a multiple of its local device count.
-        dtype: of latents and of all conditioning that is not in contract.UNCAST.
+        dtype: dtype of latents and of all conditioning that is not in contract.UNCAST.
 
     Returns:
         noisy_latents: [n, B, C, h, w] `dtype`.
@@ -254,7 +254,7 @@ def held_out_errors(
         batch: with at most `rows` samples.
         rows: number of rows to which every batch is padded, to run one program.
         mesh: devices that share the rows.
-        dtype: of latents and conditioning.
+        dtype: dtype of latents and conditioning.
     """
     padded = pad_batch(batch, rows, mesh.count)
     stacked = stack_micro_batches(padded, None, mesh, dtype)
@@ -305,8 +305,8 @@ def move(
 
     Args:
         module: on the CPU.
-        mesh: of the devices.
-        dtype: of floating-point arrays; None keeps each array's dtype.
+        mesh: mesh of the devices.
+        dtype: dtype of floating-point arrays; None keeps each array's dtype.
         but: names to leave out.
     """
     moved: dict[int, Array] = {}  # by tensor id: tied weights have two names and one array
@@ -353,9 +353,9 @@ def names_without_gradient(
         return torch.empty_like(torch.from_numpy(array[:1]), device="meta")
 
     conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
-    given = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
+    inputs = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
     try:
-        counted(*given).mean().backward()
+        counted(*inputs).mean().backward()
     except RuntimeError as error:
         log.warning("weights without gradient are unknown, so weight decay changes them: %s", error)
         return frozenset()

@@ -127,7 +127,7 @@ def as_function(
     def call(arrays: Arrays, seed: Any, *arguments: Any) -> Any:
         environment = _environment()
         module.train(training)
-        weights, given = environment.j2t_iso((dict(arrays), arguments))
+        weights, inputs = environment.j2t_iso((dict(arrays), arguments))
         key = jax.random.key(seed)
         with (
             environment,
@@ -136,8 +136,8 @@ def as_function(
             scan_blocks.scanning() if training else nullcontext(),
             torch.set_grad_enabled(training),  # diffusers checkpoints only with gradients enabled
         ):
-            found = torch.func.functional_call(module, weights, given)
-        return environment.t2j_iso(found)
+            outputs = torch.func.functional_call(module, weights, inputs)
+        return environment.t2j_iso(outputs)
 
     return call
 
@@ -169,8 +169,8 @@ def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[
 
     Args:
         what: `train.gradient_checkpointing`, blocks or selective.
-        mesh: of the devices; required by `scanned`.
-        scanned: classes of blocks of which equal ones run as a loop.
+        mesh: mesh of the devices; required by `scanned`.
+        scanned: classes of blocks; equal blocks of a class run as a loop.
     """
     policy = _is_kept if what == "selective" else None
     function = partial(_recomputed, policy, mesh)
@@ -200,10 +200,10 @@ def _recomputed(
     function = block
 
     @partial(jax.checkpoint, policy=policy)
-    def call(key: Array, given: tuple[Any, ...]) -> Any:
+    def call(key: Array, inputs: tuple[Any, ...]) -> Any:
         # A separate key: a key that is split inside the checkpoint would leak a tracer.
         with environment.override_property(prng=key):
-            return environment.t2j_iso(function(*environment.j2t_iso(given)))
+            return environment.t2j_iso(function(*environment.j2t_iso(inputs)))
 
     key = environment.get_and_rotate_prng_key()
     return environment.j2t_iso(call(key, environment.t2j_iso(arguments)))
@@ -228,16 +228,16 @@ def _scanned(
         inner = leaves.copy()
         for n, array in zip(traced, (*carry, *others), strict=True):
             inner[n] = array
-        own, given = environment.j2t_iso((dict(weights), jax.tree.unflatten(tree, inner)))
+        own, inputs = environment.j2t_iso((dict(weights), jax.tree.unflatten(tree, inner)))
         with (
             environment,
             environment.override_property(prng=key),
             splash_attention.using(splash),
             torch.set_grad_enabled(True),
         ):
-            found = torch.func.functional_call(first, own, given)
-        found = environment.t2j_iso(found)
-        return (found[1], found[0]) if isinstance(found, tuple) else (found,)
+            result = torch.func.functional_call(first, own, inputs)
+        result = environment.t2j_iso(result)
+        return (result[1], result[0]) if isinstance(result, tuple) else (result,)
 
     weights = [environment.t2j_iso(_tensors(block)) for block in equal.blocks]
     keys = jax.random.split(environment.get_and_rotate_prng_key(), count)
@@ -254,8 +254,8 @@ def _scanned(
         last = scan_blocks.scan_blocks(
             call, weights, keys, carry, others, mesh=mesh, trained=equal.trained, policy=policy
         )
-    found = environment.j2t_iso(last)
-    return (found[1], found[0]) if outputs == 2 else found[0]
+    tensors = environment.j2t_iso(last)
+    return (tensors[1], tensors[0]) if outputs == 2 else tensors[0]
 
 
 def _tensors(block: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -290,11 +290,11 @@ def _environment() -> Any:
 def _tolerant() -> Iterator[None]:
     """Within the context, a removed operator overload resolves to a placeholder, not an error."""
     packet: Any = torch._ops.OpOverloadPacket
-    given = packet.__getattr__
+    original = packet.__getattr__
 
     def tolerant(self: Any, name: str) -> Any:
         try:
-            return given(self, name)
+            return original(self, name)
         except AttributeError:
             if any(part in name.lower() for part in _GONE):
                 return ("gone", str(self), name)
@@ -304,7 +304,7 @@ def _tolerant() -> Iterator[None]:
     try:
         yield
     finally:
-        packet.__getattr__ = given
+        packet.__getattr__ = original
 
 
 def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -312,8 +312,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         environment = _environment()
-        given, named = environment.t2j_iso((arguments, keywords))
-        return environment.j2t_iso(function(*given, **named))
+        arrays, named = environment.t2j_iso((arguments, keywords))
+        return environment.j2t_iso(function(*arrays, **named))
 
     return call
 
@@ -375,7 +375,7 @@ def _interpolate(
     mode: str = "nearest",
     **keywords: Any,
 ) -> torch.Tensor:
-    """Nearest upsampling by integer factors repeats rows and columns; torchax gathers each one."""
+    """Nearest upsampling by integer factors repeats rows and columns; torchax gathers each."""
     height, width = inputs.shape[-2:]
     factor = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
     wanted = size if size is not None else (int(height * factor[0]), int(width * factor[1]))

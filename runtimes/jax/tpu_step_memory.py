@@ -28,12 +28,12 @@ REFUSALS = (
     re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm"),
     re.compile(r"temporaries \(([\d.]+)([KMG])\) exceeds available HBM"),
 )
-#: Of XLA's cost analysis.
+#: Keys of XLA's cost analysis.
 COSTS = ("flops", "bytes accessed", "optimal_seconds")
 #: Compiler options of a plan. SDXL's step compiles in a fifth of the time. Its program copies no
 #: arrays to vector memory ahead of their use, and the cost analysis counts such copies as traffic.
 LEAST_EFFORT: dict[str, Any] = {"exec_time_optimization_effort": -1.0}
-#: An operation of which libtpu has no estimate. XLA adds -1 s for it: half of a complex argument.
+#: An operation for which libtpu has no estimate. XLA adds -1 s for it: half of a complex argument.
 WITHOUT_ESTIMATE = 'custom_call_target="X64Split'
 #: Most virtual CPU devices for which a step compiles in reasonable time.
 MOST_VIRTUAL = 16
@@ -101,18 +101,18 @@ def _costs(compiled: Any, step: Any, options: dict[str, Any]) -> dict[str, float
     """XLA's cost analysis of the step, with all iterations of loops over blocks."""
     total = _cost(compiled)
     for count, body in step.lower_loop_bodies():
-        one = _cost(body.compile(options))
+        iteration = _cost(body.compile(options))
         for name in COSTS:
-            total[name] += count * one[name]
+            total[name] += count * iteration[name]
     return total
 
 
 def _cost(compiled: Any) -> dict[str, float]:
     """XLA's cost analysis of a program, without its -1 s for operations WITHOUT_ESTIMATE."""
-    found = dict(compiled.cost_analysis() or {})
-    if "optimal_seconds" in found:
-        found["optimal_seconds"] += compiled.as_text().count(WITHOUT_ESTIMATE)
-    return found
+    cost = dict(compiled.cost_analysis() or {})
+    if "optimal_seconds" in cost:
+        cost["optimal_seconds"] += compiled.as_text().count(WITHOUT_ESTIMATE)
+    return cost
 
 
 def _devices(where: TpuSlice) -> tuple[str, list[Any]]:
@@ -142,22 +142,22 @@ def _devices(where: TpuSlice) -> tuple[str, list[Any]]:
     return f"libtpu {version('libtpu')}", list(topology.devices)
 
 
-def _memory(found: Any) -> dict[str, int]:
-    arguments = found.argument_size_in_bytes
-    temporaries = found.temp_size_in_bytes
+def _memory(analysis: Any) -> dict[str, int]:
+    arguments = analysis.argument_size_in_bytes
+    temporaries = analysis.temp_size_in_bytes
     # Donated state is aliased: its outputs reuse the memory of the arguments.
-    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-    code = found.generated_code_size_in_bytes
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    code = analysis.generated_code_size_in_bytes
     total = arguments + temporaries + outputs + code
     return {"arguments": arguments, "temporaries": temporaries, "total": total}
 
 
 def _refused(words: str, arguments: int) -> dict[str, int]:
     """Memory of a program that the compiler refused, from its error message."""
-    found = next(filter(None, (pattern.search(words) for pattern in REFUSALS)), None)
-    if found is None:
+    match = next(filter(None, (pattern.search(words) for pattern in REFUSALS)), None)
+    if match is None:
         return {"arguments": arguments, "temporaries": 0, "total": 0}
-    total = int(float(found[1]) * _UNITS[found[2]])
+    total = int(float(match[1]) * _UNITS[match[2]])
     return {"arguments": arguments, "temporaries": max(total - arguments, 0), "total": total}
 
 

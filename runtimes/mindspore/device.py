@@ -63,7 +63,7 @@ def precision(dtype: str, target: str, setting: str) -> ms.Type:
 def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
     """Select the device of this process.
 
-    `auto` selects an Ascend NPU if available, else the CPU. With several processes, each one has
+    `auto` selects an Ascend NPU if available, else the CPU. With several processes, each has
     its own NPU, numbered by its local rank.
 
     Args:
@@ -102,7 +102,7 @@ def start(name: str, ranks: Ranks = ALONE) -> str:
         MindSpore's device target, CPU or Ascend.
 
     Raises:
-        Refused: the device is absent, or this process has opened another one.
+        Refused: the device is absent, or this process has opened another device.
     """
     target, number = choose(name, ranks)
     current = ms.get_context("device_target") if _OPEN else target
@@ -163,9 +163,9 @@ def memory_bytes() -> int:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that affect numerical results."""
-    found = {name: version(name) for name in ("mindspore", "mindone", "numpy")}
+    packages = {name: version(name) for name in ("mindspore", "mindone", "numpy")}
     cann = cann_version()
-    return found | ({"cann": cann} if cann else {})
+    return packages | ({"cann": cann} if cann else {})
 
 
 def probe() -> Probe:

@@ -47,7 +47,7 @@ def load_denoiser(
 
     Args:
         folder: the UNet's folder in the pipeline.
-        dtype: of the weights, whatever their stored precision is.
+        dtype: dtype of the weights, whatever their stored precision is.
         config: config of a UNet with extra inputs (extra_inputs.py); None is the folder's.
         seed: initializes the weights of the extra inputs.
 
@@ -80,7 +80,7 @@ def load_text_encoder(
     Args:
         base: the pipeline; its model_index.json names the encoder's class.
         part: component name, such as `text_encoder_2`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         folder: folder of trained weights; None is the pipeline's own folder.
 
     Raises:
@@ -95,7 +95,7 @@ def load_text_encoder(
 
 
 def text_config(folder: Path) -> Any:
-    """The config of a CLIP text encoder. Raises WrongInput if it is missing."""
+    """The config of a CLIP text encoder. Raises Refused if it is missing."""
     return CLIPTextConfig(**read_config(folder / "config.json"))
 
 
@@ -103,8 +103,8 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
     """Load an AutoencoderKL, in float32 if its config has `force_upcast` and `dtype` is float16.
 
     Args:
-        folder: of the VAE.
-        dtype: of the weights.
+        folder: folder of the VAE.
+        dtype: dtype of the weights.
         flash: whether to use the device's fused attention in half precision.
 
     Raises:
@@ -145,7 +145,7 @@ def random_init_denoiser(base: Path, config: dict[str, Any], seed: int) -> Any:
     Args:
         base: folder of the base pipeline's denoiser, for messages.
         config: diffusers config of the UNet.
-        seed: of the initialization.
+        seed: seed of the initialization.
 
     Raises:
         Refused: the config does not describe a UNet.
@@ -177,10 +177,10 @@ def _fill(
     Args:
         model: the component, changed in place.
         part: component name.
-        folder: of the weight files.
+        folder: folder of the weight files.
         stem: file name of the weights without variant and extension.
-        dtype: of the parameters.
-        more: returns additional weights for those of the folder.
+        dtype: dtype of the parameters.
+        more: returns additional weights, computed from the weights of the folder.
 
     Raises:
         Refused: a file is missing or damaged, or the weights do not match the model.
@@ -195,19 +195,21 @@ def _fill(
     arrays |= more(arrays)
     parameters = named_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    given = {n: array.shape for n, array in arrays.items() if not n.endswith("position_ids")}
-    check_fit(files[0], shapes, given)
+    stored_shapes = {
+        n: array.shape for n, array in arrays.items() if not n.endswith("position_ids")
+    }
+    check_fit(files[0], shapes, stored_shapes)
     for name, parameter in parameters.items():
         set_parameter(parameter, arrays[name], dtype)
 
 
 def named_weights(model: nn.Cell) -> dict[str, Parameter]:
     """A model's parameters by their names in diffusers and transformers."""
-    found = {}
+    weights = {}
     for name, parameter in model.parameters_and_names():
         owner, _, last = name.rpartition(".")
-        found[f"{owner}.{_STORED.get(last, last)}" if owner else name] = parameter
-    return found
+        weights[f"{owner}.{_STORED.get(last, last)}" if owner else name] = parameter
+    return weights
 
 
 def set_parameter(parameter: Parameter, array: Any, dtype: ms.Type = ms.float32) -> None:

@@ -124,10 +124,10 @@ def encode_ids(
 
     Args:
         penultimate: True returns the hidden states before the last layer of all encoders, and the
-            pooled embeddings of one (SDXL). False returns the states after the final norm of the
-            only encoder (Stable Diffusion 1 and 2).
+            pooled embeddings of one encoder (SDXL). False returns the states after the final norm
+            of the only encoder (Stable Diffusion 1 and 2).
         models: n CLIP encoders.
-        pooling: `pooled_outputs` of them.
+        pooling: `pooled_outputs` of the encoders.
         ids: [B, n, T], one row of tokens per encoder.
     """
     if not penultimate:
@@ -153,7 +153,7 @@ class Network(nn.Cell):
     Parameter names begin with the component name, as the keys of State do.
 
     Args:
-        family: of the pipeline.
+        family: family of the pipeline.
         parts: component name, such as `unet`, to cell.
         frozen_clip: CLIP encoders by component name, if the step runs them untrained.
     """
@@ -234,10 +234,10 @@ class Network(nn.Cell):
             for parameter in part.get_parameters():
                 parameter.set_dtype(dtype)
 
-    def conditioning(self, given: dict[str, Any]) -> list[str]:
+    def conditioning(self, arrays: dict[str, Any]) -> list[str]:
         """Names of a batch's conditioning, in the order of `construct`'s arguments."""
         inputs = list(self.family.inputs)
-        if "input_ids" in given:
+        if "input_ids" in arrays:
             others = [name for name in inputs if not name.endswith("_embeds")]
             inputs = ["input_ids", "dropped", *others]
         if self.inpaints:
@@ -306,7 +306,7 @@ class Network(nn.Cell):
         Args:
             ids: [B, n, T], one row of tokens per text encoder.
             dropped: [B]; 1 replaces the embeddings by zeros.
-            dtype: of the embeddings of frozen encoders.
+            dtype: dtype of the embeddings of frozen encoders.
         """
         states, pooled = encode_ids(self.penultimate, self.text_encoders, self.pooling, ids)
         if not self.trains_text:
@@ -344,7 +344,7 @@ class Inputs:
     Args:
         batch: this rank's batch on the host.
         network: orders the conditioning.
-        dtype: of the latents and of all conditioning that is not in contract.UNCAST.
+        dtype: dtype of the latents and of all conditioning that is not in contract.UNCAST.
         first: index of the first sample.
         end: index after the last sample; None is the end of the batch.
 
@@ -368,10 +368,10 @@ class Inputs:
         # Cast on the host: a cast on the device would wait behind the previous step's operators.
         kind = ms.dtype_to_nptype(dtype)
         latents = tensor(batch.noisy_latents[part].astype(kind))
-        given = batch.conditioning
+        arrays = batch.conditioning
         conditioning = [
-            tensor(given[name][part] if name in UNCAST else given[name][part].astype(kind))
-            for name in network.conditioning(given)
+            tensor(arrays[name][part] if name in UNCAST else arrays[name][part].astype(kind))
+            for name in network.conditioning(arrays)
         ]
         self.seen = (latents, tensor(batch.timesteps[part]), *conditioning)
         self.target = tensor(batch.target[part])

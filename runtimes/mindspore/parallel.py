@@ -1,11 +1,7 @@
 """Data parallelism over processes with replicated weights.
 
 Processes find each other through MindSpore's scheduler, a rendezvous server. msrun starts it; in a
-run without msrun, rank 0 does.
-
-MindSpore's scheduler process, a rendezvous: `python -P -m runtimes.mindspore.parallel`.
-
-msrun starts its own; in a run without msrun, rank 0 starts this one (parallel.py).
+run without msrun, rank 0 does. It is `python -P -m runtimes.mindspore.parallel`.
 """
 
 from __future__ import annotations
@@ -63,13 +59,13 @@ class DataParallel(SingleProcess):
         self._sum = ops.AllReduce(ops.ReduceOp.SUM)
 
     def sum_over_ranks(self, arrays: Sequence[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = []
+        sums: list[Tensor] = []
         for bucket in _buckets(arrays):
             flat = ops.concat([array.astype(ms.float32).reshape(-1) for array in bucket])
             sizes = [array.size for array in bucket]
             parts = ops.split(self._sum(flat), sizes)
-            found += [p.reshape(a.shape) for p, a in zip(parts, bucket, strict=True)]
-        return found
+            sums += [p.reshape(a.shape) for p, a in zip(parts, bucket, strict=True)]
+        return sums
 
     def writers(self) -> Writers:
         # MindSpore's collectives wait for the device, so no background thread may call them.
@@ -136,16 +132,16 @@ _SCHEDULERS: list[subprocess.Popen[bytes]] = []
 
 
 def _buckets(arrays: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: list[list[Tensor]] = [[]]
+    buckets: list[list[Tensor]] = [[]]
     room = BUCKET
     for array in arrays:
         size = 4 * array.size
-        if found[-1] and size > room:
-            found.append([])
+        if buckets[-1] and size > room:
+            buckets.append([])
             room = BUCKET
-        found[-1].append(array)
+        buckets[-1].append(array)
         room -= size
-    return found
+    return buckets
 
 
 def serve() -> None:

@@ -38,8 +38,8 @@ class Step:
 
     Args:
         network: trained network.
-        gradients: of its loss.
-        update: of the masters.
+        gradients: gradients of its loss.
+        update: update of the masters.
         parallel: sums the gradients of all processes.
         settings: micro-batch size and compute dtype.
     """
@@ -139,26 +139,26 @@ class TheRuntime(BaseRuntime):
         self._job = job
         self._base = base
         self.versions = versions()
-        given = self._settings = Train(**job.train)
+        settings = self._settings = Train(**job.train)
         ranks = self._ranks = Ranks.here()
-        check(given)
-        self._target = start(given.device, ranks)
+        check(settings)
+        self._target = start(settings.device, ranks)
         self.device = describe()
         parallel = self._collectives = open_parallel(ranks)
-        self._dtype = getattr(ms, given.compute_dtype)
-        network = Network.load(job, base, given)
+        self._dtype = getattr(ms, settings.compute_dtype)
+        network = Network.load(job, base, settings)
         computed = network.trained()
         masters = computed
-        if given.method == "full" and given.compute_dtype != "float32":
+        if settings.method == "full" and settings.compute_dtype != "float32":
             masters = {name: float32_copy(f"master.{name}", p) for name, p in computed.items()}
             network.cast(self._dtype)
         for part in network.parts.values():
-            set_flash_attention(part, flash=given.mindspore.flash_attention)
+            set_flash_attention(part, flash=settings.mindspore.flash_attention)
         reached = [name for name in computed if network.receives_gradient(name)]
         self._network = network.set_train(True)
-        gradients = Gradients(network, [computed[n] for n in reached], given.mindspore)
-        self._update = Update(masters, computed, reached, given)
-        self._step = Step(network, gradients, self._update, parallel, given)
+        gradients = Gradients(network, [computed[n] for n in reached], settings.mindspore)
+        self._update = Update(masters, computed, reached, settings)
+        self._step = Step(network, gradients, self._update, parallel, settings)
 
     def put(self, batch: StepBatch) -> StepBatch:
         parts = list(self._step.inputs(batch))

@@ -167,7 +167,7 @@ class Sampler(PipelineSampler):
     Args:
         base: the pipeline.
         parts: component name to model; other components are loaded from the folder.
-        dtype: of the loaded components.
+        dtype: dtype of the loaded components.
         flash: whether the VAE uses fused attention.
 
     Raises:

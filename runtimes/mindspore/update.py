@@ -89,18 +89,18 @@ class Update:
         """Clip the gradients of the scaled loss and update, or skip the step at an overflow.
 
         Args:
-            gradients: of the scaled loss, in the order of `reached`.
-            learning_rate: of the denoiser.
+            gradients: gradients of the scaled loss, in the order of `reached`.
+            learning_rate: learning rate of the denoiser.
 
         Returns:
             The unscaled gradients' L2 norm before clipping, and whether the step was skipped.
         """
         scale = self.loss_scale
-        given = self._settings
+        settings = self._settings
         inverse = _number(1 / scale.value)
         norm = self._norm(inverse, *gradients)
         # Only float16 reads the norm, which waits for the device.
-        skipped = scale.update(float(norm) if given.compute_dtype == "float16" else 0.0)
+        skipped = scale.update(float(norm) if settings.compute_dtype == "float16" else 0.0)
         if not skipped:
             for places, share, update in self._groups:
                 part = [gradients[place] for place in places]
@@ -108,7 +108,7 @@ class Update:
             if self._cast_masters is not None:
                 self._cast_masters()
         if self._averaging is not None:
-            decay = ema_decay_at(self._step, given)
+            decay = ema_decay_at(self._step, settings)
             if decay != 1:
                 self._averaging(_number(1 - decay))
         self._step += 1

@@ -4,7 +4,7 @@ Both schedules are tables over T noise levels, in order of increasing noise. A `
 index in [0, T); its `timestep` is the denoiser's input for that level. Dynamic shifting moves a
 flow's noise levels by the size of the picture.
 
-A trained model has the base's scheduler config, or one with the changes of the settings. Another
+A trained model has the base's scheduler config, with the changes from the settings. Another
 prediction type or zero terminal SNR changes the model's noise schedule. Training, sampling and the
 published scheduler_config.json must all use the changed config.
 """
@@ -31,7 +31,7 @@ class ResolutionShift:
     """Dynamic shifting of a flow's sigmas: larger pictures need more noise (SD3, section 5.3.2).
 
     mu is linear in the number of image tokens, as in diffusers' `calculate_shift`. Sampling may
-    also stretch its few sigmas to end at `shift_terminal` (0.02 of Qwen-Image), training does not.
+    also stretch its few sigmas to end at `shift_terminal` (0.02 for Qwen-Image), training does not.
     """
 
     base_tokens: int
@@ -73,7 +73,7 @@ class ResolutionShift:
 
 Levels = NDArray[np.int32]
 
-#: Of a config's num_train_timesteps; published models have 1000.
+#: Largest num_train_timesteps of a config; published models have 1000.
 MOST_TIMESTEPS = 100_000
 DIFFUSION = ("epsilon", "v_prediction", "sample")
 FLOW = "flow"
@@ -299,7 +299,7 @@ SCHEDULERS = {
     "lms": "LMSDiscreteScheduler",
     "pndm": "PNDMScheduler",
 }
-#: Of SCHEDULERS, those without rescale_betas_zero_snr, and those without prediction_type `sample`.
+#: Keys of SCHEDULERS without rescale_betas_zero_snr, and without prediction_type `sample`.
 NO_ZERO_SNR = ("lms", "pndm")
 NO_SAMPLE = ("euler_ancestral", "pndm")
 #: Schedulers that compiling runtimes support (sample/tabulated_schedulers.py).
@@ -374,7 +374,7 @@ def scheduler_config(base: Mapping[str, Any], settings: Train) -> dict[str, Any]
 
 
 def read_schedule(folder: Path, settings: Train | None = None) -> Schedule:
-    """The noise schedule of a scheduler's folder, with the changes of the settings, if given.
+    """The noise schedule of a scheduler's folder, with the changes from the settings, if any.
 
     Raises:
         Refused: the config is missing or unknown, or the settings contradict it.
@@ -422,7 +422,7 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: a key of SCHEDULERS.
 
     Raises:
-        Refused: one scheduler is for flow matching, the other for diffusion, or the other one
+        Refused: one scheduler is for flow matching, the other for diffusion, or scheduler `name`
             lacks the model's noise schedule or prediction type.
     """
     kind = SCHEDULERS[name]
@@ -439,7 +439,11 @@ def drawing_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _refuse(name: str, lacking: Sequence[str], what: str) -> None:
     if name in lacking:
-        others = [one for one in SCHEDULERS if one not in lacking and one != "flow_euler"]
+        others = [
+            scheduler
+            for scheduler in SCHEDULERS
+            if scheduler not in lacking and scheduler != "flow_euler"
+        ]
         raise Refused(
             f"scheduler {name} cannot draw a model with {what}: choose one of {', '.join(others)}"
         )

@@ -52,7 +52,7 @@ def generator(seed: int, stream: Stream, *counter: int) -> np.random.Generator:
 def generators(seed: int, stream: Stream, counters: Iterable[int]) -> Iterator[np.random.Generator]:
     """Yield `generator(seed, stream, counter)` for each counter, about ten times faster.
 
-    All are one object with a new state: a generator is valid until the next one is yielded.
+    All are the same object with a new state: a generator is valid until the next is yielded.
     """
     rng = generator(seed, stream)
     state: Any = rng.bit_generator.state
@@ -137,10 +137,10 @@ class Choices:
     """The random choices for one sample, besides its noise."""
 
     level: int  # noise level, from 0 (least noise)
-    caption: float  # uniform in [0, 1), selects one of the captions
+    caption: float  # uniform in [0, 1), selects a caption
     dropped: bool  # whether the empty caption replaces the caption
     flip: float  # uniform in [0, 1), below 0.5: use the mirrored image, if stored
-    mask: float  # uniform in [0, 1), selects one of the masks
+    mask: float  # uniform in [0, 1), selects a mask
 
 
 def draw_choices(
@@ -158,12 +158,12 @@ def draw_choices(
         cumulative: distribution function of levels [levels]; None draws them uniformly.
         caption_dropout_rate: probability of training a sample without its caption.
     """
-    found = []
+    choices = []
     for rng in generators(seed, Stream.CHOICES, counters):
         level, caption, dropout, flip, mask = rng.random(5).tolist()
         chosen = int(level * levels) if cumulative is None else level_at(level, cumulative)
-        found.append(Choices(chosen, caption, dropout < caption_dropout_rate, flip, mask))
-    return found
+        choices.append(Choices(chosen, caption, dropout < caption_dropout_rate, flip, mask))
+    return choices
 
 
 def draw_noise(seed: int, counters: Sequence[int], shape: tuple[int, ...], offset: float) -> Array:

@@ -180,7 +180,7 @@ class Objective:
     """The training objective. Its random numbers depend on (seed, sample counter) alone.
 
     Raises:
-        Refused: settings that contradict the schedule or one another.
+        Refused: settings contradict the schedule or each other.
     """
 
     schedule: Schedule
@@ -239,7 +239,7 @@ class Objective:
         """The objective of train settings.
 
         Args:
-            resolution_shift: of the base's scheduler, if it has one.
+            resolution_shift: resolution shift of the base's scheduler, if any.
 
         Raises:
             Refused: the settings contradict each other or the schedule.
@@ -272,11 +272,13 @@ class Objective:
         """The random choices for the samples at `counters`."""
         levels = len(self.schedule)
         bands = self.equidistant_levels
-        found = draw_choices(self.seed, counters, levels, self._bounds, self.caption_dropout_rate)
+        choices = draw_choices(self.seed, counters, levels, self._bounds, self.caption_dropout_rate)
         if bands is None:
-            return found
+            return choices
         middles = [(2 * (counter % bands) + 1) * levels // (2 * bands) for counter in counters]
-        return [replace(one, level=level) for one, level in zip(found, middles, strict=True)]
+        return [
+            replace(choice, level=level) for choice, level in zip(choices, middles, strict=True)
+        ]
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
         """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w)."""

@@ -23,7 +23,7 @@ from runtimes.process.job import HasModel
 
 
 class Config(dict[str, Any]):
-    """A config file's settings; one that is missing raises Refused with the file's path."""
+    """A config file's settings; a missing setting raises Refused with the file's path."""
 
     path: Path
 
@@ -34,14 +34,14 @@ class Config(dict[str, Any]):
 def read_config(path: Path) -> Config:
     """Read a config file. Raises Refused if it is missing or not a JSON object."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        contents = parse_json(path.read_text(encoding="utf-8"))
     except OSError:
         raise Refused(f"{path}: not there; a model's config was expected") from None
     except ValueError:
         raise Refused(f"{path}: not valid JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise Refused(f"{path}: not a model's config")
-    config = Config(found)
+    config = Config(contents)
     config.path = path
     return config
 
@@ -142,7 +142,7 @@ class Base:
         return read_scheduler_config(self.part("scheduler"))
 
     def schedule(self, settings: Train | None = None) -> Schedule:
-        """The noise schedule, with the changes of the settings. Raises Refused."""
+        """The noise schedule, with the changes from the settings. Raises Refused."""
         return read_schedule(self.part("scheduler"), settings)
 
     @cached_property
@@ -248,10 +248,9 @@ class Base:
 
     @property
     def unusual_texts(self) -> dict[str, str]:
-        """What the text encoders do otherwise than the family's published ones.
+        """How the text encoders differ from those of the family's published models.
 
-        Keys have it. It is empty for nearly all pipelines, whose keys are those of releases
-        without it.
+        Keys contain these facts; nearly all pipelines have none.
         """
         facts = dict[str, str]()
         frozen = self.family.frozen_text
@@ -335,7 +334,7 @@ def _width(config: Config, encoder: TextEncoder) -> int:
     """Width of the states that a T5 or LLM gives for a token."""
     if encoder.kind == "t5":
         return int(config["d_model"])
-    nested = config.get("text_config") or config  # of a model that also sees images
+    nested = config.get("text_config") or config  # a model that also sees images nests it
     if "hidden_size" not in nested:
         nested = config
     return len(encoder.layers) * int(nested["hidden_size"])
@@ -409,7 +408,7 @@ def folder_extras(folder: Path) -> ExtraInputs:
 
 
 def replacement_config(settings: Train) -> dict[str, Any] | None:
-    """The config that replaces the base's denoiser's; None if none does. Raises Refused."""
+    """The config that replaces the base's denoiser's; None: no replacement. Raises Refused."""
     path = settings.denoiser_config
     return None if path is None else read_config(Path(path))
 
@@ -466,10 +465,10 @@ def _without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_fits(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
     """Raise Refused if a replacement's config does not fit the base's pipeline."""
     for name in _SHARED:
-        given = config.get(name)
+        value = config.get(name)
         wanted = base.get(name)
-        if (given or None) != (wanted or None):  # diffusers leaves out some settings that are false
-            actual = "is missing" if name not in config else f"is {given}"
+        if (value or None) != (wanted or None):  # diffusers leaves out some settings that are false
+            actual = "is missing" if name not in config else f"is {value}"
             raise Refused(f"train.denoiser_config: {name} {actual}, the base's is {wanted}")
 
 

@@ -18,7 +18,7 @@ from runtimes.pipeline_folder.folder import Base, read_config
 
 DENOISER_WEIGHTS = "diffusion_pytorch_model"  # diffusers' name
 TEXT_WEIGHTS = "model"  # transformers'
-#: Variants that are read where a part has no plain weights, the preferred one first.
+#: Variants that are read where a part has no plain weights, in order of preference.
 HALF_PRECISION = ("bf16", "fp16")
 _PIECE = r"(?:-\d+-of-\d+)?"
 VARIANT = re.compile(rf"[^.]+?{_PIECE}(?:\.(?P<variant>[^.]+?){_PIECE})?\.safetensors")
@@ -35,15 +35,15 @@ def weight_variant(folder: Path) -> str | None:
     with shards `model.fp16-00001-of-00002.safetensors`, or the older form
     `model-00001-of-00002.fp16.safetensors`.
     """
-    found = [VARIANT.fullmatch(path.name) for path in folder.glob("*.safetensors")]
-    variants = {match["variant"] for match in found if match}
+    matches = [VARIANT.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    variants = {match["variant"] for match in matches if match}
     return None if None in variants else min(variants, default=None)
 
 
 def pipeline_variant(folder: Path) -> str | None:
     """The `variant` argument of from_pretrained for a pipeline's folder."""
     parts = [part for part in sorted(folder.iterdir()) if part.is_dir()]
-    return next((found for part in parts if (found := weight_variant(part)) is not None), None)
+    return next((variant for part in parts if (variant := weight_variant(part)) is not None), None)
 
 
 def weight_files(folder: Path, stem: str = DENOISER_WEIGHTS) -> list[Path]:
@@ -76,9 +76,9 @@ def stored_weight_files(folder: Path) -> list[Path]:
         name = re.compile(
             rf"(diffusion_pytorch_model|model)(-\d+-of-\d+)?{variant}(-\d+-of-\d+)?\.safetensors"
         )
-        found = [p for p in sorted(folder.glob("*.safetensors")) if name.fullmatch(p.name)]
-        if found:
-            return found
+        files = [p for p in sorted(folder.glob("*.safetensors")) if name.fullmatch(p.name)]
+        if files:
+            return files
     return []
 
 
@@ -90,23 +90,23 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in _without_gaps(stored_weight_files(folder)):
         try:
             with safe_open(path, framework="np") as stream:
                 for name in stream.keys():  # noqa: SIM118 (not a dict)
-                    found[name] = tuple(stream.get_slice(name).get_shape())
+                    shapes[name] = tuple(stream.get_slice(name).get_shape())
         except SafetensorError as error:
             if _is_pointer(path):
                 raise Refused(
                     f"{path} is a pointer of Git LFS, no weights: run `git lfs pull` in its folder"
                 ) from None
             raise Refused(f"{path} is no valid safetensors file: {error}") from None
-    return found
+    return shapes
 
 
 def _without_gaps(paths: list[Path]) -> list[Path]:
-    """The same files. Raises Refused if one of the shards that their names count is missing."""
+    """The same files. Raises Refused if a shard that their names count is missing."""
     counts = [match for path in paths if (match := _SHARD_OF.search(path.name))]
     if counts and len(counts) == len(paths) < (total := int(counts[0][1])):
         raise Refused(
@@ -123,7 +123,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _shard_names(index: Path) -> list[str]:
-    """The files that an index of weights names. Raises Refused if one is not beside it."""
+    """The files that an index of weights names. Raises Refused if a file is not beside it."""
     named = read_config(index).get("weight_map")
     if not isinstance(named, dict) or not named:
         raise Refused(f"{index}: weight_map is no object of file names: the model is damaged")
@@ -133,23 +133,23 @@ def _shard_names(index: Path) -> list[str]:
     return sorted(set(named.values()))
 
 
-def check_fit(path: Path, wanted: WeightShapes, given: WeightShapes) -> None:
+def check_fit(path: Path, wanted: WeightShapes, stored: WeightShapes) -> None:
     """Raise Refused if names or shapes in a file differ from those of the config.
 
     Args:
         path: for the message.
         wanted: shapes by the config.
-        given: shapes in the file.
+        stored: shapes in the file.
     """
     for what, names in (
-        ("lacks", wanted.keys() - given.keys()),
-        ("has, and its config knows nothing of,", given.keys() - wanted.keys()),
+        ("lacks", wanted.keys() - stored.keys()),
+        ("has, and its config knows nothing of,", stored.keys() - wanted.keys()),
     ):
         if names:
             raise Refused(f"{path} {what} {len(names)} weights, such as {min(names)}")
     for name, shape in wanted.items():
-        if given[name] != shape:
-            raise Refused(f"{path}: {name} has shape {given[name]}, its config requires {shape}")
+        if stored[name] != shape:
+            raise Refused(f"{path}: {name} has shape {stored[name]}, its config requires {shape}")
 
 
 #: End of a weight's name -> settings of its config that are its first dimensions; None: not known.
@@ -165,7 +165,7 @@ DIMENSIONS: dict[str, tuple[str | None, ...]] = {
     "cap_embedder.1.weight": ("dim", "cap_feat_dim"),  # Z-Image
     "txt_in.weight": (None, "joint_attention_dim"),  # Qwen-Image
 }
-#: The same of whole names.
+#: The same by whole names.
 INPUTS = dict.fromkeys(("conv_in", "x_embedder", "img_in"), (None, "in_channels"))
 #: Tokens of a vocabulary of byte pairs that no merge makes, at most: letters and special tokens.
 UNMERGED = 1024
@@ -196,12 +196,12 @@ def check_tokenizers(base: Base) -> None:
 
 def _check_tokenizer(folder: Path, config: dict[str, Any], encoder: TextEncoder) -> None:
     check_vocabulary_files(folder, config)
-    if encoder.kind == "clip":  # of others, text_length takes the smaller one
-        given = read_config(folder / "tokenizer_config.json").get("model_max_length")
+    if encoder.kind == "clip":  # other kinds: text_length takes the smaller limit
+        length = read_config(folder / "tokenizer_config.json").get("model_max_length")
         wanted = config["max_position_embeddings"]
-        if given != wanted:
+        if length != wanted:
             raise Refused(
-                f"{folder}: model_max_length in its tokenizer_config.json is {given}, its text "
+                f"{folder}: model_max_length in its tokenizer_config.json is {length}, its text "
                 f"encoder takes {wanted} tokens (max_position_embeddings): correct it"
             )
 
@@ -227,7 +227,7 @@ def check_vocabulary_files(folder: Path, encoder: dict[str, Any]) -> None:
 
 
 def _vocabulary(folder: Path) -> tuple[int, int | None]:
-    """Number of tokens, and of merges where the vocabulary is one of byte pairs."""
+    """Number of tokens, and number of merges where the vocabulary has byte pairs."""
     whole = folder / "tokenizer.json"
     if whole.is_file():
         model = read_config(whole).get("model")
@@ -244,7 +244,7 @@ def _vocabulary(folder: Path) -> tuple[int, int | None]:
 
 
 def _merges(path: Path) -> Iterator[str]:
-    """The pairs of a file of merges. Raises Refused for a line that is none."""
+    """The pairs of a file of merges. Raises Refused for a line without a pair."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.startswith("#version"):
@@ -260,7 +260,7 @@ def _flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(name: str) -> tuple[str | None, ...]:
-    if "vision" in name or "visual" in name:  # of a model that also sees images
+    if "vision" in name or "visual" in name:  # the part for images
         return ()
     whole = INPUTS.get(name.removesuffix(".weight"), ())
-    return next((found for end, found in DIMENSIONS.items() if name.endswith(end)), whole)
+    return next((settings for end, settings in DIMENSIONS.items() if name.endswith(end)), whole)

@@ -67,13 +67,13 @@ class HostCollectives:
             return [data]
         sizes = self._all_gather(torch.tensor([len(data)]))
         padded = bytearray(data).ljust(max(1, *(int(size) for size in sizes)), b"\0")
-        found = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
-        return [bytes(d[: int(n)].numpy()) for d, n in zip(found, sizes, strict=True)]
+        parts = self._all_gather(torch.frombuffer(padded, dtype=torch.uint8))
+        return [bytes(d[: int(n)].numpy()) for d, n in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(value) for _ in range(self.world)]
-        dist.all_gather(found, value, self._group)
-        return found
+        gathered = [torch.empty_like(value) for _ in range(self.world)]
+        dist.all_gather(gathered, value, self._group)
+        return gathered
 
 
 def join_hosts(ranks: Ranks) -> HostCollectives:

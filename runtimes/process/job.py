@@ -180,7 +180,7 @@ class Events:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one event. A closed pipe is no error here: launcher.py detects a dead parent."""
-        stream = self._stream  # another thread may find the pipe closed meanwhile
+        stream = self._stream  # another thread may clear the attribute
         if stream is None:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})

@@ -87,14 +87,16 @@ def adopt_mpi() -> None:
     Raises:
         Refused: the processes run on several hosts and MASTER_ADDR is not set.
     """
-    found = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
-    if int(found.get("WORLD_SIZE", 1)) == 1:
+    variables = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
+    if int(variables.get("WORLD_SIZE", 1)) == 1:
         return
-    if "MASTER_ADDR" not in os.environ and found["WORLD_SIZE"] != found.get("LOCAL_WORLD_SIZE"):
+    if "MASTER_ADDR" not in os.environ and variables["WORLD_SIZE"] != variables.get(
+        "LOCAL_WORLD_SIZE"
+    ):
         raise Refused("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12345")
-    for name, value in found.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -114,7 +116,7 @@ STOPPED = 143
 
 
 class Stop:
-    """A stop request. The first signal requests a stop; the second one kills the process.
+    """A stop request. The first signal requests a stop; the second kills the process.
 
     The parent's death, or its byte on our standard input, requests a stop and never kills. Before
     `defer` there is no progress to save, so the first signal ends the process at once.
@@ -198,7 +200,7 @@ class _Child:
     error: dict[str, Any] | None = None
 
     def ask_to_stop(self) -> None:
-        """Request a stop without a signal, of which a second one would kill the process."""
+        """Request a stop without a signal: a second signal would kill the process."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended
             os.write(self.process.stdin.fileno(), b"\n")
@@ -212,8 +214,8 @@ class Launcher:
     Args:
         job: path of the job file.
         count: number of processes, this one included; 1 starts no child.
-        on_loss: called in a thread if a child is lost and rank 0 does not fail by itself, because
-            it waits in a collective. It must end this process.
+        on_loss: called in a thread if a child is lost while rank 0 waits in a collective, where it
+            cannot fail by itself. It must end this process.
     """
 
     def __init__(self, job: Path, count: int, on_loss: Callable[[LostRank], None]) -> None:
@@ -297,7 +299,7 @@ class Launcher:
             self._on_loss(lost)
 
     def _root_cause(self, seconds: float) -> LostRank | None:
-        """The root-cause rank: one killed without a message, else the one with the earliest error.
+        """The root-cause rank: killed without a message, or else with the earliest error.
 
         None if no child is lost within `seconds`.
         """
@@ -373,8 +375,8 @@ def _start(job: Path, rank: int) -> _Child:
 def leave(code: int) -> NoReturn:
     """Run the exit handlers, write what is buffered, and end this process with `code`.
 
-    The interpreter is not taken down: threads of PyTorch's collectives outlive their last result,
-    and one that then drops a tensor aborts the process.
+    The interpreter is not shut down: threads of PyTorch's collectives outlive their last result,
+    and a thread that then drops a tensor aborts the process.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Questions to a process of its own, which answers one in JSON; those of plans, and their answers.
+"""Questions to a separate process, which answers in JSON, and the questions and answers of plans.
 
 torch/gpu_plan.py computes a StepMemory, of training or sampling; jax/tpu_step_memory.py computes a
 StepCost, of training. A runtime's probe and the smoke test are asked in the same way.
@@ -26,7 +26,7 @@ class Unanswered(Failed):
     Attributes:
         code: its exit status; None if it was killed at the time limit.
         log: its standard error.
-        last: the last line of it, or else the exit status.
+        last: the last line of `log`, or else the exit status.
     """
 
     def __init__(self, module: str, code: int | None, log: str) -> None:

@@ -58,20 +58,20 @@ class SocketWriters:
     def _accept(self, server: socket.socket, key: bytes) -> list[IO[bytes]]:
         """The streams of ranks 1, 2, ...; a stranger's connection is closed."""
         server.settimeout(CONNECT_SECONDS)
-        found: dict[int, IO[bytes]] = {}
-        while len(found) < self.world - 1:
+        streams: dict[int, IO[bytes]] = {}
+        while len(streams) < self.world - 1:
             connection = server.accept()[0]
             stream = _stream(connection)
-            given = b""
+            greeting = b""
             connection.settimeout(KEY_SECONDS)
             with suppress(OSError):  # a stranger sends nothing, or resets its connection
-                given = stream.read(KEY_BYTES + 4)
+                greeting = stream.read(KEY_BYTES + 4)
             connection.settimeout(GATHER_SECONDS)
-            if hmac.compare_digest(given[:KEY_BYTES], key):
-                found[int.from_bytes(given[KEY_BYTES:], "big")] = stream
+            if hmac.compare_digest(greeting[:KEY_BYTES], key):
+                streams[int.from_bytes(greeting[KEY_BYTES:], "big")] = stream
             else:
                 stream.close()
-        return [found[rank] for rank in range(1, self.world)]
+        return [streams[rank] for rank in range(1, self.world)]
 
     def gather(self, data: bytes) -> list[bytes]:
         """The data of every rank, by rank. Collective.
@@ -82,11 +82,11 @@ class SocketWriters:
         if self.rank:
             _send(self._streams[0], data)
             return [_receive(self._streams[0]) for _ in range(self.world)]
-        found = [data, *(_receive(stream) for stream in self._streams)]
+        parts = [data, *(_receive(stream) for stream in self._streams)]
         for stream in self._streams:
-            for part in found:
+            for part in parts:
                 _send(stream, part)
-        return found
+        return parts
 
 
 def _stream(connection: socket.socket) -> IO[bytes]:

@@ -43,7 +43,7 @@ class ConditionedNoise:
 
 @dataclass(frozen=True)
 class Conditioner:
-    """Computes the denoiser's conditioning of a pipeline, and the coefficients of its scheduler.
+    """Computes conditioning for a pipeline's denoiser, and the coefficients of its scheduler.
 
     Args:
         info: description of the pipeline's encoders, `Base.encoders`.
@@ -129,39 +129,39 @@ class Conditioner:
         Args:
             unconditional: unconditional embeddings [1, ...]; None without guidance.
         """
-        found = self._embeds(captions)
+        conditioning = self._embeds(captions)
         if unconditional is not None:
-            found, unconditional = same_length(found, unconditional)
-            found = {
+            conditioning, unconditional = same_length(conditioning, unconditional)
+            conditioning = {
                 name: _interleave(np.broadcast_to(unconditional[name], array.shape), array)
-                for name, array in found.items()
+                for name, array in conditioning.items()
             }
-        return found
+        return conditioning
 
     def _extra_inputs(
         self, extras: ExtraInputs, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
     ) -> dict[str, Float32]:
         """Extra UNet inputs: a mask that hides the whole image, and the requested aesthetic score.
 
-        Each one is present only if the denoiser's config has that input.
+        Each is present only if the denoiser's config has that input.
         """
-        found = {}
+        inputs = {}
         if extras.inpainting:
             mean, _ = self.images(np.zeros((1, 3, *size), np.float32))
             times = 2 * rows if self.family.is_guided(sampler, self.info) else rows
-            found["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
+            inputs["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
-            found["aesthetic_score"] = np.tile(
+            inputs["aesthetic_score"] = np.tile(
                 np.array(aesthetic_scores(sampler), np.float32), rows
             )
-        return found
+        return inputs
 
     def _unconditional(self, negative: str | None) -> dict[str, Float32]:
         """Unconditional embeddings [1, ...] of guidance: the negative or the empty prompt."""
-        found = self._embeds([negative or ""])
+        embeds = self._embeds([negative or ""])
         if negative is None and self.info["empty_prompt"] == "zeros":
-            return {name: np.zeros_like(array) for name, array in found.items()}
-        return found
+            return {name: np.zeros_like(array) for name, array in embeds.items()}
+        return embeds
 
     def _embeds(self, captions: list[str]) -> dict[str, Float32]:
         states, pooled = self.texts(captions)
@@ -169,39 +169,43 @@ class Conditioner:
             return padded_embeds(states)
         # StableDiffusion3Pipeline pads with zeros where T5 is absent.
         missing = (self.info["tokens"] - states.shape[1], self.info["prompt_dim"] - states.shape[2])
-        found = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
-        return found if pooled is None else {**found, "pooled_prompt_embeds": pooled}
+        embeds = {"prompt_embeds": np.pad(states, ((0, 0), *((0, more) for more in missing)))}
+        return embeds if pooled is None else {**embeds, "pooled_prompt_embeds": pooled}
 
 
-def _interleave(one: Float32, other: Float32) -> Float32:
-    """Interleave the rows of two arrays [B, ...]: one, other, one, ... [2 B, ...]."""
-    return np.stack([one, other], axis=1).reshape(-1, *one.shape[1:])
+def _interleave(unconditional: Float32, conditional: Float32) -> Float32:
+    """Rows of two arrays [B, ...] by turns, [2 B, ...]: unconditional, conditional, ..."""
+    return np.stack([unconditional, conditional], axis=1).reshape(-1, *unconditional.shape[1:])
 
 
 def padded_embeds(states: Sequence[Float32]) -> dict[str, Float32]:
     """`prompt_embeds` [B, T, D] and their mask [B, T] f32, from B arrays of varying length.
 
-    T is one of few lengths, so that few programs are compiled.
+    T has few values, so that few programs are compiled.
     """
-    counts = [len(one) for one in states]
+    counts = [len(array) for array in states]
     length = TOKEN_STEP
     while length < max(counts):
         length *= 2
     return {
-        "prompt_embeds": np.stack([_with_rows(one, length) for one in states]),
+        "prompt_embeds": np.stack([_with_rows(array, length) for array in states]),
         "prompt_embeds_mask": token_mask(counts, length),
     }
 
 
 def same_length(*conditionings: dict[str, Float32]) -> list[dict[str, Float32]]:
     """Pad embeddings and masks of varying length to the longest; others stay as they are."""
-    if not all("prompt_embeds_mask" in one for one in conditionings):
+    if not all("prompt_embeds_mask" in conditioning for conditioning in conditionings):
         return list(conditionings)
     names = ("prompt_embeds", "prompt_embeds_mask")
-    length = max(one["prompt_embeds"].shape[1] for one in conditionings)
+    length = max(conditioning["prompt_embeds"].shape[1] for conditioning in conditionings)
     return [
-        one | {name: np.stack([_with_rows(row, length) for row in one[name]]) for name in names}
-        for one in conditionings
+        conditioning
+        | {
+            name: np.stack([_with_rows(row, length) for row in conditioning[name]])
+            for name in names
+        }
+        for conditioning in conditionings
     ]
 
 

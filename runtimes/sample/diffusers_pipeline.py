@@ -26,11 +26,11 @@ from runtimes.sample.initial_noise import NoiseBatch, image_levels, noise_batche
 class PipelineSampler(ABC):
     """A pipeline with replaceable components.
 
-    Initial noise is drawn on the host, so it is the same on every device.
+    Initial noise is drawn on the host, and is the same on every device.
 
     Args:
         pipe: the pipeline, on its device.
-        family: of the pipeline.
+        family: family of the pipeline.
         make_scheduler: constructs a scheduler from its diffusers config.
         pads_batches: whether batches are padded to `batch_size` images, to reuse one program.
     """
@@ -56,13 +56,13 @@ class PipelineSampler(ABC):
 
         Args:
             parts: component name to model.
-            scheduler: of the model; None is the pipeline's.
+            scheduler: scheduler of the model; None is the pipeline's.
         """
         own = {} if scheduler is None else {"scheduler": scheduler}
         self._pipe.register_modules(**{**self._defaults, **parts, **own})
 
     def release_network(self) -> None:
-        """Drop the references to the model of `use`, to free its memory for the next one."""
+        """Drop the references to the model of `use`, to free its memory for the next model."""
         self._pipe.register_modules(**self._defaults, **{self._family.denoiser: None})
 
     def draw(
@@ -128,15 +128,15 @@ class PipelineSampler(ABC):
         mask = self._fully_masked(size) if extras.inpainting else None
         scores = np.array(aesthetic_scores(sampler) if extras.aesthetic_score else [], np.float32)
 
-        def add(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            latents = given[0]
+        def add(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            latents = inputs[0]
             if mask is not None:
                 rows = np.repeat(mask, len(latents), axis=0)
-                given = (self._append_channels(latents, rows), *given[1:])
+                inputs = (self._append_channels(latents, rows), *inputs[1:])
             if len(scores):  # with guidance, the unconditional rows come first
                 rows = np.repeat(scores, len(latents) // len(scores))
                 named = {**named, "class_labels": self._to_device(rows)}
-            return given, named
+            return inputs, named
 
         handle = denoiser.register_forward_pre_hook(add, with_kwargs=True)
         try:
@@ -166,20 +166,20 @@ def optional_arguments(family: Family, sampler: Mapping[str, Any], count: int) -
 
     Args:
         sampler: as GenerateJob.sampler.
-        count: images in the batch; each one gets the negative prompt.
+        count: images in the batch; each gets the negative prompt.
 
     Returns:
         Where set: `negative_prompt` (list of `count` strings), `eta` (DDIM, arXiv 2010.02502) and
         `true_cfg_scale` (FluxPipeline's classifier-free guidance, which needs a negative prompt).
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if sampler.get("negative_prompt") is not None:
-        found["negative_prompt"] = [sampler["negative_prompt"]] * count
+        arguments["negative_prompt"] = [sampler["negative_prompt"]] * count
     if sampler.get("eta"):
-        found["eta"] = sampler["eta"]
+        arguments["eta"] = sampler["eta"]
     if family.guidance_input and (scale := family.guidance_weight(sampler)) > 1:
-        found = {"true_cfg_scale": scale, "negative_prompt": [""] * count} | found
-    return found
+        arguments = {"true_cfg_scale": scale, "negative_prompt": [""] * count} | arguments
+    return arguments
 
 
 class BasePipeline(ABC):
@@ -188,7 +188,7 @@ class BasePipeline(ABC):
     One sampler serves all models, since its encoders and VAE are those of the base pipeline.
 
     Args:
-        job: of the images.
+        job: images to generate, and their models.
         base: the job's pipeline.
         make_scheduler: constructs a scheduler from its diffusers config.
         save_compiled: saves newly compiled programs to the cache.

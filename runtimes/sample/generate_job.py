@@ -80,8 +80,8 @@ def generate(job: GenerateJob, events: Events) -> dict[str, Any]:
         if wanted:
             events.emit("losses", model=model, models=len(job.drawings))
             with _holdout(job, base, drawing, pipeline) as holdout:
-                found = draw_losses(holdout, pipeline.errors)
-            _write(losses, json.dumps({"losses": found}).encode())
+                by_sample = draw_losses(holdout, pipeline.errors)
+            _write(losses, json.dumps({"losses": by_sample}).encode())
     return {
         "drawn": done - already,
         "seconds": sum(seconds),
@@ -158,7 +158,7 @@ def load_trained_components(drawing: Drawing, base: Base, load: Load) -> dict[st
     """Load the denoiser of a drawing and the text encoders that were trained with it.
 
     Args:
-        drawing: folders of trained components, and the LoRA file if there is one.
+        drawing: folders of trained components, and the LoRA file, if any.
         base: the pipeline, which supplies every untrained component.
         load: loads one component and merges its adapters.
 

@@ -78,9 +78,9 @@ def tabulate(
     for option in _REFUSED:
         if scheduler.config.get(option):
             raise Refused(f"the scheduler {name} with {option} has no table: turn it off")
-    given = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
+    spacing = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}
     try:
-        scheduler.set_timesteps(**given, **({} if mu is None else {"mu": mu}))
+        scheduler.set_timesteps(**spacing, **({} if mu is None else {"mu": mu}))
     except ValueError as error:
         raise Refused(f"num_inference_steps: {steps}: {error}") from None
     rows = _ROWS[name](scheduler)

@@ -35,7 +35,7 @@ def mesh_shape(count: int, fsdp: int | Literal["all"]) -> tuple[int, int]:
 def shard_axes(shape: Sequence[int], fsdp: int) -> tuple[str | None, ...]:
     """Mesh axis of each dimension of an array, as a PartitionSpec; None is not sharded.
 
-    The largest dimension that `fsdp` divides is sharded, or the first of equally large ones. An
+    The largest dimension that `fsdp` divides is sharded, or the first of several as large. An
     array without such a dimension is replicated.
     """
     axes: list[str | None] = [None] * len(shape)
@@ -78,8 +78,8 @@ def peak_of(device_kind: str) -> float | None:
         device_kind: in JAX (`TPU v5 lite`) or as Google Cloud's accelerator type (`v5litepod-16`).
     """
     name = device_kind.lower().removeprefix("tpu ").partition("-")[0]
-    found = TPU_SPECS.get(ALIASES.get(name, name))
-    return None if found is None else found.peak
+    spec = TPU_SPECS.get(ALIASES.get(name, name))
+    return None if spec is None else spec.peak
 
 
 @dataclass(frozen=True)

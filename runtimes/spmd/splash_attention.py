@@ -32,7 +32,7 @@ LARGEST_BLOCK = 1024
 #: The same for heads of more than LANES channels. The backward pass with blocks of 1,024 needs
 #: 16.7 MiB on a v4, whose compiler allots 16 MiB to a kernel.
 LARGEST_BLOCK_OF_WIDE_HEADS = 512
-#: Largest head; of larger ones, such as a VAE's 512, no block was compiled.
+#: Largest head; no block compiled for larger heads, such as a VAE's 512.
 LARGEST_HEAD = 256
 #: With fewer queries or keys (captions have 77), XLA's own operations move fewer bytes on a v5p.
 SHORTEST = 512
@@ -163,7 +163,7 @@ def current() -> SplashAttention | None:
 
 @contextmanager
 def counted(times: int) -> Iterator[None]:
-    """Within the context, a traced call counts as so many calls: those of a loop."""
+    """Within the context, a traced call counts as so many calls, as in a loop."""
     token = _TIMES.set(_TIMES.get() * times)
     try:
         yield

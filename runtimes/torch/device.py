@@ -78,7 +78,7 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     """Select the PyTorch device of this process.
 
     `auto` selects CUDA if available, else the CPU; NPUs and Gaudis must be named. With several
-    processes, each one has its own device, numbered by its local rank.
+    processes, each has its own device, numbered by its local rank.
 
     Args:
         name: `auto`, `cpu`, `mps`, `cuda[:N]`, `npu[:N]` or `hpu[:N]`.
@@ -141,7 +141,7 @@ def open_device(
     Args:
         name: as in choose_device.
         ranks: this process and the number of processes.
-        settings: of Gaudi devices.
+        settings: settings of Gaudi devices.
         compiled: URL of the folder of compiled programs; None disables the cache.
 
     Raises:

@@ -184,14 +184,14 @@ class Gaudi(DeviceHooks):
 
     def figures(self) -> dict[str, float]:
         """Number of compiled graphs, seconds of compilation, and bytes of device memory."""
-        found = {"device_memory_bytes": float(self._hpu.memory_stats()["Limit"])}
+        figures = {"device_memory_bytes": float(self._hpu.memory_stats()["Limit"])}
         if self._compilations is not None:
             stats = dict(self._compilations.stats())
-            found |= {
+            figures |= {
                 "graphs": float(stats["TotalNumber"]),
                 "compile_seconds": stats["TotalTime"] / 1e6,
             }
-        return found
+        return figures
 
     def compile_seconds(self) -> float:
         return self.figures().get("compile_seconds", 0.0)
@@ -205,25 +205,25 @@ class Gaudi(DeviceHooks):
         return metrics.metric_global("graph_compilation")
 
 
-def _copy_timestep(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _copy_timestep(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Copy the timestep before each forward pass.
 
     Timesteps of a scheduler are views with different offsets. HPU graphs are keyed by the offset,
     so views would record one graph per timestep; copies share one graph.
     """
-    if len(given) > 1:
-        return (given[0], given[1].clone(), *given[2:]), named
-    return given, {**named, "timestep": named["timestep"].clone()}
+    if len(inputs) > 1:
+        return (inputs[0], inputs[1].clone(), *inputs[2:]), named
+    return inputs, {**named, "timestep": named["timestep"].clone()}
 
 
-def _copy_output(_: Any, given: tuple[Any, ...], output: Any) -> Any:
+def _copy_output(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
     """Copy the output after each forward pass.
 
     The next replay of the graph overwrites it, but multistep schedulers read earlier outputs.
     """
     if isinstance(output, tuple):
-        return tuple(one.clone() for one in output)
-    return type(output)(**{name: one.clone() for name, one in output.items()})
+        return tuple(tensor.clone() for tensor in output)
+    return type(output)(**{name: tensor.clone() for name, tensor in output.items()})
 
 
 def to_device(value: float) -> torch.Tensor:
@@ -248,7 +248,7 @@ def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimize
     """AdamW (arXiv 1711.05101) for weights on a Gaudi.
 
     Habana's FusedAdamW is used if it is available and `train.hpu.fused` is on, else PyTorch's AdamW
-    with its scalars on the device. In lazy mode a step of either one is a separate graph.
+    with its scalars on the device. In lazy mode a step of either optimizer is a separate graph.
 
     Args:
         groups: parameter groups of torch.optim, with `rate`, the group's learning rate factor.
@@ -310,15 +310,15 @@ def _as_pytorch(fused: Any) -> Any:
             """Decay weights, scale gradients and moments; returns c and both lists of moments."""
             done = group["step"] = self.state[group["params"][0]]["step"]
             scale = (1 - group["betas"][1] ** (done + 1)) ** -0.5
-            given = [p for p in group["params"] if p.grad is not None]
+            parameters = [p for p in group["params"] if p.grad is not None]
             first, second = (
-                [self.state[p][moment] for p in given] for moment in ("exp_avg", "exp_avg_sq")
+                [self.state[p][moment] for p in parameters] for moment in ("exp_avg", "exp_avg_sq")
             )
-            if given:
+            if parameters:
                 if self._decay:
-                    torch._foreach_mul_(given, to_device(1.0 - self._decay * group["lr"]))
+                    torch._foreach_mul_(parameters, to_device(1.0 - self._decay * group["lr"]))
                 factor = to_device(scale)
-                torch._foreach_mul_([p.grad for p in given], factor)
+                torch._foreach_mul_([p.grad for p in parameters], factor)
                 torch._foreach_mul_(first, factor)
                 torch._foreach_mul_(second, to_device(scale**2))
             return scale, first, second

@@ -175,9 +175,9 @@ def _in_int8_linear() -> bool:
 
 def prime_batch_size(sizes: Iterable[int]) -> int:
     """The smallest prime above 10 that divides none of these sizes."""
-    found = list(sizes)
+    sizes = list(sizes)
     primes = (n for n in range(11, 1000) if all(n % d for d in range(2, 32) if d < n))
-    return next(n for n in primes if all(size % n for size in found))
+    return next(n for n in primes if all(size % n for size in sizes))
 
 
 def _aligned(size: Any) -> Any:
@@ -268,8 +268,8 @@ def step_memory(request: GpuStepRequest) -> StepMemory:
     with operators:
         base = Base.of(request)
         plan = _sampling if request.sampling_dtype else _training
-        found = plan(request, base)
-    return replace(found, seconds=time.monotonic() - since)
+        memory = plan(request, base)
+    return replace(memory, seconds=time.monotonic() - since)
 
 
 class _Device(DeviceHooks):

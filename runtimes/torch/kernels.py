@@ -28,7 +28,7 @@ from runtimes.torch_models.activation_memory import without_recomputation
 
 
 class DeviceHooks:
-    """A device, and the hooks of its kind."""
+    """A device, and the hooks for its kind."""
 
     compile_backend = "inductor"  # of torch.compile
     prefetches_batches = True  # whether the loader's thread copies batches during a step
@@ -188,7 +188,7 @@ def compile_denoiser(
 
     Blocks of equal structure share a program, and gradient checkpointing stays outside of it.
     Selective recomputation is left to PyTorch's partitioner, which computes cheap operations of a
-    program again: a checkpoint outside would see one operation.
+    program again: a checkpoint outside would see a single operation.
 
     Args:
         denoiser: a diffusers denoiser on its device.

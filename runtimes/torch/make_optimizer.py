@@ -52,7 +52,7 @@ class Optimizer:
         """Update the parameters and clear their gradients.
 
         Args:
-            learning_rate: of the denoiser; text encoders scale it by their group's `rate`.
+            learning_rate: the denoiser's; text encoders scale it by their group's `rate`.
         """
         for group in self._torch.param_groups:
             group["lr"] = learning_rate * group["rate"]
@@ -66,11 +66,11 @@ class Optimizer:
 
     def state_tensors(self) -> dict[str, Tensors]:
         """The optimizer's own tensors, not copies: state name to State's key to tensor."""
-        found: dict[str, Tensors] = {}
+        states: dict[str, Tensors] = {}
         for group in self._state_names:
             held = ((n, self._torch.state[p].get(group)) for n, p in self._parameters.items())
-            found[group] = {name: tensor for name, tensor in held if tensor is not None}
-        return {group: tensors for group, tensors in found.items() if tensors}
+            states[group] = {name: tensor for name, tensor in held if tensor is not None}
+        return {group: tensors for group, tensors in states.items() if tensors}
 
 
 @dataclass(frozen=True)

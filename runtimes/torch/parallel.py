@@ -119,7 +119,7 @@ class DataParallel(SingleProcess):
     def wrap(self, network: Network) -> Callable[..., torch.Tensor]:
         """Wrap the network in DistributedDataParallel.
 
-        Weights are not broadcast: all processes have read or initialized identical ones.
+        Weights are not broadcast: all processes have read or initialized identical weights.
 
         `find_unused_parameters` permits the unused last layer of a text encoder. It also prevents
         DDP from rebuilding its buckets after the first step. Rebuilt buckets would change the
@@ -143,11 +143,11 @@ class DataParallel(SingleProcess):
         if not (self._has_gradients or self._replica.require_backward_grad_sync):
             self._allocate_gradients(*inputs)
         self._has_gradients = True
-        found: torch.Tensor = self._replica(*inputs)
-        return found
+        output: torch.Tensor = self._replica(*inputs)
+        return output
 
     def _allocate_gradients(self, *inputs: Any) -> None:
-        """Let DDP make the gradients views of its buckets, then clear them. Collective.
+        """Let DDP turn the gradients into views of its buckets, then clear them. Collective.
 
         DDP does so in a reduced backward pass only. A parameter that the loss does not depend on
         has no gradient afterwards either.
@@ -197,7 +197,7 @@ class FullySharded(DataParallel):
         FSDP moves the other weights to the device, one block after another.
 
         Each component is a root module, because sampling calls it separately. Weights are resharded
-        after every forward pass, because they may change before the next one.
+        after every forward pass, because they may change before the next pass.
         """
         blocks = repeated_blocks()
         self._modules: list[FSDPModule] = []
@@ -242,14 +242,14 @@ class FullySharded(DataParallel):
 
     def _read(self, network: Network) -> None:
         tensors = network.state_dict(keep_vars=True)
-        found = dict[str, torch.Tensor]()
+        weights = dict[str, torch.Tensor]()
         for name, stored in self._unread.items():
             like = tensors[name]
             sharded = isinstance(like, DTensor)
             rows = stored[self._own_rows(stored.shape) if sharded else ...]
             local = rows.to(self._device, copy=True)  # not a view of the file
-            found[name] = self._as_sharded(local, like) if sharded else local
-        network.load_state_dict(found, strict=False, assign=True)
+            weights[name] = self._as_sharded(local, like) if sharded else local
+        network.load_state_dict(weights, strict=False, assign=True)
         self._unread = {}
 
     def _as_sharded(self, local: torch.Tensor, like: torch.Tensor) -> DTensor:
@@ -260,7 +260,7 @@ class FullySharded(DataParallel):
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         # Every micro-batch is reduced within the group: gradients of sharded weights are stored as
-        # shards. The last one is also reduced across groups, which may be on different hosts.
+        # shards. The last is also reduced across groups, which may be on different hosts.
         for module in self._modules:
             module.set_requires_all_reduce(last, recurse=False)
         return nullcontext()
@@ -276,7 +276,7 @@ class FullySharded(DataParallel):
             else:
                 replicated.append(array.grad)
         if replicated:
-            # In one message, and averaged, as FSDP reduces its own.
+            # Reduced in one message and averaged, as FSDP reduces sharded gradients.
             mean = self.sum_over_ranks(torch.cat([g.flatten() for g in replicated])) / self.world
             parts = mean.split([g.numel() for g in replicated])
             for gradient, part in zip(replicated, parts, strict=True):

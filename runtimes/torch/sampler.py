@@ -46,14 +46,14 @@ ALIGNMENT = 64  # bytes
 def offload_layers(model: torch.nn.Module, device: torch.device) -> None:
     """Copy each layer of a model on the host to a device before it runs, and drop it afterwards.
 
-    On CUDA, the next layer is copied from pinned memory on a stream of its own during the current
-    one's kernels. The first pass records the order of layers.
+    On CUDA, the next layer is copied from pinned memory on a separate stream while the kernels of
+    the current layer run. The first pass records the order of layers.
     """
     from diffusers.hooks import apply_group_offloading
 
     if device.type == "cuda":
         move_to_blocks(model, partial(torch.empty, dtype=torch.uint8, pin_memory=True))
-    apply_group_offloading(  # memory that is pinned already is not copied
+    apply_group_offloading(  # already pinned memory is not copied
         model,
         onload_device=device,
         offload_type="leaf_level",
@@ -91,8 +91,9 @@ class Sampler(PipelineSampler):
         base: the pipeline.
         parts: component name to model; other components are loaded from the folder.
         device_hooks: device of the pipeline.
-        dtype: of the loaded components.
-        offload: whether text encoders are on the device layer by layer; so is the denoiser given.
+        dtype: dtype of the loaded components.
+        offload: whether text encoders are on the device layer by layer, as a denoiser in `parts`
+            already is.
 
     Raises:
         Refused: a component is missing or cannot be loaded.
@@ -152,8 +153,8 @@ class Sampler(PipelineSampler):
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
         denoiser = getattr(self._pipe, self._family.denoiser)
         latents = self._family.pipeline_latents(torch.from_numpy(batch.noise))
-        given = options | self._text_options
-        options = self._family.pipeline_arguments(self._pipe, given, len(batch.prompts))
+        merged = options | self._text_options
+        options = self._family.pipeline_arguments(self._pipe, merged, len(batch.prompts))
         return self._pipe(
             prompt=batch.prompts,
             latents=latents.to(denoiser.dtype),

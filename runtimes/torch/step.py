@@ -100,7 +100,7 @@ class CudaGraphs:
         existing = next((p.grad for p in self._parameters if p.grad is not None), None)
         if existing is None:
             return None
-        for kind, graph in self._graphs.items():  # its gradients live, so an address is one's own
+        for kind, graph in self._graphs.items():  # live gradients do not share an address
             if graph.gradients and graph.gradients[0][1].data_ptr() == existing.data_ptr():
                 return kind
         return EAGER
@@ -113,7 +113,7 @@ class CudaGraphs:
         before = [p.grad for p in self._parameters]
         graph = torch.cuda.CUDAGraph()
         try:
-            # The loader's thread may allocate meanwhile, which the default mode prohibits.
+            # The loader's thread may allocate during the capture, which the default mode prohibits.
             with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                 loss = self._backward(static, denominator)
         except RuntimeError as error:
@@ -140,8 +140,8 @@ class _Graph:
     gradients: list[tuple[torch.Tensor, torch.Tensor]]  # of parameters
 
     def replay(self, inputs: Inputs) -> torch.Tensor:
-        for (_, mine), (_, given) in zip(_tensors(self.inputs), _tensors(inputs), strict=True):
-            mine.copy_(given, non_blocking=True)
+        for (_, mine), (_, source) in zip(_tensors(self.inputs), _tensors(inputs), strict=True):
+            mine.copy_(source, non_blocking=True)
         self.graph.replay()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient  # the optimizer drops its reference
@@ -165,7 +165,7 @@ STAGE = 64 * 2**20
 class HostCopies:
     """Float32 NumPy copies of tensors.
 
-    From CUDA, pieces pass through two pinned buffers in turn: the device fills one of them while
+    From CUDA, pieces pass through two pinned buffers in turn: the device fills one buffer while
     the host empties the other. An array is complete after `finish`.
     """
 
@@ -216,7 +216,7 @@ class _Stage:
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of the copies from a device, which need not be the current one of the thread."""
+    """The stream of the copies from a device, which need not be the thread's current stream."""
     return torch.cuda.current_stream(device)
 
 
@@ -252,7 +252,7 @@ class Update:
         self._average: list[torch.Tensor] | None = None
         if settings.ema_decay is not None:
             self._average = [p.detach().clone() for p in self._masters]
-            # A swap must not allocate: one of them follows each out-of-memory error.
+            # A swap must not allocate: it also follows an out-of-memory error.
             largest = max(self._masters, key=torch.Tensor.numel)
             self._scratch = torch.empty_like(largest.detach()).flatten()
         self._step = 0
@@ -261,7 +261,7 @@ class Update:
         """Clip the gradients, update the weights and the EMA, and clear the gradients.
 
         Args:
-            learning_rate: of the denoiser.
+            learning_rate: learning rate of the denoiser.
 
         Returns:
             The global L2 norm of the gradients before clipping, a scalar on the device.
@@ -357,11 +357,11 @@ class Step:
     Args:
         network: the trained network.
         forward: the network as `parallel` wraps it.
-        update: of the masters.
-        parallel: of the run's processes.
+        update: update of the masters.
+        parallel: collectives and sharding over the run's processes.
         device_hooks: hooks of the device.
         settings: micro-batch size, compute dtype and seed.
-        rank: of this process.
+        rank: rank of this process.
     """
 
     network: Network
@@ -456,7 +456,7 @@ def memory_format(device: torch.device, *, sharded: bool) -> torch.memory_format
     FSDP shards dimension 0 of contiguous weights only.
 
     Args:
-        device: of the weights.
+        device: device of the weights.
         sharded: whether FSDP shards the weights.
     """
     fastest = device.type in CHANNELS_LAST and not sharded

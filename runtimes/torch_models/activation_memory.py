@@ -1,6 +1,6 @@
 """Less memory for activations: micro-batches and gradient checkpointing.
 
-Split a batch into micro-batches, and copy each one to the device.
+Split a batch into micro-batches, and copy each to the device.
 
 Recompute activations in the backward pass, by PyTorch's own checkpoints around each block.
 """
@@ -50,11 +50,11 @@ class Inputs:
         send: copies an array to the device.
         first: index of the first sample.
         end: index after the last sample; None is the end of the batch.
-        dtype: of the latents and of all conditioning that is not in `contract.UNCAST`.
+        dtype: dtype of the latents and of all conditioning that is not in `contract.UNCAST`.
 
     Attributes:
         first: index of the first sample.
-        last: whether the micro-batch is the last one of the batch.
+        last: whether the micro-batch is the last of the batch.
         noisy_latents: [B, C, h, w], `dtype`.
         timesteps: [B], as in StepBatch.
         target: [B, C, h, w] f32, the objective's regression target.

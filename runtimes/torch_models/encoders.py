@@ -30,7 +30,7 @@ from runtimes.torch_models.loading import SAFE, empty_text_encoder, load_text_en
 from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary, load_tokenizer
 
 Encoded = tuple[torch.Tensor | None, torch.Tensor | None]
-#: Every attention kernel of PyTorch, which then chooses one; those of NPU and HPU are OVERRIDEABLE.
+#: Every attention kernel of PyTorch, which then chooses; kernels of NPU and HPU are OVERRIDEABLE.
 KERNELS = list(SDPBackend.__members__.values())
 
 
@@ -82,8 +82,8 @@ class FrozenTextEncoders(torch.nn.ModuleList):
         """As `encode_ids`, with the bits that a latent shard would store: rounded to bfloat16.
 
         Args:
-            family: of the pipeline.
-            dtype: of the embeddings.
+            family: family of the pipeline.
+            dtype: dtype of the embeddings.
             ids: [B, n, T].
         """
         # The encode stage has no autocast, and chooses no kernel: `train.attention` may name one
@@ -106,19 +106,19 @@ def encode_in_step(
     Returns:
         `prompt_embeds` [B, T, D] and, where the family has them, `pooled_prompt_embeds` [B, P].
     """
-    given = dict(conditioning)
-    ids = given.pop("input_ids")
-    dropped = given.pop("dropped")
-    t5_states = given.pop("t5_prompt_embeds", None)
+    arrays = dict(conditioning)
+    ids = arrays.pop("input_ids")
+    dropped = arrays.pop("dropped")
+    t5_states = arrays.pop("t5_prompt_embeds", None)
     states, pooled = encode(ids)
     if t5_states is not None:
         states = join_t5(states, t5_states if states is None else t5_states.to(states.dtype))
     assert states is not None, "each family has CLIP's states or a T5"
     kept = (1 - dropped).to(states.dtype)
-    given["prompt_embeds"] = states * kept[:, None, None]
+    arrays["prompt_embeds"] = states * kept[:, None, None]
     if pooled is not None:
-        given["pooled_prompt_embeds"] = pooled * kept[:, None]
-    return given
+        arrays["pooled_prompt_embeds"] = pooled * kept[:, None]
+    return arrays
 
 
 def _as_stored(embeds: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -142,7 +142,7 @@ class FrozenText(TextTokenizer):
 
     Args:
         family: with such an encoder.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         model: the encoder.
         length: maximum number of tokens of a caption.
     """
@@ -301,8 +301,8 @@ class Encoder:
             ids = self._send(self.input_ids(captions))
             states, pooled = encode_ids(self.family, models, ids)
         if self._frozen is not None:
-            found, kept = self._frozen_states(captions)
-            states = join_t5(states, found)
+            frozen, kept = self._frozen_states(captions)
+            states = join_t5(states, frozen)
         assert states is not None, "each family has CLIP's states or a frozen text encoder"
         return unpadded(self._host(states), kept), None if pooled is None else self._host(pooled)
 
@@ -317,8 +317,8 @@ class Encoder:
         """Hidden states [K, T, D], and the rows to keep of each caption."""
         assert self._frozen is not None
         ids, mask = self._frozen.ids(captions)
-        given = self._send(ids), self._send(mask)
-        states = frozen_states(self._frozen.encoder, self._frozen.model, *given)
+        inputs = self._send(ids), self._send(mask)
+        states = frozen_states(self._frozen.encoder, self._frozen.model, *inputs)
         return states, self._frozen.kept(mask)
 
     def _host(self, tensor: torch.Tensor) -> Float32:

@@ -42,8 +42,8 @@ class FlopCounter:
             except RuntimeError as error:
                 log.warning("FLOPs cannot be counted, so there is no MFU: %s", error)
                 self._counted[shapes] = None
-        one = self._counted[shapes]
-        return None if one is None else float(one * len(batch.timesteps))
+        per_sample = self._counted[shapes]
+        return None if per_sample is None else float(per_sample * len(batch.timesteps))
 
     def _count(self, batch: StepBatch) -> int:
         def empty(array: Any) -> torch.Tensor:

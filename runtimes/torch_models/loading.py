@@ -45,7 +45,7 @@ def load_denoiser(
 
     Args:
         folder: the denoiser's folder in the pipeline.
-        dtype: of the weights, whatever their stored precision is.
+        dtype: dtype of the weights, whatever their stored precision is.
         config: config of a denoiser with extra inputs (extra_inputs.py); None is the
             folder's config.
         seed: initializes the weights of the extra inputs.
@@ -66,9 +66,9 @@ def open_weights(
     config: dict[str, Any] | None,
     seed: int,
 ) -> dict[str, StoredRows]:
-    """The weights of a denoiser, for `load_state_dict`; indexing one reads its rows as `dtype`.
+    """The weights of a denoiser, for `load_state_dict`; indexing them reads rows as `dtype`.
 
-    Only headers are read, and the weights from which those of extra inputs are computed.
+    Only headers are read, and the weights from which the weights of extra inputs are computed.
 
     Args:
         denoiser: from `empty_denoiser`.
@@ -168,7 +168,7 @@ def load_text_encoder(
     Args:
         base: the pipeline; its model_index.json names the encoder's class.
         part: component name, such as `text_encoder_2`.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         folder: folder of trained weights; None is the pipeline's own folder.
 
     Raises:
@@ -304,7 +304,7 @@ def _dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) 
 
 
 def quantize_blocks(model: torch.nn.Module) -> None:
-    """Replace the linear layers of a model's repeated blocks by 8-bit ones, one after another.
+    """Replace the linear layers of a model's repeated blocks by 8-bit layers, one after another.
 
     Embeddings and the last projection, outside of the blocks, are small and keep their dtype.
     """

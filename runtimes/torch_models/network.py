@@ -157,7 +157,7 @@ class Network(torch.nn.Module):
     Parameter names therefore begin with the component name, as the keys of State do.
 
     Args:
-        family: of the pipeline.
+        family: family of the pipeline.
         parts: component name, such as `unet`, to module.
         frozen_clip: CLIP encoders in the family's order, if the step runs them untrained.
     """
@@ -201,7 +201,7 @@ class Network(torch.nn.Module):
 
         Returns:
             The network, and its weights on `meta` by their names in the network's state_dict;
-            indexing one of them reads its rows.
+            indexing a weight reads its rows.
         """
         if settings.init == "random":
             return cls.load(job, base, settings), {}
@@ -370,10 +370,10 @@ def seed_dropout(seed: int, step: int, first: int, rank: int) -> None:
     """Seed PyTorch's default generators for the dropout masks of the next forward pass.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: number of the batch, from 0.
         first: index of the micro-batch's first sample within this rank's batch.
-        rank: of this process; each rank draws other masks.
+        rank: rank of this process; each rank draws other masks.
     """
     rng = generator(seed, Stream.DROPOUT, step, first, rank)
     torch.manual_seed(int(rng.integers(2**63)))
@@ -384,7 +384,7 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
 
     Args:
         base: the pipeline; configs are enough.
-        network: of the run.
+        network: network of the run.
         size: (height, width) of the picture, in pixels.
         text: whether the step encodes token ids.
     """

@@ -31,8 +31,8 @@ def check_vocabulary(name: str, tokenizer: Any, vocabulary: int) -> None:
     would then have the same token ids.
 
     Args:
-        name: of the tokenizer, for the message.
-        tokenizer: of transformers.
+        name: name of the tokenizer, for the message.
+        tokenizer: a tokenizer of transformers.
         vocabulary: `vocab_size` of the text encoder's config.
     """
     if not MIN_VOCABULARY < len(tokenizer) <= vocabulary:
@@ -43,9 +43,9 @@ class TextTokenizer:
     """Tokenizes captions for one text encoder of a pipeline.
 
     Args:
-        family: of the pipeline.
+        family: family of the pipeline.
         encoder: reads the tokens.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         length: tokens of a caption that the encoder reads, special ones included.
     """
 
@@ -60,20 +60,20 @@ class TextTokenizer:
     def ids(self, captions: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Token ids and mask (1: no padding) of K captions, each [K, T] int64, padded or cut."""
         with self._tokenizing:
-            found = self._tokenizer(
+            encoded = self._tokenizer(
                 self._texts(captions),
                 padding="max_length",
                 max_length=self.length + self.encoder.prefix,
                 truncation=True,
                 return_tensors="np",
             )
-        return np.asarray(found.input_ids, np.int64), np.asarray(found.attention_mask, np.int64)
+        return np.asarray(encoded.input_ids, np.int64), np.asarray(encoded.attention_mask, np.int64)
 
     def counts(self, captions: Sequence[str]) -> list[int]:
         """Number of tokens of each caption before it is cut, special ones included."""
         with self._tokenizing:
-            found = self._tokenizer(self._texts(captions), verbose=False).input_ids
-        return [len(ids) - self.encoder.prefix for ids in found]
+            token_ids = self._tokenizer(self._texts(captions), verbose=False).input_ids
+        return [len(ids) - self.encoder.prefix for ids in token_ids]
 
     def _texts(self, captions: Sequence[str]) -> list[str]:
         if self.encoder.kind == "clip":

@@ -8,9 +8,9 @@
 .../history.jsonl                                         one line per step
 .../manifest.json                                         written last: the commit
 
-Each rank writes some of the files, with a few threads, and computes their sha256 meanwhile. A
-resume reads the headers, and then the rows of each array that a rank needs. Errors tell damage from
-a store that does not respond.
+Each rank writes some of the files, with a few threads that also compute their sha256. A resume
+reads the headers, and then the rows of each array that a rank needs. Errors tell damage from a
+store that does not respond.
 """
 
 from __future__ import annotations
@@ -94,22 +94,22 @@ def _of_group(group: str, shapes: dict[str, tuple[int, ...]], most: int) -> list
 
 def files_by_rank(files: list[ArrayFile], world: int) -> list[list[ArrayFile]]:
     """The files that each rank writes: the largest first, to the rank with the fewest bytes."""
-    found: list[list[ArrayFile]] = [[] for _ in range(world)]
+    by_rank: list[list[ArrayFile]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for file in sorted(files, key=lambda file: (-file.size, file.path)):
         load, rank = heapq.heappop(loads)
-        found[rank].append(file)
+        by_rank[rank].append(file)
         heapq.heappush(loads, (load + file.size, rank))
-    return found
+    return by_rank
 
 
 def owners(files: list[list[ArrayFile]]) -> Owners:
     """Runtime.state's owners for `files_by_rank`."""
-    found: dict[str, dict[str, int]] = {}
+    ranks: dict[str, dict[str, int]] = {}
     for rank, own in enumerate(files):
         for file in own:
-            found.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
-    return found
+            ranks.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
+    return ranks
 
 
 def write_files(
@@ -174,7 +174,7 @@ class CheckpointError(OSError):
 
 
 def failure_of(fs: AbstractFileSystem, error: Exception, message: str) -> CheckpointError | Away:
-    """What the error of an operation means, with a message for the user."""
+    """The error to raise for a failed operation, with a message for the user."""
     if not isinstance(fs, LocalFileSystem) and may_pass(error):
         return Away(message)
     return CheckpointError(getattr(error, "errno", None), message)
@@ -241,7 +241,7 @@ class Checkpoints:
         writers: Writers | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        # A listing that the client remembers lacks what other hosts have written since.
+        # A cached listing lacks the files that other hosts have written since.
         self._fs, root = url_to_fs(work, use_listings_cache=False)
         self._root = f"{root.rstrip('/')}/checkpoints"
         self._keep = keep
@@ -257,8 +257,8 @@ class Checkpoints:
         all of them get the same checkpoint: a collective of the writers.
 
         Raises:
-            CheckpointError, Away: a resume from an older checkpoint would discard the newest
-                one's steps.
+            CheckpointError, Away: a resume from an older checkpoint would discard steps of the
+                newest checkpoint.
         """
 
         def newest_first(committed: list[int]) -> Iterable[int]:
@@ -309,9 +309,9 @@ class Checkpoints:
             message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
             raise failure_of(self._fs, error, message) from error
 
-    def _gather(self, found: Any) -> list[Any]:
-        """Every writer's `found`, as JSON, by rank. Collective."""
-        return [json.loads(one) for one in self._writers.gather(json.dumps(found).encode())]
+    def _gather(self, value: Any) -> list[Any]:
+        """Every writer's `value`, as JSON, by rank. Collective."""
+        return [json.loads(text) for text in self._writers.gather(json.dumps(value).encode())]
 
     def _read_if_valid(self, step: int) -> Checkpoint | None:
         try:
@@ -348,9 +348,9 @@ class Checkpoints:
 
         Args:
             state: the arrays that this rank owns, see `owners`.
-            shapes: of the arrays of all ranks; None: `state` is complete.
+            shapes: shapes of the arrays of all ranks; None: `state` is complete.
             facts: content of `state.json`.
-            best_first: steps of checkpoints, the best first; the first `best` ones are kept.
+            best_first: steps of checkpoints, the best first; the first `best` are kept.
             prune: whether to delete older checkpoints.
 
         Returns:
@@ -389,7 +389,7 @@ class Checkpoints:
         """Every writer's result of `work`, as JSON, once all have finished it.
 
         Raises:
-            CheckpointError, Away: one of them failed.
+            CheckpointError, Away: a writer failed.
         """
         try:
             self._check()
@@ -399,14 +399,14 @@ class Checkpoints:
             report = {"error": [getattr(failure, "errno", None), str(failure)]}
             report["away"] = isinstance(failure, Away)
         reports = self._gather(report)
-        for found in reports:
-            if "error" in found:
-                number, reason = found["error"]
-                raise Away(reason) if found["away"] else CheckpointError(number, reason)
-        return [found["result"] for found in reports]
+        for answer in reports:
+            if "error" in answer:
+                number, reason = answer["error"]
+                raise Away(reason) if answer["away"] else CheckpointError(number, reason)
+        return [answer["result"] for answer in reports]
 
     def _raise_if_lost(self) -> None:
-        """Raise LockLost, on every rank, if that is why one of them failed."""
+        """Raise LockLost, on every rank, if a rank failed because the lock is lost."""
         try:
             self._check()
         except LockLost:

@@ -47,7 +47,7 @@ class HeldOutLoss:
     @classmethod
     def of(cls, draws: list[list[float]]) -> HeldOutLoss:
         """Summarise the losses of the samples (at least one), each the mean of its draws."""
-        losses = [math.fsum(one) / len(one) for one in draws]
+        losses = [math.fsum(sample) / len(sample) for sample in draws]
         count = len(losses)
         mean = math.fsum(losses) / len(losses)
         if count < 2:
@@ -132,7 +132,7 @@ class Samples:
         except WeightsLost:
             raise
         except Exception as error:  # such as out of memory, or a missing pipeline component
-            drawn = isinstance(error, ImagesNotFinite)  # by each rank to the end: none waits
+            drawn = isinstance(error, ImagesNotFinite)  # each rank has drawn to the end: none waits
             if self._runtime.samples_collectively and not drawn:
                 raise  # the other ranks would wait in a collective for ever
             self._warn(step, error)
@@ -212,8 +212,8 @@ class CheckpointRanking:
         """
         steps = {*range(self._interval, len(history) + 1, self._interval)}
         steps |= {self._steps} if len(history) >= self._steps else set()
-        found = ((step, json.loads(history[step - 1]).get(self.field)) for step in sorted(steps))
-        return {step: score for step, score in found if score is not None}
+        values = ((step, json.loads(history[step - 1]).get(self.field)) for step in sorted(steps))
+        return {step: score for step, score in values if score is not None}
 
     def best_first(self, history: Sequence[str]) -> list[int]:
         """Steps of the scored candidates, the best first; the earlier step wins a tie."""
@@ -255,7 +255,7 @@ class Measurements:
 
     Attributes:
         interrupted: whether a stop request came before a score that `ranking` needs, or before the
-            last step's measurement, which no later one replaces.
+            last step's measurement, which no later measurement replaces.
     """
 
     settings: Train
@@ -294,17 +294,17 @@ class Measurements:
         """Measure the held-out loss and record it."""
         if self.holdout is None:
             return
-        found = measure(self.runtime, self.holdout, lambda: self.stop.requested)
-        if found is None:
+        held_out = measure(self.runtime, self.holdout, lambda: self.stop.requested)
+        if held_out is None:
             self.interrupted |= self.ranking.needs_holdout_loss(step) or self._is_last(step)
             return
-        if not math.isfinite(found.loss):  # the next training loss will be NaN as well
-            message = f"the held-out loss is {found.loss} at step {step}"
+        if not math.isfinite(held_out.loss):  # the next training loss will be NaN as well
+            message = f"the held-out loss is {held_out.loss} at step {step}"
             self.events.emit("warning", message=message)
             return
-        figures = {VALIDATION_LOSS: found.loss, "validation_error": found.error}
+        figures = {VALIDATION_LOSS: held_out.loss, "validation_error": held_out.error}
         self.recorder.amend_last(**figures)
-        self.events.emit("validation", step=step, loss=found.loss, error=found.error)
+        self.events.emit("validation", step=step, loss=held_out.loss, error=held_out.error)
 
     def sample(self, step: int) -> None:
         """Draw the sample pictures; record their score if `ranking` needs it."""

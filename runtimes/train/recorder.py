@@ -37,7 +37,7 @@ class DivergenceDetector:
     """Detects divergence in the losses of a run, in order. It depends on no other state.
 
     A loss is suspicious above `factor` times the mean of the last `WINDOW` normal losses.
-    `patience` suspicious losses in a row make an event at the first one's step. A loss or norm
+    `patience` suspicious losses in a row make an event at the step of the first. A loss or norm
     that is not finite makes an event at once.
 
     Attributes:
@@ -148,7 +148,7 @@ class Recorder:
 
     Attributes:
         history: JSON lines, one per fetched step.
-        divergence: of the fetched steps.
+        divergence: divergence of the fetched steps.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ class WandbTracker:
 
 
 def _run_id(fs: AbstractFileSystem, path: str) -> str:
-    """The stored W&B run id, or a new one, which is stored."""
+    """The stored W&B run id, or else a new id, which is then stored."""
     if fs.exists(path):
         return str(json.loads(fs.cat_file(path))["id"])
     number = uuid.uuid4().hex[:8]
@@ -145,7 +145,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run. One that raises is dropped with a warning; training continues."""
+    """All trackers of a run. If a tracker raises, it is dropped with a warning."""
 
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
@@ -185,8 +185,8 @@ class TensorBoard:
     """Implements Tracker: writes event files in `<work>/tensorboard`.
 
     Events are appended to a local file. Remote objects cannot be appended to, so each flush writes
-    a new one; one that a store did not accept is written at the next flush. A rewind writes a
-    SessionLog.START event: TensorBoard then purges the events of its step and later.
+    a new object; an object that a store did not accept is written at the next flush. A rewind
+    writes a SessionLog.START event: TensorBoard then purges the events of its step and later.
     """
 
     def __init__(self, work: str) -> None:
@@ -196,8 +196,8 @@ class TensorBoard:
         self._lock = threading.Lock()
         self._unsent: dict[str, bytes] = {}  # by path
         self._fs.makedirs(self._folder, exist_ok=True)
-        found = matching(self._fs, self._folder, "*tfevents.*")
-        names = [path.rpartition(".")[2] for path in found]
+        paths = matching(self._fs, self._folder, "*tfevents.*")
+        names = [path.rpartition(".")[2] for path in paths]
         self._number = max((int(name) for name in names if name.isdigit()), default=0)
         self._begin_file()
 

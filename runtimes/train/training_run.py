@@ -67,7 +67,7 @@ def learning_rate(step: int, settings: Train) -> float:
     """The learning rate of a step (from 0): linear warm-up to the peak, then the chosen decay.
 
     Step `lr_warmup_steps - 1` is the first at the peak `learning_rate`. The decay would reach
-    `lr_min_ratio * learning_rate` at step `steps`, one after the last.
+    `lr_min_ratio * learning_rate` at step `steps`, the step after the last.
     """
     if step < settings.lr_warmup_steps:
         return settings.learning_rate * (step + 1) / settings.lr_warmup_steps
@@ -178,7 +178,7 @@ def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
 
 
 def write_result(job: TrainJob, base: Base, state: State, history: list[str]) -> list[FileEntry]:
-    """Write the trained weights (fp32; the EMA if there is one) and the history to `job.out`.
+    """Write the trained weights (fp32; the EMA, if any) and the history to `job.out`.
 
     A remote store that does not respond is tried again: only memory has the last steps' weights.
 
@@ -251,7 +251,7 @@ log = logging.getLogger("kiln")
 
 
 class Profiling:
-    """Traces `steps` steps, the first one at index `start` (from 0).
+    """Traces `steps` steps, the first at index `start` (from 0).
 
     A run that resumes after `start` has no trace.
     """
@@ -276,7 +276,7 @@ class Profiling:
             self._tracing.enter_context(self._runtime.profile(folder))
 
     def close(self) -> None:
-        """End the trace, if one is active."""
+        """End the active trace, if any."""
         self._tracing.close()
 
 
@@ -328,7 +328,7 @@ class Saver:
 
         Args:
             since: perf_counter at which the loop paused for this checkpoint.
-            save: has copies of what it writes: training continues meanwhile.
+            save: writes copies of the state, so that training can continue.
         """
         self.wait()
         blocked = time.perf_counter() - since
@@ -551,7 +551,7 @@ class TrainingRun:
         self._recorder.exclude_since(since)
 
     def _newly_skipped(self) -> list[int]:
-        """Numbers of the skipped batches between the previous step's batch and this one's."""
+        """Numbers of the skipped batches between the batches of the previous step and this step."""
         before = batch_number(self.step - 1, self.skipped) if self.step else -1
         return list(range(before + 1, batch_number(self.step, self.skipped)))
 
@@ -616,11 +616,11 @@ class TrainingRun:
         Raises:
             Failed: the settings demand a stop, or `max_skips` batches are already skipped.
         """
-        found = self._recorder.divergence.event
-        step = self._runtime.broadcast(0 if found is None else found.step)
+        own_event = self._recorder.divergence.event
+        step = self._runtime.broadcast(0 if own_event is None else own_event.step)
         if not step:
             return None
-        event = found or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
+        event = own_event or DivergenceEvent(step, f"the loss has gone wrong at step {step}")
         policy = self._settings.divergence
         if policy.action == "stop":
             raise Failed(f"{event.words}: {self.advice}")

@@ -61,8 +61,8 @@ class XlaAttention:
         plain = dropout_p or is_causal or enable_gqa or query.ndim != 4
         if plain or not self._kernel.suits(*shapes[:2], *shapes[3:]):
             options = {"scale": scale, "enable_gqa": enable_gqa}
-            given = (query, key, value, attn_mask, dropout_p, is_causal)
-            return ATTENTION.decompose(*given, **options)
+            arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+            return ATTENTION.decompose(*arguments, **options)
         return _Call.apply(self.program(shapes, scale), *arrays)
 
     def program(self, shapes: Sequence[ShapeDtypeStruct], scale: float) -> _Program:

@@ -40,11 +40,11 @@ def start(name: str, compiled: str | None) -> CompileCache:
     """Open device `auto`, `tpu` or `cpu`, enable SPMD over all of its chips, replace operators.
 
     Args:
-        name: of the device.
+        name: name of the device.
         compiled: URL of the folder of compiled programs; None disables the cache.
 
     Raises:
-        Refused: the device is absent, or this process has opened another one.
+        Refused: the device is absent, or this process has opened another device.
     """
     chips = _check_name(name)
     wanted = "CPU" if name == "cpu" or not chips else "TPU"
@@ -88,16 +88,16 @@ def memory_bytes() -> int:
     if xr.device_type() != "TPU":
         return peak_rss()
     try:
-        found = xm.get_memory_info()
+        info = xm.get_memory_info()
     except RuntimeError:  # PyTorch/XLA 2.9 reports no memory info in SPMD mode
         return peak_rss()
-    return int(found.get("peak_bytes_used", found["bytes_used"]))
+    return int(info.get("peak_bytes_used", info["bytes_used"]))
 
 
 def compile_seconds() -> float:
     """Seconds of XLA compilation in this process so far."""
-    found = metrics.metric_data("CompileTime")  # (times, sum in ns, samples)
-    return 0.0 if found is None else found[1] / 1e9
+    metric = metrics.metric_data("CompileTime")  # (times, sum in ns, samples)
+    return 0.0 if metric is None else metric[1] / 1e9
 
 
 def versions() -> dict[str, str]:

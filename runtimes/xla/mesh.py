@@ -38,7 +38,7 @@ class Mesh:
 
     Args:
         fsdp: number of devices that share each array.
-        hosts: number of processes; each one supplies its rows of a batch.
+        hosts: number of processes; each supplies its rows of a batch.
 
     Raises:
         Refused: `fsdp` does not divide the number of devices.
@@ -149,8 +149,8 @@ class Mesh:
 
 
 class _Gathered(torch.autograd.Function):
-    """XLA computes a gradient that may be sharded from gathered activations; a replicated one is a
-    sum over the devices."""
+    """XLA computes a gradient that may be sharded from gathered activations; a replicated
+    gradient is a sum over the devices."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -171,7 +171,7 @@ def rows_of(indices: Sequence[Any]) -> Any:
     """Index of the rows that shards have together.
 
     Args:
-        indices: of each shard, as torch_xla returns them: Ellipsis is the full array.
+        indices: indices of each shard, as torch_xla returns them: Ellipsis is the full array.
     """
     if any(index is Ellipsis or not index for index in indices):
         return ...
@@ -204,7 +204,7 @@ def _data(shard: Any) -> torch.Tensor:
 
 
 def _is_on_this_host(tensor: torch.Tensor) -> bool:
-    """Whether this host's devices have all elements; several devices may have the same ones."""
+    """Whether this host's devices have all elements; several devices may have the same elements."""
     shards = _local_indices(tensor)
     if any(indices is Ellipsis for _, indices in shards):
         return True
@@ -267,7 +267,7 @@ def group_norm(
     groups = inputs.reshape(len(inputs), num_groups, -1)
     output = _normalized(groups, (-1,), eps).reshape(inputs.shape)
     channels = (-1, *[1] * (inputs.ndim - 2))
-    scale, shift = (one if one is None else one.reshape(channels) for one in (weight, bias))
+    scale, shift = (array if array is None else array.reshape(channels) for array in (weight, bias))
     return _affine(output, scale, shift, inputs.dtype)
 
 
@@ -302,7 +302,7 @@ def _affine(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Scaled and shifted, in the wider one of a dtype and the weight's, as norms on CUDA return."""
+    """Scale and shift, in the wider of a dtype and the weight's dtype, as norms on CUDA return."""
     if weight is None:
         return output.to(dtype)
     output = output * weight if bias is None else output * weight + bias
@@ -314,13 +314,13 @@ def _attend_in_autocast(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    *given: Any,
+    *arguments: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention in the dtype of autocast; a boolean mask stays one."""
+    """Attention in the dtype of autocast; a boolean mask stays boolean."""
     dtype = torch.get_autocast_dtype("xla")
-    arrays = [one.to(dtype) for one in (query, key, value)]
+    arrays = [array.to(dtype) for array in (query, key, value)]
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(dtype)
     with torch.autocast("xla", enabled=False):
-        return ATTENTION(*arrays, attn_mask, *given, **options)
+        return ATTENTION(*arrays, attn_mask, *arguments, **options)

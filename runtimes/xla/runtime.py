@@ -65,7 +65,7 @@ class Update:
     Args:
         parameters: trained parameters by State's keys, on the devices.
         settings: learning rates, AdamW, clipping and EMA.
-        mesh: of the devices.
+        mesh: mesh of the devices.
     """
 
     def __init__(self, parameters: Parameters, settings: Train, mesh: Mesh) -> None:
@@ -88,20 +88,20 @@ class Update:
         """Clip the gradients, update the weights and the EMA, and clear the gradients.
 
         Args:
-            learning_rate: of the denoiser.
+            learning_rate: learning rate of the denoiser.
 
         Returns:
             The global L2 norm of the gradients before clipping, a scalar on the device.
         """
-        given = self._settings
-        scalars = torch.from_numpy(step_scalars(self._step, learning_rate, given))
+        settings = self._settings
+        scalars = torch.from_numpy(step_scalars(self._step, learning_rate, settings))
         rate, step_size, root, ema_share = scalars.to(torch_xla.device()).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         factor = None
-        if given.max_grad_norm is not None:
-            factor = (given.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        beta1, beta2 = given.adam_betas
+        if settings.max_grad_norm is not None:
+            factor = (settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        beta1, beta2 = settings.adam_betas
         for name, gradient in gradients.items():
             parameter = self._parameters[name]
             first = self._first[name]
@@ -110,8 +110,8 @@ class Update:
             share = self._shares[name]
             first.lerp_(gradient, 1 - beta1)
             second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            parameter.sub_(parameter * (rate * (share * given.weight_decay)))
-            change = first / (second.sqrt() / root + given.adam_epsilon)
+            parameter.sub_(parameter * (rate * (share * settings.weight_decay)))
+            change = first / (second.sqrt() / root + settings.adam_epsilon)
             parameter.sub_(change * (step_size * share))
             parameter.grad = None
         for name, average in self._average.items():
@@ -175,8 +175,8 @@ class Step:
 
     Args:
         network: on the devices.
-        update: of its trained parameters.
-        mesh: of the devices.
+        update: update of its trained parameters.
+        mesh: mesh of the devices.
         settings: micro-batch size, compute dtype and seed.
     """
 
@@ -243,9 +243,9 @@ def _checkpointed(device: torch.device, block: Any, *arguments: Any) -> Any:
     weights = dict(block.named_parameters()) if isinstance(block, torch.nn.Module) else {}
     zero = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
 
-    def run(zero: torch.Tensor, *given: Any) -> Any:
-        own = dict(zip(weights, given, strict=False))
-        inputs = given[len(own) :]
+    def run(zero: torch.Tensor, *tensors: Any) -> Any:
+        own = dict(zip(weights, tensors, strict=False))
+        inputs = tensors[len(own) :]
         outputs = functional_call(block, own, inputs) if own else block(*inputs)
         return tree_map_only(torch.Tensor, lambda t: t + zero.to(t.dtype), outputs)
 
@@ -259,7 +259,9 @@ def _with_gathered_weights(
 ) -> Any:
     """Outputs of a module's own forward, with its own weights gathered."""
     sharded = dict(module._parameters)
-    gathered = {name: mesh.gathered(one) for name, one in sharded.items() if one is not None}
+    gathered = {
+        name: mesh.gathered(weight) for name, weight in sharded.items() if weight is not None
+    }
     module._parameters.update(gathered)
     try:
         return forward(*arguments, **options)

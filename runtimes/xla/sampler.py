@@ -72,7 +72,7 @@ class Sampler:
     Args:
         base: the pipeline.
         mesh: devices that share the rows of a batch.
-        dtype: of the encoders, the VAE and the denoiser's inputs.
+        dtype: dtype of the encoders, the VAE and the denoiser's inputs.
 
     Raises:
         Refused: a component is missing or cannot be loaded.

@@ -101,7 +101,7 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
             pipeline.options.get_all_options()
     except Refused:
         raise
-    except Exception as error:  # of any type: a runner may ask its service
+    except Exception as error:  # any type: a runner may ask its service
         raise Refused(
             f"beam: runner {chosen['runner']} cannot be used: {one_line(error)}"
         ) from error
@@ -126,7 +126,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
     """Raise Refused for an unknown option, which Beam ignores silently.
 
     The runner's module must be loaded, since it defines options of its own. A job service has
-    further options; an unknown one that resembles no known one may be its own.
+    further options; an unknown option that resembles no known option may be its own.
     """
     parsers: list[Any] = []
     PipelineOptions([]).get_all_options(add_extra_args_fn=parsers.append)
@@ -148,7 +148,7 @@ class OnStore(beam.DoFn):
     Args:
         dofn: the other DoFn.
         store: URL of its store.
-        claim: of the flow's lock, which is checked for each element; None: there is no lock.
+        claim: the claim of the flow's lock, checked for each element; None: there is no lock.
     """
 
     def __init__(self, dofn: beam.DoFn, store: str, claim: Claim | None) -> None:
@@ -166,7 +166,7 @@ class OnStore(beam.DoFn):
 
 
 class OnEqualWorkers(beam.DoFn):
-    """Runs another DoFn where code and packages are those of the process that created this one."""
+    """Runs another DoFn where code and packages are those of the process that created it."""
 
     def __init__(self, dofn: beam.DoFn) -> None:
         self.dofn = dofn
@@ -180,11 +180,11 @@ class OnEqualWorkers(beam.DoFn):
 
 def check_versions(expected: Mapping[str, str]) -> None:
     """Raise Refused if this process has other versions than the flow."""
-    found = versions()
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+    installed = versions()
+    for name in sorted(installed.keys() | expected.keys()):
+        if installed.get(name) != expected.get(name):
             raise Refused(
-                f"beam: the worker on {socket.gethostname()} has {name} {found.get(name)}, the "
+                f"beam: the worker on {socket.gethostname()} has {name} {installed.get(name)}, the "
                 f"flow {expected.get(name)}: install the same (deploy/workers) on both"
             )
 
@@ -291,7 +291,7 @@ def dask_teardown(_worker: object) -> None:
 
 
 class _Exhaust(beam.DoFn):
-    """Runs another DoFn on the next element of a queue until it is empty, whatever its own is.
+    """Runs another DoFn on elements of a shared queue, until that is empty; its own is ignored.
 
     Beam's threads would each have a fixed share of the elements, and wait for the slowest share.
     """
@@ -339,14 +339,14 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
 
     def report() -> None:
         try:
-            found = reports.done()
+            work = reports.done()
         except Exception as error:  # stores raise any type; the pipeline itself fails if they do
             log.debug("no progress was read: %s", one_line(error))
             return
-        done = found.rows(watch.sizes)
+        done = work.rows(watch.sizes)
         seconds = time.monotonic() - begun
-        shown = f"{len(found.shards):,} of {count:,} shards"
-        text = progress_text(done, total, shown, watch.unit, found.counts, seconds)
+        shown = f"{len(work.shards):,} of {count:,} shards"
+        text = progress_text(done, total, shown, watch.unit, work.counts, seconds)
         watch.progress(done, total, text)
 
     def poll() -> None:

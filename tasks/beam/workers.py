@@ -154,9 +154,9 @@ def _check_listening(options: Mapping[str, Any]) -> None:
         address = options.get(name)
         if not isinstance(address, str) or ":" not in address:
             continue
-        found = _split(address)
+        url = _split(address)
         try:
-            socket.create_connection((found.hostname, found.port), CONNECT_SECONDS).close()
+            socket.create_connection((url.hostname, url.port), CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
             raise Refused(
                 f"beam.{name}: nothing answers at {address} ({error}): start it, or correct the "
@@ -225,12 +225,12 @@ def settings_to_send(recipe: Recipe) -> dict[str, Any]:
     settings: dict[str, Any] = recipe.model_dump(mode="json")
     settings["place"] = {}
     settings["publish"] |= {"signing_key": None, "hub": None}
-    found: dict[str, Any] = _relative(settings)
-    return found
+    values: dict[str, Any] = _relative(settings)
+    return values
 
 
 def received_recipe(settings: dict[str, Any]) -> Recipe:
-    """The recipe of `settings_to_send`. Raises Refused for one that this version refuses."""
+    """The recipe of `settings_to_send`. Raises Refused if this version refuses it."""
     settings = anchored(settings, RECIPES)
     try:
         return Recipe.model_validate(settings)
@@ -251,7 +251,8 @@ def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, s
     others += [("evaluate.inception", measuring.inception)]
     others += [(f"evaluate.judges.{n}", path) for n, path in measuring.preference_models.items()]
     others += [
-        (f"evaluate.prompts.{name}.file", one.file) for name, one in measuring.prompts.items()
+        (f"evaluate.prompts.{name}.file", prompt_set.file)
+        for name, prompt_set in measuring.prompts.items()
     ]
     others += [("publish.registry", recipe.publish.registry)]
     yield from ((setting, place) for setting, place in others if place is not None)
@@ -436,8 +437,8 @@ class WorkerReports:
 
     def done(self) -> Done:
         """The sum of all reports. Raises as the filesystem does."""
-        found = entries(self._store.fs, self._folder)
-        changed = [e for e in found if self._read.get(name_of(e), (None,))[0] != _stamp(e)]
+        files = entries(self._store.fs, self._folder)
+        changed = [e for e in files if self._read.get(name_of(e), (None,))[0] != _stamp(e)]
         for entry, data in zip(
             changed, ask_at_once(self._store.fs, self._bytes, changed), strict=True
         ):

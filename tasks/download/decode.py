@@ -178,7 +178,7 @@ def _unpacked_size(body: bytes, start: int, end: int, limit: int) -> int:
 def _tile_of_tiff(body: bytes) -> int:
     """Pixels of a tile, 0 without tiles.
 
-    A size has one meaning only if its tag comes once: of two, Pillow takes the last, libtiff the
+    A size has one meaning only if its tag comes once: if twice, Pillow takes the last, libtiff the
     first. TIFF 6.0 (section 2) demands ascending tags.
 
     Raises:
@@ -229,8 +229,8 @@ MARGIN = 2
 def reduction(header: Header, settings: Download) -> int:
     """How many times smaller a JPEG is decoded, per side: 1, 2, 4 or 8.
 
-    The reduced picture has at least MARGIN times the sides of the stored one, whose size is that of
-    a picture resized from the whole.
+    The reduced picture has at least MARGIN times the sides of the stored picture, whose size is
+    that of a picture resized from the whole.
     """
     if settings.resize_mode == "no" or not header.is_reducible:
         return 1
@@ -419,7 +419,7 @@ class PictureResizer:
         """The resized picture, or a failure reason.
 
         Raises:
-            FetchFailed: the body is no picture, or one that would take too much memory.
+            FetchFailed: the body is no picture, or a picture that would take too much memory.
             MemoryError: this process lacks memory, even if it decodes nothing else.
         """
         body = bounded_metadata(body)

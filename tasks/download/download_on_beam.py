@@ -80,7 +80,7 @@ def run_pipeline(
     """Download every shard into the store and return the deferred ones.
 
     Args:
-        options: Beam pipeline options, of the recipe's `beam` section.
+        options: Beam pipeline options, from the recipe's `beam` section.
 
     Raises:
         Failed: the store is not writable; Away if it is full or does not answer.
@@ -123,10 +123,10 @@ def all_reasons(deferred: Sequence[Deferred]) -> str:
 def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:
     """The deferred shards, without those that a repeated bundle has committed since."""
     paths = sorted(entry["name"] for entry in entries(store.fs, context.notes))
-    found = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
+    notes = map(json.loads, ask_at_once(store.fs, store.fs.cat_file, paths))
     noted = [
         Deferred(path.rpartition("/")[2].removesuffix(".json"), reasons)
-        for path, reasons in zip(paths, found, strict=True)
+        for path, reasons in zip(paths, notes, strict=True)
     ]
     shards = store.committed_shards(STAGE, [deferred.key for deferred in noted])
     return [

@@ -171,15 +171,15 @@ class Dataset(Source):
         if is_hub_id(path):
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
-        found = list_files(path, FORMATS["parquet"].suffixes)
+        files = list_files(path, FORMATS["parquet"].suffixes)
         fs, root = url_to_fs(path)
-        if [file.name for file in found] == [path] or is_pattern(fs, root):
-            return found
-        chosen = [f for f in found if _is_of_split(below(f.name, root), split)]
+        if [file.name for file in files] == [path] or is_pattern(fs, root):
+            return files
+        chosen = [f for f in files if _is_of_split(below(f.name, root), split)]
         if not chosen and root.rstrip("/").rpartition("/")[2] == split:
-            return found
+            return files
         if not chosen:
-            names = ", ".join(f.name.rpartition("/")[2] for f in found[:5])
+            names = ", ".join(f.name.rpartition("/")[2] for f in files[:5])
             raise Refused(
                 f"{path} has no files of split {split!r} ({names}): write the whole "
                 "name of a split, or a glob of its files as source.path",
@@ -226,7 +226,7 @@ def _is_of_split(name: str, split: str) -> bool:
 def parquet_rows(
     file: str, columns: Sequence[str], start: int = 0, stop: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, values) of the rows in [start, stop), of which few are in memory at a time."""
+    """(number, values) of the rows in [start, stop); few are in memory at a time."""
     with reading(file), open_file(file) as stream:
         table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         counts = [table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)]
@@ -246,8 +246,8 @@ PIECE = 1000  # files: the average of a piece
 CAPTION = ".txt"
 #: Extensions of what may be captions of pictures.
 COMPANIONS = (CAPTION, ".caption", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
-#: Names of tables of pictures, as of `datasets`, -> their format; of two beside each other, the
-#: first is read.
+#: Names of tables of pictures, as in `datasets`, -> their format. If several are beside each other,
+#: the first is read.
 METADATA = {"metadata.jsonl": "jsonl", "metadata.csv": "csv", "metadata.parquet": "parquet"}
 #: Unread files that a warning names.
 NAMED = 5
@@ -275,8 +275,8 @@ class FolderFiles(NamedTuple):
 class Folder(Source):
     """A folder of pictures: one row per line of a table of METADATA, or else per picture.
 
-    A table is of its folder and all below it. Elsewhere the caption of `name.jpg` is the text of
-    `name.txt`, in any case.
+    A table describes its folder and all below it. Elsewhere the caption of `name.jpg` is the text
+    of `name.txt`, in any case.
     """
 
     def __init__(self, settings: FolderSource) -> None:
@@ -329,12 +329,12 @@ class Folder(Source):
             if not is_folder(fs, root):
                 raise Refused(f"{self.settings.path}: no such folder", setting="source.path")
         files = sorted(list_files(self.settings.path, ("",)), key=lambda file: _folded(file.name))
-        found = FolderFiles(_tables(file.name for file in files), [])
-        folders = {_folder(table): table for table in found.tables}
+        folder_files = FolderFiles(_tables(file.name for file in files), [])
+        folders = {_folder(table): table for table in folder_files.tables}
         for file in files:
             table = next((folders[above] for above in _above(file.name) if above in folders), None)
-            (found.captioned if table is None else found.tables[table]).append(file)
-        return found
+            (folder_files.captioned if table is None else folder_files.tables[table]).append(file)
+        return folder_files
 
     def _captioned(self, captions: Mapping[str, str]) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
@@ -369,7 +369,7 @@ class Folder(Source):
 
 
 def _tables(names: Iterable[str]) -> dict[str, list[ListedFile]]:
-    """The tables among the files, without those in a folder that one above them is of."""
+    """The tables among the files, without those in a folder that a table above describes."""
     order = [*METADATA]
     tables = [name for name in names if _own_name(name) in METADATA]
     tables.sort(key=lambda name: (name.count("/"), _folder(name), order.index(_own_name(name))))

@@ -351,10 +351,10 @@ class SafeHttpClient:
         for _ in range(MAX_REDIRECTS + 1):
             with as_fetch_failed():
                 async with admit(target, deadline) as is_used_again:
-                    found = await self._request(target, deadline, room, is_used_again, truncate)
-            if not isinstance(found, Target):
-                return found
-            target = found
+                    answer = await self._request(target, deadline, room, is_used_again, truncate)
+            if not isinstance(answer, Target):
+                return answer
+            target = answer
         raise FetchFailed("bad redirect")
 
     async def _request(
@@ -411,7 +411,7 @@ class SafeHttpClient:
             async with self.session.get(url, headers=headers, allow_redirects=False) as response:
                 yield response
         except aiohttp.ClientConnectorError:
-            # Of several addresses that fail in different ways, aiohttp tells none.
+            # If several addresses fail in different ways, aiohttp reports none of the errors.
             if connecting.errors:
                 raise connecting.errors[0] from None
             raise
@@ -531,12 +531,12 @@ def _unpacked(body: bytes, max_bytes: int, truncate: int | None) -> bytes:
     """The content of a gzip or zlib stream, which may be cut off. Raises FetchFailed."""
     limit = max_bytes if truncate is None else truncate
     try:
-        found = zlib.decompressobj(ZLIB_OR_GZIP).decompress(body, limit + 1)
+        content = zlib.decompressobj(ZLIB_OR_GZIP).decompress(body, limit + 1)
     except zlib.error:
         raise FetchFailed(BAD_ENCODING) from None
-    if truncate is None and len(found) > limit:
+    if truncate is None and len(content) > limit:
         raise FetchFailed("too large")
-    return found[:limit]
+    return content[:limit]
 
 
 def _is_number(host: str) -> bool:
@@ -577,13 +577,13 @@ class _Resolver(AbstractResolver):
 
         threading.Thread(target=look_up, daemon=True).start()
         async with asyncio.timeout(self.timeout):
-            found = await asyncio.wrap_future(looked_up)
+            addresses = await asyncio.wrap_future(looked_up)
         return [
             ResolveResult(
                 hostname=host, host=address[0], port=port, family=kind, proto=protocol,
                 flags=socket.AI_NUMERICHOST,
             )
-            for kind, _, protocol, _, address in found
+            for kind, _, protocol, _, address in addresses
         ]  # fmt: skip
 
     async def close(self) -> None:

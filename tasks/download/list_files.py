@@ -108,22 +108,22 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
         if is_pattern(fs, root):
             globbed = _glob(fs, root) if is_local else fs.glob(root, detail=True)
             files = {name: info for name, info in globbed.items() if info["type"] != "directory"}
-            found = _visible(files, _fixed_part(root))
+            chosen = _visible(files, _fixed_part(root))
         elif is_folder(fs, root):
             files = _files(fs, root, math.inf) if is_local else find_files(fs, root)
             visible = _visible(files, root)
-            found = {name: i for name, i in visible.items() if name.lower().endswith(suffixes)}
+            chosen = {name: i for name, i in visible.items() if name.lower().endswith(suffixes)}
         else:
             info = find_info(fs, root)
-            found = {} if info is None else {root: info}
-        if not found:
+            chosen = {} if info is None else {root: info}
+        if not chosen:
             find_info(fs, root)
             kinds = ", ".join(suffixes) or "visible"
             raise Refused(
                 f"{path}: no such file, or no {kinds} files in the folder", setting="source.path"
             )
         named = {
-            name if is_local else str(fs.unstrip_protocol(name)): found[name] for name in found
+            name if is_local else str(fs.unstrip_protocol(name)): chosen[name] for name in chosen
         }
         for name in named:
             if not _is_utf8(name):
@@ -145,13 +145,13 @@ def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFi
         # A disk answers at once, and a web server lists no folder.
         has_folders = not isinstance(fs, LocalFileSystem) and not paths[0].startswith("http")
         beside = _beside(fs, roots) if has_folders else {}
-    found = list[ListedFile]()
+    listed = list[ListedFile]()
     others = list[str]()
     absent = list[str]()
     for path, root in zip(paths, roots, strict=True):
         info = beside.get(root, {})
         if info.get("type") == "file":
-            found.append(ListedFile(str(fs.unstrip_protocol(root)), info))
+            listed.append(ListedFile(str(fs.unstrip_protocol(root)), info))
         elif info or is_glob(root) or not has_folders:
             others.append(path)
         else:
@@ -160,17 +160,17 @@ def list_range(paths: Sequence[str], suffixes: tuple[str, ...]) -> list[ListedFi
         more = f", and {len(absent) - SHOWN:,} others" if len(absent) > SHOWN else ""
         raise Refused(f"{', '.join(absent[:SHOWN])}{more}: no such file", setting="source.path")
     each = ask_at_once(fs, lambda path: list_files(path, suffixes), others)
-    return found + [file for files in each for file in files]
+    return listed + [file for files in each for file in files]
 
 
 def _beside(fs: AbstractFileSystem, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What the folders of these paths have, by name."""
     fs.invalidate_cache()
-    found = dict[str, dict[str, Any]]()
+    entries = dict[str, dict[str, Any]]()
     for folder in {path.rpartition("/")[0]: None for path in paths if not is_glob(path)}:
         with suppress(FileNotFoundError):
-            found |= {entry["name"].rstrip("/"): entry for entry in fs.ls(folder, detail=True)}
-    return found
+            entries |= {entry["name"].rstrip("/"): entry for entry in fs.ls(folder, detail=True)}
+    return entries
 
 
 def is_hidden(name: str) -> bool:
@@ -192,7 +192,7 @@ def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[
 
     Raises as the filesystem does, where its `find` omits folders.
     """
-    found = dict[str, dict[str, Any]]()
+    entries = dict[str, dict[str, Any]]()
     seen = set[str]()
     folders = [(folder, depth)]
     links = list[tuple[str, float]]()
@@ -203,11 +203,11 @@ def _files(fs: AbstractFileSystem, folder: str, depth: float) -> dict[str, dict[
         seen.add(real)
         for entry in sorted(filesystems.entries(fs, path), key=filesystems.name_of):
             if not filesystems.is_folder(fs, entry):
-                found[entry["name"]] = entry
+                entries[entry["name"]] = entry
             elif depth > 1 and not is_hidden(filesystems.name_of(entry)):  # a link may show it
                 queue = folders if entry["type"] == "directory" else links
                 queue.append((entry["name"], depth - 1))
-    return found
+    return entries
 
 
 def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:

@@ -80,7 +80,7 @@ def json_rows(file: str) -> Iterator[dict[str, Any]]:
 
 
 def json_lines(file: str) -> Iterator[dict[str, str]]:
-    """The text of each line, of which DuckDB finds the malformed ones.
+    """The text of each line; DuckDB finds the malformed lines.
 
     DuckDB refuses unpaired surrogates, which are replaced.
     """
@@ -120,7 +120,7 @@ def _open_text(file: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """The lines of UTF-8 text, without the byte order mark; of a longer one the first MAX_LINE."""
+    """The lines of UTF-8 text without the byte order mark, each cut to MAX_LINE."""
     mark = b"\xef\xbb\xbf"
     is_start = True
     while line := stream.readline(MAX_LINE):
@@ -187,7 +187,7 @@ def _json_object(line: str) -> dict[str, Any]:
 
 
 BATCH = 50_000  # rows
-#: Of the texts in a batch of Python's rows: at most 32 MiB in UTF-8.
+#: Characters of the texts in a batch of Python's rows: at most 32 MiB in UTF-8.
 MOST_CHARACTERS = 2**23
 MEMORY = "400MB"  # of DuckDB's buffers
 #: The largest row of a csv file in bytes: Python's limit of a field.
@@ -256,9 +256,9 @@ def read_malformed_list(
     base_url: str | None,
     additional: Sequence[str],
 ) -> Iterator[pa.Table]:
-    """As `read_list`, but Python finds the lines; a malformed one is a row whose values are empty.
+    """As `read_list`, but Python finds the lines; a malformed line is a row with empty values.
 
-    All rows are of this reader, since the two number the rows of some files differently.
+    All rows come from this reader: the two readers number the rows of some files differently.
     """
     assert format.tolerant is not None
     table = "lines"
@@ -283,13 +283,13 @@ def _read(
     additional: Sequence[str],
     file: str,
 ) -> Iterator[pa.Table]:
-    """Tables of HASHED, of a table of any types."""
+    """Tables of HASHED, made from a table with columns of any types."""
     selected = _selected(db, format, table, columns, additional, file)
     yield from (_hashed_with_additional if additional else _hashed)(db, selected, base_url)
 
 
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
-    """Tables of HASHED, of rows of COLUMNS; missing values are null."""
+    """Tables of HASHED, made from rows with COLUMNS; missing values are null."""
     canonical = ({**row, "additional": canonical_additional(row.get("additional"))} for row in rows)
     with _cursor() as db:
         for batch in _batches(canonical, lambda row: [*row["captions"], row["additional"] or ""]):
@@ -322,17 +322,17 @@ def connection(file: str) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
         if "file" in fs.protocol and not set("*?[") & set(path):
             yield db, path
             return
-        one = _OneFile(fs, path)
-        db.register_filesystem(one)
+        filesystem = _OneFile(fs, path)
+        db.register_filesystem(filesystem)
         try:
             suffix = next((end for end in COMPRESSIONS[1:] if path.endswith(end)), "")
-            yield db, f"{one.protocol}://list{suffix}"
+            yield db, f"{filesystem.protocol}://list{suffix}"
         except Exception:
-            if one.failed:  # DuckDB keeps of it the text alone, of the whole traceback
-                raise one.failed[0] from one.failed[0].__cause__
+            if filesystem.failed:  # DuckDB keeps only the text of its traceback
+                raise filesystem.failed[0] from filesystem.failed[0].__cause__
             raise
         finally:
-            db.unregister_filesystem(one.protocol)
+            db.unregister_filesystem(filesystem.protocol)
 
 
 @contextmanager
@@ -428,14 +428,14 @@ def _hashed(
 def _hashed_with_additional(
     db: duckdb.DuckDBPyConnection, selected: str, base_url: str | None
 ) -> Iterator[pa.Table]:
-    """As `_hashed`, of further columns in their canonical form, which Python writes."""
+    """As `_hashed`, with further columns in their canonical form, which Python writes."""
     place = COLUMNS.get_field_index("additional")
     with _cursor() as hashing:
         for batch in db.sql(selected).to_arrow_reader(BATCH):
             texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
-            found = pa.Table.from_batches([batch]).cast(COLUMNS)
-            found = found.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
-            hashing.register("given", found)
+            table = pa.Table.from_batches([batch]).cast(COLUMNS)
+            table = table.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
+            hashing.register("given", table)
             yield from _hashed(hashing, "select * from given", base_url)
 
 
@@ -471,8 +471,8 @@ def _selected(
     listed = {**dict.fromkeys(columns, "null"), "captions": "[null]", **values.columns}
     binary = values.binary
     caption = _caption("c", "captions" in values.binary)
-    given = f"list_filter({listed['captions']}, lambda c: c is not null)"
-    captions = f"list_transform({given}, lambda c: {caption})"
+    texts = f"list_filter({listed['captions']}, lambda c: c is not null)"
+    captions = f"list_transform({texts}, lambda c: {caption})"
     struct = ", ".join(f"{literal(name)}: {value}" for name, value in values.additional.items())
     more = f"to_json({{{struct}}})::varchar" if values.additional else "null::varchar"
     return f"""
@@ -512,10 +512,10 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
             f"list_filter(json_extract(json, {items}), lambda c: not {_is_nested('json_type(c)')})"
         )
         many = f"list_transform({texts}, lambda c: json_extract_string(c, '$'))"
-        one = values["captions"]
-        no_number = f"{one} = 'NaN' and {kind} = 'DOUBLE'"
-        one = f"if({_is_nested(kind)} or {no_number}, null, {one})"
-        values["captions"] = f"if({kind} = 'ARRAY', {many}, [{one}])"
+        caption = values["captions"]
+        no_number = f"{caption} = 'NaN' and {kind} = 'DOUBLE'"
+        caption = f"if({_is_nested(kind)} or {no_number}, null, {caption})"
+        values["captions"] = f"if({kind} = 'ARRAY', {many}, [{caption}])"
     return _Values(values, {name: f"json -> {literal(_path(name))}" for name in additional})
 
 
@@ -529,10 +529,10 @@ def _typed_values(
     """SQL of values in columns of DuckDB's `types`; a caption alone becomes a list."""
     values = {name: _quoted(column) for name, column in named.items()}
     if "captions" in named and not types[named["captions"]].endswith("]"):
-        one = values["captions"]
+        caption = values["captions"]
         if types[named["captions"]] in ("FLOAT", "DOUBLE"):
-            one = f"if(isnan({one}), null, {one})"
-        values["captions"] = f"[{one}]"
+            caption = f"if(isnan({caption}), null, {caption})"
+        values["captions"] = f"[{caption}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
     kept = {
@@ -659,8 +659,8 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
 
 
 def _keys(db: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    found = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
-    return list(found[0]) if found else []
+    row = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
+    return list(row[0]) if row else []
 
 
 def _text_columns(file: str) -> list[str]:
@@ -719,7 +719,7 @@ class Source(Protocol):
         """All rows, in order; nothing is read before `Piece.read`. Raises Refused."""
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
-        """The pictures embedded at `places`, in the source's order; None for one that is gone.
+        """The pictures embedded at `places`, in the source's order; None if a picture is gone.
 
         Raises Refused.
         """
@@ -740,7 +740,7 @@ def named_columns(
 
 
 def identity(settings: Section, files: list[ListedFile]) -> str:
-    """Identity of the piece of some files: of the settings, and of names and stamps."""
+    """Identity of the piece of some files, from the settings and the files' names and stamps."""
     meaning = settings.model_dump(mode="json", exclude={"path", "port"})
     return digest_json([meaning, *(file.stamp for file in files)])
 

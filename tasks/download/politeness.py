@@ -221,8 +221,8 @@ class RobotsCache:
         """The body of an origin's robots.txt, read within a day; empty if it has none."""
         with suppress(sqlite3.Error, zlib.error), closing(self._open()) as db:
             query = "select body from robots where origin = ? and time > ?"
-            found = db.execute(query, (origin, time.time() - MAX_AGE)).fetchone()
-            return None if found is None else zlib.decompress(found[0])
+            row = db.execute(query, (origin, time.time() - MAX_AGE)).fetchone()
+            return None if row is None else zlib.decompress(row[0])
         return None
 
     def keep(self, origin: str, body: bytes) -> None:
@@ -287,7 +287,7 @@ def is_outage(urls: Sequence[str], reasons: Sequence[str | None], limit: float) 
     the next run would meet it again.
 
     Args:
-        urls: of all rows of a shard.
+        urls: the URLs of all rows of a shard.
         reasons: failure of each row; None for a picture.
         limit: fraction, 0 to 1, of the rows, of the hosts, and of the rows of a host.
     """
@@ -330,7 +330,7 @@ def is_opted_out(headers: MultiMapping[str], user_agent: str, directives: Collec
             is_agent = colon and name not in VALUED and " " not in name  # a time has spaces
             if is_agent:
                 agent = name
-            found = directive if is_agent else name
-            if found in directives and agent in (None, user_agent.lower()):
+            rule = directive if is_agent else name
+            if rule in directives and agent in (None, user_agent.lower()):
                 return True
     return False

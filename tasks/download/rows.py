@@ -140,12 +140,12 @@ def canonical_additional(text: str | None) -> str | None:
 def read_additional(text: str | None) -> dict[str, Any]:
     """The columns in a value of `additional`; what is no finite JSON value is None."""
     try:
-        found = json.loads(
+        values = json.loads(
             text or "{}", parse_float=score_of, parse_int=integer, parse_constant=lambda _: None
         )
     except (ValueError, RecursionError):  # a deep list
         return {}
-    return dict(found)
+    return dict(values)
 
 
 def integer(digits: str) -> int | None:
@@ -184,7 +184,7 @@ def text_of_file(data: bytes) -> str:
 
 
 def shard_ends(prefixes: np.ndarray[Any, Any], average: int) -> list[int]:
-    """Where shards end: for each, the number of the row behind its last one.
+    """Where shards end: for each, the number of the row behind its last row.
 
     A shard has at least `average / 2` and at most `2 * average` rows. Between these limits it ends
     at the first row whose hash meets a condition of probability about `2 / average`. An added or

@@ -111,12 +111,12 @@ class RowDownloader:
                 if is_opted_out(headers, self.fetcher.token, self.opt_outs):
                     raise FetchFailed("opted out")
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self.shared.decoders, self._resize, body, keep)
+                facts = await loop.run_in_executor(self.shared.decoders, self._resize, body, keep)
         except FetchFailed as failure:
             return _failed("failed_to_download", failure.reason, attempts or failure.attempts)
-        if isinstance(found, str):
-            return _failed("failed_to_resize", found, attempts)
-        return found
+        if isinstance(facts, str):
+            return _failed("failed_to_resize", facts, attempts)
+        return facts
 
     def _resize(self, body: bytes, keep: Callable[[bytes], None]) -> dict[str, Any] | str:
         """Keep the resized picture. Returns its sizes and sha256, or a failure reason."""
@@ -300,7 +300,7 @@ def _download_rows(
     context: DownloadContext,
     pictures: ResizedPictures,
 ) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
-    """The outcome of every row: the earlier one, unless it is a transient failure, or a new one.
+    """The outcome of every row: the earlier outcome, or a new one after a transient failure.
 
     Beside them the seconds and the fetched bytes of every row.
 
@@ -325,23 +325,23 @@ def _download_rows(
                 return {}, (0.0, 0)
             begun = time.monotonic()
             try:
-                found = await downloader.download(rows[number], partial(pictures.add, number))
+                facts = await downloader.download(rows[number], partial(pictures.add, number))
             except Exception as error:
                 failed.append(error)
                 return {}, (0.0, 0)
-        if "attempts" in found:
-            found["attempts"] += before.get("attempts", 0)
-        return found, (time.monotonic() - begun, found.pop("bytes", 0))
+        if "attempts" in facts:
+            facts["attempts"] += before.get("attempts", 0)
+        return facts, (time.monotonic() - begun, facts.pop("bytes", 0))
 
     async def outcomes() -> list[tuple[dict[str, Any], tuple[float, int]]]:
         async with downloader:
             downloader.fetcher.expect(fetched.values())
             return await asyncio.gather(*map(outcome, range(len(rows))))
 
-    found = run(outcomes())
+    downloaded = run(outcomes())
     if failed:  # not before all rows ended: no decoder may add to `pictures` when they are closed
         raise failed[0]
-    return [outcome for outcome, _ in found], [cost for _, cost in found]
+    return [outcome for outcome, _ in downloaded], [cost for _, cost in downloaded]
 
 
 def is_retried(meta: Mapping[str, Any], context: DownloadContext) -> bool:

@@ -47,9 +47,9 @@ from tasks.download.rows import HASH_SIZE, HASHED, shard_ends
 from tasks.stage import build_or_reuse
 
 SECRET = ["url", "file"]
-#: The column of the encrypted ones: their Arrow stream is in the first row of a shard.
+#: The column for the encrypted columns, whose Arrow stream is in the first row of a shard.
 SEALED = pa.field("sealed", pa.binary())
-#: Row groups of a file: a reader of one parses the description of all.
+#: Row groups of a file: a reader of one group parses the description of all.
 GROUPS = 128
 NONCE = 12  # bytes
 #: Codec of each column with redundancy: hashes and encrypted bytes have none.
@@ -247,8 +247,8 @@ def place_rows(plan: DownloadPlan, own: DownloadPlan) -> DownloadPlan:
     """A plan's shards, with their rows at the places of another plan of the source.
 
     Args:
-        plan: perhaps of another machine: hashes of rows need no key.
-        own: of this machine; the source may have changed meanwhile.
+        plan: perhaps from another machine: hashes of rows need no key.
+        own: the plan of this machine; the source may have changed in between.
 
     Raises Refused if the source no longer has a row.
     """
@@ -294,9 +294,9 @@ def read_spans(spans: Iterable[Span], key: str) -> pa.Table:
     for number, span in enumerate(spans):
         groups.setdefault(span[:2], []).append((number, span))
     tables: dict[int, pa.Table] = {}
-    for (file, group), found in groups.items():
+    for (file, group), numbered in groups.items():
         rows = read_group(file, group, key)
-        for number, span in found:
+        for number, span in numbered:
             tables[number] = rows.slice(span.start, span.stop - span.start)
     return pa.concat_tables([HASHED.empty_table(), *(tables[n] for n in sorted(tables))])
 
@@ -318,7 +318,7 @@ def plan_shards(
     shard_key: Callable[[str], str],
     begin: Begin,
 ) -> DownloadPlan:
-    """The plan of a source: the one in the store if nothing changed, else a new one.
+    """The plan of a source: from the store if nothing changed, else a new plan.
 
     Args:
         shard_size: average rows of a shard.
@@ -448,7 +448,7 @@ class _Builder:
 
     def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:
         """The shards of a piece, by the names of its files in the store. Raises Damaged."""
-        (sha256,) = (one.sha256 for one in piece.files if one.path == names[INDEX])
+        (sha256,) = (entry.sha256 for entry in piece.files if entry.path == names[INDEX])
         root = self.store.shards_path(STAGE)
         index = _table(read_checked(self.store.fs, root, names[INDEX], sha256))
         files = pa.array([names[file] for file in index["file"].to_pylist()], pa.string())
@@ -490,7 +490,7 @@ def _joined(hashes: pa.Array) -> memoryview:
 
 
 def _content(rows: pa.Table) -> str:
-    # Of values: the buffers of equal Arrow tables differ behind nulls.
+    # A digest of values: the buffers of equal Arrow tables differ behind nulls.
     return digest_json([{**row, "hash": row["hash"].hex()} for row in rows.to_pylist()])
 
 

@@ -53,11 +53,11 @@ class UrlList(Source):
             "aesthetic_score": s.aesthetic_column,
         }
         for file in self._files():
-            given = (file.name, self.format, columns, s.base_url, s.additional_columns)
+            arguments = (file.name, self.format, columns, s.base_url, s.additional_columns)
             yield Piece(
                 identity(s, [file]),
-                partial(read_list, *given),
-                partial(read_malformed_list, *given),
+                partial(read_list, *arguments),
+                partial(read_malformed_list, *arguments),
             )
 
     def open(self) -> AbstractContextManager[ServedAt]:

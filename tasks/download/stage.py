@@ -86,17 +86,17 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
 def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
     """The plan that an artifact of stage `plan` has; the source may have grown since.
 
-    Its rows are at their places in the source of now. Raises Refused if one has none, and the
-    plan is of another machine.
+    Its rows are at their present places in the source. Raises Refused if a row has none, and the
+    plan is from another machine.
     """
-    found = read_plan(artifact, shard_key(recipe.download))
+    stored = read_plan(artifact, shard_key(recipe.download))
     own = plan(recipe, begin)
     try:
-        return place_rows(found, own)
+        return place_rows(stored, own)
     except Refused:
         if not is_readable(artifact):
             raise
-        return found
+        return stored
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class DownloadStage(Stage):
     ) -> DownloadStage:
         """The stage of the retry that a run uses.
 
-        It is the last one in the store. With `retry_run` it is the next one, while a shard has
-        transient failures and a retry left.
+        Normally it is the newest retry in the store; with `retry_run` the retry after it, while a
+        shard has transient failures and a retry left.
         """
         last = 0
         limit = recipe.download.retry_failed
@@ -235,9 +235,9 @@ class DownloadStage(Stage):
 
 def _examples(summary: dict[str, Any]) -> list[Panel]:
     """A few failed rows of each reason; nothing without failures."""
-    found = summary["data"]["examples"]
-    reasons = sorted(found, key=lambda reason: -summary["outcomes"].get(reason, 0))
-    rows = [{"outcome": reason, "row": name} for reason in reasons for name in found[reason]]
+    examples = summary["data"]["examples"]
+    reasons = sorted(examples, key=lambda reason: -summary["outcomes"].get(reason, 0))
+    rows = [{"outcome": reason, "row": name} for reason in reasons for name in examples[reason]]
     return [Table("Examples of failed rows", rows)] if rows else []
 
 
@@ -268,8 +268,8 @@ def _data_panels(summary: dict[str, Any]) -> list[Panel]:
 def _captions(data: dict[str, Any]) -> dict[str, str]:
     """How many captions are missing or no UTF-8; nothing if none is."""
     told = {"uncaptioned": "pictures without a caption", "illegible": "captions that are no UTF-8"}
-    found = {text: data.get(what, {"rows": 0})["rows"] for what, text in told.items()}
-    return {text: f"{rows:,}" for text, rows in found.items() if rows}
+    counts = {text: data.get(what, {"rows": 0})["rows"] for what, text in told.items()}
+    return {text: f"{rows:,}" for text, rows in counts.items() if rows}
 
 
 def _kind(outcome: str) -> str:

@@ -25,7 +25,7 @@ from tasks.download.rows import Row
 HOSTS = 8
 #: Hosts of a whole download that are shown.
 SHOWN = 10
-#: Pictures of a whole download whose hashes are compared; of more, a sample by hash.
+#: Pictures of a whole download whose hashes are compared; beyond it, a sample by hash.
 HASHES = 1_000_000
 #: Failed rows of each reason that are named, and the length of a name in characters.
 EXAMPLES = 3
@@ -52,13 +52,13 @@ def shard_statistics(
     """The facts.
 
     Args:
-        base_url: of relative URLs.
+        base_url: the base of relative URLs.
         costs: seconds and fetched bytes of each row, in this download of the shard.
         planned: rows of the whole download.
         earlier: the facts of an earlier download, whose bytes and times count too.
     """
     hosts: dict[str, Host] = {}
-    found = [
+    pairs = [
         (row, outcome)
         for row, outcome in zip(rows, outcomes, strict=True)
         if outcome["status"] == "success"
@@ -71,16 +71,16 @@ def shard_statistics(
     for name, (_, _, milliseconds) in before["hosts"].items():
         _add(hosts, name, [0, 0, milliseconds])
     share = min(1.0, HASHES / max(planned, 1))
-    values = [outcome["sha256"][:16] for _, outcome in found]
+    values = [outcome["sha256"][:16] for _, outcome in pairs]
     return {
         "bytes": before["bytes"] + fetched,
         "fetched": fetched,  # by this download alone
         "examples": _examples(rows, outcomes),
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
-        "caption_lengths": _lengths(row.captions[0] for row, _ in found),
-        "illegible": _illegible(row for row, _ in found),
-        "uncaptioned": _named([row for row, _ in found if not any(map(str.strip, row.captions))]),
-        "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in found),
+        "caption_lengths": _lengths(row.captions[0] for row, _ in pairs),
+        "illegible": _illegible(row for row, _ in pairs),
+        "uncaptioned": _named([row for row, _ in pairs if not any(map(str.strip, row.captions))]),
+        "undersized": sum(_shorter(outcome) < settings.image_size for _, outcome in pairs),
         "hashes": [value for value in values if _is_sampled(value, share)],
         "hashed_share": share,
     }
@@ -88,13 +88,13 @@ def shard_statistics(
 
 def _examples(rows: Sequence[Row], outcomes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Reason -> the first rows that failed for it, by place, URL or caption, without secrets."""
-    found: dict[str, list[str]] = {}
+    examples: dict[str, list[str]] = {}
     for row, outcome in zip(rows, outcomes, strict=True):
         if outcome["status"] != "success":
-            named = found.setdefault(outcome.get("error_message", outcome["status"]), [])
+            named = examples.setdefault(outcome.get("error_message", outcome["status"]), [])
             if len(named) < EXAMPLES:
                 named.append(_name(row))
-    return found
+    return examples
 
 
 def _name(row: Row) -> str:
@@ -107,8 +107,8 @@ def _illegible(rows: Iterable[Row]) -> dict[str, Any]:
     return _named([row for row in rows if any(ILLEGIBLE in text for text in row.captions)])
 
 
-def _named(found: Sequence[Row]) -> dict[str, Any]:
-    return {"rows": len(found), "examples": [_name(row) for row in found[:EXAMPLES]]}
+def _named(rows: Sequence[Row]) -> dict[str, Any]:
+    return {"rows": len(rows), "examples": [_name(row) for row in rows[:EXAMPLES]]}
 
 
 def _lengths(captions: Iterable[str]) -> dict[str, int]:
@@ -184,7 +184,7 @@ class DownloadStatistics:
         }
 
     def duplicates(self) -> float:
-        """Share of pictures, 0 to 1, whose bytes an earlier one has.
+        """Share of pictures, 0 to 1, whose bytes an earlier picture has.
 
         Above a million rows it is that of a sample: the pictures whose hash is below a limit.
         """
@@ -210,12 +210,12 @@ class Check:
 
     setting: str  # of the section `download`
     problem: str  # of the rows or pictures that count
-    found: float  # their share, 0 to 1
+    share: float  # their share, 0 to 1
     limit: float
 
     @property
     def passed(self) -> bool:
-        return self.found <= self.limit
+        return self.share <= self.limit
 
 
 def data_checks(summary: Mapping[str, Any], settings: Download) -> list[Check]:
@@ -244,8 +244,8 @@ def data_checks(summary: Mapping[str, Any], settings: Download) -> list[Check]:
     ]
 
 
-def _check(settings: Download, setting: str, problem: str, found: float) -> Check:
-    return Check(setting, problem, found, getattr(settings, setting))
+def _check(settings: Download, setting: str, problem: str, share: float) -> Check:
+    return Check(setting, problem, share, getattr(settings, setting))
 
 
 def check_data(summary: Mapping[str, Any], settings: Download) -> None:
@@ -255,7 +255,7 @@ def check_data(summary: Mapping[str, Any], settings: Download) -> None:
             _check_failures(check, summary)
         elif not check.passed:
             raise Failed(
-                f"download: {check.found:.1%} of the {check.problem}; download.{check.setting} "
+                f"download: {check.share:.1%} of the {check.problem}; download.{check.setting} "
                 f"allows {check.limit:.0%}"
             )
 
@@ -266,19 +266,21 @@ def warn_of_captions(summary: Mapping[str, Any], *, expected: bool = True) -> No
     Args:
         expected: whether the source has captions.
     """
-    found = summary["data"]["uncaptioned"]
-    if found["rows"] and expected:
+    uncaptioned = summary["data"]["uncaptioned"]
+    if uncaptioned["rows"] and expected:
         log.warning(
             "download: %s of %s pictures have no caption (%s) and train unconditionally; if this "
             "is wrong, check source.caption_column or the .txt files beside them",
-            *(f"{found['rows']:,}", f"{summary['images']:,}", ", ".join(found["examples"])),
+            f"{uncaptioned['rows']:,}",
+            f"{summary['images']:,}",
+            ", ".join(uncaptioned["examples"]),
         )
-    found = summary["data"]["illegible"]
-    if found["rows"]:
+    illegible = summary["data"]["illegible"]
+    if illegible["rows"]:
         log.warning(
             "download: the captions of %s pictures have U+FFFD in place of letters (%s): their "
             "file is no UTF-8, or was made from one that was not",
-            *(f"{found['rows']:,}", ", ".join(found["examples"])),
+            *(f"{illegible['rows']:,}", ", ".join(illegible["examples"])),
         )
 
 

@@ -240,16 +240,16 @@ def _extended(kind: bytes, data: bytes) -> dict[str, str]:
         return {"path": data.partition(b"\0")[0].decode(errors="surrogateescape")}
     data = data.rstrip(b"\0")
     at = 0
-    found = {}
+    records = {}
     while at < len(data):
         length, space, _ = data[at : at + 20].partition(b" ")  # a record's, in decimal digits
         end = at + _number(length.decode(errors="replace"))
         name, equals, value = data[at + len(length) + 1 : end].partition(b"=")
         if not space or not equals or not value.endswith(b"\n") or end > len(data):
             raise ValueError(DAMAGED)
-        found[name.decode(errors="replace")] = value[:-1].decode(errors="surrogateescape")
+        records[name.decode(errors="replace")] = value[:-1].decode(errors="surrogateescape")
         at = end
-    return found
+    return records
 
 
 def _number(digits: str) -> int:
@@ -303,23 +303,23 @@ class Tars(Source):
     def check(self) -> None:
         file = self._files()[0].name
         with _opened(file) as stream:
-            found = list(islice(samples(stream, self._limit_of_text), CHECKED))
-        if not found:
+            first_samples = list(islice(samples(stream, self._limit_of_text), CHECKED))
+        if not first_samples:
             return
-        extensions = {extension: None for sample in found for extension in sample.files}
+        extensions = {extension: None for sample in first_samples for extension in sample.files}
         if extensions.keys().isdisjoint(self.pictures_are):
             raise Refused(
                 f"{file} has no pictures ({', '.join(self.pictures_are)}), "
                 f"but {' '.join(', '.join(islice(extensions, 20)).split())}",
                 setting="source.image_extension",
             )
-        if not any(len(self._pictures(sample)) == 1 for sample in found):
+        if not any(len(self._pictures(sample)) == 1 for sample in first_samples):
             kinds = ", ".join(kind for kind in extensions if kind in self.pictures_are)
             raise Refused(
                 f"{file} has no sample with one picture: set it to one of {kinds}",
                 setting="source.image_extension",
             )
-        keys = {key: None for sample in found for key in _json(sample) or ()}
+        keys = {key: None for sample in first_samples for key in _json(sample) or ()}
         # `txt` is the caption's file for one setting, and a key of the json for all others.
         texts = ["txt"] * ("txt" in extensions) + [key for key in keys if key != "txt"]
         for setting, column in self.columns.items():
@@ -331,9 +331,9 @@ class Tars(Source):
             yield Piece(identity(self.settings, [file]), partial(self._rows, file.name))
 
     def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
-        for file, found in groupby(places, lambda place: place.file):
+        for file, group in groupby(places, lambda place: place.file):
             with _opened(file) as stream:
-                for place in found:
+                for place in group:
                     yield content_at(stream, int(place.row or 0), MAX_PICTURE)
 
     def _paths(self) -> list[str]:
@@ -353,8 +353,8 @@ class Tars(Source):
         """All tars, sorted by name, each once."""
         paths = self._paths()
         listed = list_files(paths[0], TAR) if len(paths) == 1 else list_range(paths, TAR)
-        found = {file.name: file for file in listed}
-        return [found[name] for name in sorted(found)]
+        files = {file.name: file for file in listed}
+        return [files[name] for name in sorted(files)]
 
     def _pictures(self, sample: Sample) -> list[File]:
         return [sample.files[name] for name in self.pictures_are if name in sample.files]
@@ -381,14 +381,14 @@ class Tars(Source):
         s = self.settings
         files = sample.files
         values = _json(sample) if self.needs_json else {}
-        given = files["txt"].content if self.has_text and "txt" in files else b""
+        text = files["txt"].content if self.has_text and "txt" in files else b""
         pictures = self._pictures(sample)
         picture = pictures[0] if len(pictures) == 1 else None
-        is_usable = picture is not None and values is not None and given is not None
+        is_usable = picture is not None and values is not None and text is not None
         values = values or {}
         captions: tuple[str, ...] = captions_of(values.get(s.caption_column or ""))
         if self.has_text:
-            captions = (text_of_file(given or b"").strip(),)
+            captions = (text_of_file(text or b"").strip(),)
         return embedded_row(
             picture.content if picture is not None and is_usable else None,
             PictureLocation(file, picture.offset if picture is not None else None),
@@ -407,7 +407,7 @@ class Tars(Source):
 
 def _count(path: str) -> int:
     """How many paths braces of numbers and lists expand to. Raises ValueError."""
-    levels = [[0, 1]]  # of each open brace: paths before its last comma, and behind it
+    levels = [[0, 1]]  # for each open brace: paths before its last comma, and behind it
     for token in BRACES.finditer(path):
         first, last, step = token.groups()
         if first is not None:

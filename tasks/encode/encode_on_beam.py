@@ -77,7 +77,7 @@ class EncodeShard(beam.DoFn):
         yield task.key
 
     def _built(self, store: Store, task: EncodeTask) -> Shard:
-        """The shard, encoded here or meanwhile by another process. Raises _Busy."""
+        """The shard, encoded here, or by another process during the wait. Raises _Busy."""
         with store.shard_lock(STAGE, task.key, self._wait):
             return store.shard(STAGE, task.key) or self._encoded(store, task)
 
@@ -149,14 +149,14 @@ def encode_shards(
             shards = list(store.committed_shards(STAGE, sizes))
     finally:
         reports.clear()
-        # Beam keeps a reference to the last shared object. A new one releases the encoders.
+        # Beam keeps a reference to the last shared object. A new object releases the encoders.
         Shared().acquire(_Placeholder)
         _free_memory()
-    found = [shard for shard in shards if shard is not None]
-    if len(found) < len(shards):
+    encoded = [shard for shard in shards if shard is not None]
+    if len(encoded) < len(shards):
         raise RuntimeError("encode: the pipeline ended without committing every shard")
-    watch.show_end(sum((Counter(shard.meta["bad_reasons"]) for shard in found), Counter()))
-    return found
+    watch.show_end(sum((Counter(shard.meta["bad_reasons"]) for shard in encoded), Counter()))
+    return encoded
 
 
 def _free_memory() -> None:

@@ -60,8 +60,8 @@ class EncodingPlan:
         """Load the encoders in this process. Raises Refused."""
         job = self.job
         encoder = open_encoder(self.job)
-        given = (encoder, self.settings, job.batch_size, self.decoders)
-        return ShardEncoder(*given, embeds=job.embeds)
+        arguments = (encoder, self.settings, job.batch_size, self.decoders)
+        return ShardEncoder(*arguments, embeds=job.embeds)
 
 
 def encode_tar(encoder: ShardEncoder, tar: str, sha256: str, path: str) -> dict[str, Any]:
@@ -95,11 +95,11 @@ def serve(descriptors: Sequence[int]) -> None:
             receives the plan.
     """
     connections = [Connection(descriptor) for descriptor in descriptors]
-    found = receive(connections[0])
-    job = EncodeJob(**found.pop("job"))
-    settings = TransformSettings(**found.pop("settings"))
+    message = receive(connections[0])
+    job = EncodeJob(**message.pop("job"))
+    settings = TransformSettings(**message.pop("settings"))
     try:
-        encoder = EncodingPlan(job, settings, **found).open()
+        encoder = EncodingPlan(job, settings, **message).open()
     except Refused as error:
         send(connections[0], _described(error))
         return
@@ -117,10 +117,10 @@ def serve(descriptors: Sequence[int]) -> None:
 
 def _answer(connection: Connection, encoder: ShardEncoder, request: dict[str, Any]) -> None:
     try:
-        found = {"facts": encode_tar(encoder, **request)}
+        answer = {"facts": encode_tar(encoder, **request)}
     except Exception as error:  # the client raises it
-        found = _described(error)
-    send(connection, found)
+        answer = _described(error)
+    send(connection, answer)
 
 
 def _described(error: Exception) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class EncoderPool:
         except ProcessLost:
             with self._lock:
                 self._slots -= 1
-                stays = self._slots <= 0  # the last one: who waits for a slot gets its error
+                stays = self._slots <= 0  # the last slot: a thread that waits for it gets its error
             raise
         finally:
             if stays:

@@ -91,12 +91,12 @@ def decoded_batches(
             return error
 
     jobs = (decoders.submit(prepare, number, sample) for number, sample in enumerate(samples))
-    for found in _in_order(jobs, ahead):
-        if isinstance(found, BadSample):
-            bad[found.reason] += 1
+    for picture in _in_order(jobs, ahead):
+        if isinstance(picture, BadSample):
+            bad[picture.reason] += 1
             continue
-        batch = waiting[found.variants[0].target_size]
-        batch.append(found)
+        batch = waiting[picture.variants[0].target_size]
+        batch.append(picture)
         if len(batch) == batch_size:
             yield _stacked(batch)
             batch.clear()
@@ -265,14 +265,14 @@ def _encode_batch(
 
     The plain variants are encoded first, then the mirrored ones in a batch of their own.
     """
-    found: dict[int, list[LatentSample | None]] = defaultdict(list)
+    by_position: dict[int, list[LatentSample | None]] = defaultdict(list)
     for variant, pixels in enumerate(batch.pixels):
         pictures = [picture for picture in batch.pictures if len(picture.variants) > variant]
         latents = _encode_variant(pictures, variant, pixels, encoder, settings)
         for picture, latent in zip(pictures, latents, strict=True):
-            found[picture.position].append(latent)
+            by_position[picture.position].append(latent)
     for picture in batch.pictures:
-        variants = [latent for latent in found[picture.position] if latent is not None]
+        variants = [latent for latent in by_position[picture.position] if latent is not None]
         if len(variants) < len(picture.variants):
             bad["NaN latent"] += 1
             continue
@@ -306,7 +306,7 @@ def _encode_variant(
     ]
     masked_means = [encoder.images(np.where(m[:, None], np.float32(0), pixels))[0] for m in masks]
     step = encoder.info["vae_scale_factor"]
-    for row, (picture, one) in enumerate(zip(pictures, transformed, strict=True)):
+    for row, (picture, decoded) in enumerate(zip(pictures, transformed, strict=True)):
         arrays = [means[row], logvars[row], *(masked[row] for masked in masked_means)]
         if not all(np.isfinite(array).all() for array in arrays):
             yield None
@@ -318,10 +318,10 @@ def _encode_variant(
             mean=mean,
             logvar=logvar,
             id=picture.sha256,
-            original_size=one.original_size,
-            crop_top_left=one.crop_top_left,
-            target_size=one.target_size,
-            flip=one.flip,
+            original_size=decoded.original_size,
+            crop_top_left=decoded.crop_top_left,
+            target_size=decoded.target_size,
+            flip=decoded.flip,
             caption_rows=(),
             aesthetic_score=picture.score,
             masked=Masked(np.stack(small), np.stack(hidden)) if masks else None,

@@ -126,7 +126,7 @@ class Resampling:
 
     count: int
     seed: int
-    prompts: Prompts | None = None  # of the pictures; None: each has one of its own
+    prompts: Prompts | None = None  # of the pictures; None: each has its own prompt
 
     @property
     def of_references(self) -> Resampling:
@@ -137,8 +137,8 @@ class Resampling:
     def clusters(self) -> int:
         """The number of prompts to resample; 0 if each picture is resampled by itself.
 
-        So it is if every prompt has one picture. Of one prompt alone, the spread between prompts
-        is unknown: an interval then speaks of this prompt.
+        This is also the case if every prompt has one picture. With one prompt alone, the spread
+        between prompts is unknown: an interval is then about this prompt only.
         """
         if self.prompts is None:
             return 0
@@ -152,17 +152,17 @@ class Resampling:
         """
         drawn = self.clusters or n
         rng = np.random.default_rng((self.seed, stream, drawn))
-        found = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=self.count)
+        counts = rng.multinomial(drawn, np.full(drawn, 1 / drawn), size=self.count)
         if self.clusters:
             _, prompt_of = np.unique(np.array(self.prompts), return_inverse=True)
-            found = found[:, prompt_of]
-        return np.asarray(found)
+            counts = counts[:, prompt_of]
+        return np.asarray(counts)
 
     @lru_cache(maxsize=8)  # noqa: B019  # until `memory_released`
     def weights(self, n: int, stream: int = PICTURES) -> Float64:
         """Bootstrap weights f64 [count, n] of n pictures, with sum 1. They are read-only."""
-        found = self.counts(n, stream)
-        shares = found / found.sum(axis=1, keepdims=True)
+        counts = self.counts(n, stream)
+        shares = counts / counts.sum(axis=1, keepdims=True)
         shares.setflags(write=False)
         return np.asarray(shares)
 
@@ -210,7 +210,7 @@ def difference(
     Raises:
         ValueError: the estimates are not paired.
     """
-    pictures = [(one.n, one.prompts, len(one.resampled)) for one in (tuned, other)]
+    pictures = [(e.n, e.prompts, len(e.resampled)) for e in (tuned, other)]
     if pictures[0] != pictures[1]:
         raise ValueError("the two metrics are of different pictures or resamples")
     value = tuned.value - factor * other.value - offset
@@ -304,12 +304,12 @@ def quantile(level: float, units: int) -> float:
 
 def _variance(resampled: Float64, units: int) -> float:
     """The squared standard error. Resamples of G units have (G - 1) / G of it."""
-    found = float(resampled.var(ddof=1)) if len(resampled) > 1 else 0.0
-    return found * units / (units - 1) if units else found
+    variance = float(resampled.var(ddof=1)) if len(resampled) > 1 else 0.0
+    return variance * units / (units - 1) if units else variance
 
 
 def _trials(estimate: Estimate, level: float) -> float:
-    """The number of independent pictures that tell as much of a share.
+    """The number of independent pictures that say as much about a share.
 
     Korn & Graubard 1998: a share's variance by the resamples, and Student's t, reduce the number.
     """
@@ -389,8 +389,8 @@ def cmmd(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) 
         yy = _mean(_gaussian, y, y, wy, wy)
         return CMMD_SCALE * (xx + yy - 2.0 * _mean(_gaussian, x, y, wx, wy))
 
-    found = _estimate(distance, len(x), len(y), resampling)
-    return replace(found, value=max(found.value, 0.0), low=0.0)
+    estimate = _estimate(distance, len(x), len(y), resampling)
+    return replace(estimate, value=max(estimate.value, 0.0), low=0.0)
 
 
 def kid(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
@@ -467,8 +467,8 @@ def precision(images: NDArray[Any], reference: NDArray[Any], resampling: Resampl
     def value(wx: Float64, wy: Float64) -> Float64:
         return np.asarray(((wy > 0) @ inside.T.astype(np.float64) > 0.5) * wx).sum(axis=1)
 
-    found = _estimate(value, len(images), len(reference), resampling)
-    return replace(found, is_share=True, counted=len(images))
+    estimate = _estimate(value, len(images), len(reference), resampling)
+    return replace(estimate, is_share=True, counted=len(images))
 
 
 def recall(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling) -> Estimate:
@@ -478,8 +478,8 @@ def recall(images: NDArray[Any], reference: NDArray[Any], resampling: Resampling
     def value(wx: Float64, wy: Float64) -> Float64:
         return np.asarray(((wx > 0) @ inside.T.astype(np.float64) > 0.5) * wy).sum(axis=1)
 
-    found = _estimate(value, len(images), len(reference), resampling)
-    return replace(found, is_share=True, counted=len(reference))
+    estimate = _estimate(value, len(images), len(reference), resampling)
+    return replace(estimate, is_share=True, counted=len(reference))
 
 
 class Distance(Protocol):
@@ -536,10 +536,10 @@ def _blocks(count: int) -> Iterator[slice]:
 
 def _mean(kernel: Kernel, x: Float64, y: Float64, wx: Float64, wy: Float64) -> Float64:
     """Mean [B] of the kernel over pairs of x [N, D] and y [M, D], for weights [B, N] and [B, M]."""
-    found = np.zeros(len(wx))
+    sums = np.zeros(len(wx))
     for rows in _blocks(len(x)):
-        found += ((wx[:, rows] @ kernel(x[rows], y)) * wy).sum(axis=1)
-    return found
+        sums += ((wx[:, rows] @ kernel(x[rows], y)) * wy).sum(axis=1)
+    return sums
 
 
 def _off_diagonal(kernel: Kernel, x: Float64, w: Float64) -> Float64:

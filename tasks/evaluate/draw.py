@@ -138,15 +138,15 @@ def draw(
         ValueError: the models differ in pipeline folder or VAE.
     """
     keyed = [(spec.key(model), model) for model in models]
-    found = {key: store.shard(STAGE, key) for key, _ in keyed}
-    missing = {key: model for key, model in keyed if found[key] is None}
+    stored = {key: store.shard(STAGE, key) for key, _ in keyed}
+    missing = {key: model for key, model in keyed if stored[key] is None}
     if missing:
         outs = {key: scratch / key for key in missing}
         run(_job(missing, outs, spec, store.compiled_url), on_event)
         for key, out in outs.items():
-            found[key] = _commit(store, key, out, len(spec.prompts))
+            stored[key] = _commit(store, key, out, len(spec.prompts))
             shutil.rmtree(out)
-    shards = [found[key] for key, _ in keyed]
+    shards = [stored[key] for key, _ in keyed]
     return [shard for shard in shards if shard is not None]
 
 
@@ -211,7 +211,7 @@ def read_losses(store: Store, shard: Shard) -> NDArray[np.float64]:
 
 
 def digest_pipeline(base: Base) -> str:
-    """sha256 of the parts of a pipeline folder that affect its pictures; of its own VAE."""
+    """sha256 of the parts of a pipeline folder that affect its pictures, its own VAE included."""
     digest = digest_model(base.folder, DRAWING_PARTS)
     unusual = base.unusual_texts
     return digest_json({"pipeline": digest, "texts": unusual}) if unusual else digest
@@ -352,16 +352,16 @@ def compare_pictures(artifact: Artifact, champion: Artifact | None) -> Compariso
     prompts = list[str]()
     chosen = list[int]()
     sets = artifact.manifest["settings"]["prompts"].values()
-    for given in sets:
+    for set_prompts in sets:
         share = max(1, SHOWN // len(sets))
-        chosen += [len(prompts) + n for n in choose(given, share)]
-        prompts += given
+        chosen += [len(prompts) + n for n in choose(set_prompts, share)]
+        prompts += set_prompts
     drawn = artifact.summary["drawn"]  # model -> key of its shard
     if champion is not None:
         own = {"champion": champion.summary["drawn"]["tuned"]}
         drawn = {"base": drawn["base"], **own, "tuned": drawn["tuned"]}
-    found = [_pictures(artifact.store, key, set(chosen)) for key in drawn.values()]
-    rows = [(prompts[n], [pictures[n] for pictures in found]) for n in chosen]
+    by_model = [_pictures(artifact.store, key, set(chosen)) for key in drawn.values()]
+    rows = [(prompts[n], [pictures[n] for pictures in by_model]) for n in chosen]
     return Comparison("Before and after", tuple(drawn), rows, artifact.read(GRID))
 
 

@@ -76,14 +76,14 @@ def _check_input_size(folder: Path, setting: str) -> None:
     vision = {**(model.get("vision_config") or {}), **(model.get("vision_config_dict") or {})}
     side = vision.get("image_size", CLIP_SIDE)
     cropped = config.get("do_center_crop", True)
-    given = config.get("crop_size" if cropped else "size") or CLIP_SIDE
-    if isinstance(given, dict):
-        given = [given.get(name, given.get("shortest_edge")) for name in ("height", "width")]
-    elif isinstance(given, int):
-        given = [given, given]
-    if given != [side, side]:
+    size = config.get("crop_size" if cropped else "size") or CLIP_SIDE
+    if isinstance(size, dict):
+        size = [size.get(name, size.get("shortest_edge")) for name in ("height", "width")]
+    elif isinstance(size, int):
+        size = [size, size]
+    if size != [side, side]:
         raise Refused(
-            f"{setting}: {folder}: its image processor gives {given[0]} x {given[1]} pixels, its "
+            f"{setting}: {folder}: its image processor gives {size[0]} x {size[1]} pixels, its "
             f"model takes {side} x {side}: correct {'crop_size' if cropped else 'size'} in its "
             "preprocessor_config.json"
         )
@@ -118,7 +118,7 @@ def check_image_encoder(folder: Path) -> None:
 def digest_image_encoder(folder: Path) -> str:
     """sha256 of an image encoder, for keys.
 
-    It tells that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
+    It says that `_whole_pictures` resizes where the processor crops in its resize or keeps shapes.
     """
     digest = digest_model(folder)
     processor = _processor(folder)  # its class has defaults, too
@@ -288,8 +288,9 @@ class VisionModel:
     """Any vision model of `transformers`, such as Dinov2Model, in float32 and inference mode.
 
     Its features are the `pooler_output`; DINOv2's is the normalised class token, as FD-DINOv2 uses
-    it (Stein et al. 2023, arXiv 2306.04675). A model without one has the mean of its last states.
-    A model of pictures and texts, such as SiglipModel, has its image features.
+    it (Stein et al. 2023, arXiv 2306.04675). A model without this output has
+    the mean of its last states. For a model of pictures and texts, such as SiglipModel, they are
+    its image features.
 
     Args:
         folder: local `transformers` folder with model and image processor.
@@ -364,7 +365,7 @@ def _whole_pictures(processor: Any, pictures: Sequence[Picture]) -> Any:
     if getattr(processor, "crop_pct", None) is not None:
         # The resize of ConvNeXt and PoolFormer crops too, so it gets nothing to do.
         whole = (Image.fromarray(picture) for picture in pictures)
-        pictures = [np.asarray(one.resize((width, height), processor.resample)) for one in whole]
+        pictures = [np.asarray(i.resize((width, height), processor.resample)) for i in whole]
         options = {"do_resize": False}
     if getattr(processor, "do_center_crop", False):
         options["do_center_crop"] = False
@@ -432,10 +433,10 @@ def _check_parts(folder: Path, setting: str, parts: Mapping[str, tuple[str, ...]
         if not any((folder / name).is_file() for name in files):
             raise Refused(f"{setting}: {folder} has no {' or '.join(files)} ({part})")
     try:
-        found = weight_shapes(folder)
+        shapes = weight_shapes(folder)
     except Refused as error:
         raise Refused(f"{setting}: {error}") from None
-    if not found:  # but an index
+    if not shapes:  # but an index
         raise Refused(f"{setting}: {folder} has no .safetensors weights: fetch them")
 
 
@@ -477,14 +478,14 @@ def reference_features(
         tell: called after each batch, with the number of pictures so far.
     """
     keys = {
-        name: digest_json({"features": VERSION, "encoder": one.digest, **facts})
-        for name, one in encoders.items()
+        name: digest_json({"features": VERSION, "encoder": encoder.digest, **facts})
+        for name, encoder in encoders.items()
     }
     shards = {name: store.shard(STAGE, key) for name, key in keys.items()}
     missing = {name: encoders[name].model for name, shard in shards.items() if shard is None}
     if missing:
         named, computed = _compute(missing, pictures, tell)
-        shards |= {name: _commit(store, keys[name], one, named) for name, one in computed.items()}
+        shards |= {name: _commit(store, keys[name], f, named) for name, f in computed.items()}
     return {name: _read(store, shard) for name, shard in shards.items() if shard is not None}
 
 
@@ -502,7 +503,7 @@ def _compute(
             rows[name].append(model.images([picture for *_, picture in batch]))
         tell(len(names))
     none = [np.zeros((0, 0), np.float32)]
-    return names, {name: np.concatenate(found or none) for name, found in rows.items()}
+    return names, {name: np.concatenate(blocks or none) for name, blocks in rows.items()}
 
 
 def _commit(store: Store, key: str, features: Float32, pictures: list[tuple[str, str]]) -> Shard:

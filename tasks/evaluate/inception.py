@@ -158,14 +158,14 @@ class Inception:
 
         The network itself resizes pictures to 299 x 299, as TensorFlow 1 did, and scales them.
         """
-        given = list(pictures)
+        all_pictures = list(pictures)
         by_size: dict[tuple[int, ...], list[int]] = {}
-        for number, picture in enumerate(given):
+        for number, picture in enumerate(all_pictures):
             by_size.setdefault(picture.shape, []).append(number)
-        features = np.zeros((len(given), FEATURES), np.float32)
+        features = np.zeros((len(all_pictures), FEATURES), np.float32)
         for numbers in by_size.values():
             for batch in batches(numbers, BATCH):
-                features[batch] = self._features([given[number] for number in batch])
+                features[batch] = self._features([all_pictures[number] for number in batch])
         return features
 
     def close(self) -> None:

@@ -46,12 +46,12 @@ class MeasuringModels:
         """Name -> sha256 of the models."""
         folders = {"clip": self.clip}
         folders |= {f"judge {name}": path for name, path in self.preference_models.items()}
-        found = {name: digest_model(path) for name, path in folders.items()}
+        digests = {name: digest_model(path) for name, path in folders.items()}
         if self.image_encoder is not None:
-            found["image_encoder"] = digest_image_encoder(self.image_encoder)
+            digests["image_encoder"] = digest_image_encoder(self.image_encoder)
         if self.inception is not None:
-            found["inception"] = digest_model_file(self.inception)
-        return found
+            digests["inception"] = digest_model_file(self.inception)
+        return digests
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ def model_digests(base: Base) -> dict[str, str]:
 VERSION = 6
 
 
-def sampling_spec(given: EvalInputs) -> SamplingSpec:
+def sampling_spec(inputs: EvalInputs) -> SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
-    recipe = given.recipe
-    latents = given.latents
-    settings = given.recipe.evaluate
+    recipe = inputs.recipe
+    latents = inputs.latents
+    settings = inputs.recipe.evaluate
     has_holdout = open_latents(latents.uri).held_out > 0
     return SamplingSpec(
         runtime=recipe.runtime,
@@ -116,7 +116,7 @@ def sampling_spec(given: EvalInputs) -> SamplingSpec:
             "seed": settings.seed,
             **recipe.train.holdout_loss_inputs,
         },
-        family_facts=given.base.family.key_facts,
+        family_facts=inputs.base.family.key_facts,
         text_dtype=recipe.encode.text_dtype if has_holdout else None,
         flash_attention=recipe.train.mindspore.flash_attention,
         offload=settings.offload,
@@ -129,31 +129,31 @@ def loss_facts(schedule: Schedule, base: Base, extras: ExtraInputs) -> dict[str,
     return {"schedule": schedule_facts(schedule), "encoders": encoders, "sees": vars(extras)}
 
 
-def fingerprint(given: EvalInputs) -> str:
+def fingerprint(inputs: EvalInputs) -> str:
     """sha256 of all facts that two evaluations must share for comparable metrics."""
-    recipe = given.recipe
-    schedule = given.base.schedule(recipe.train)
+    recipe = inputs.recipe
+    schedule = inputs.base.schedule(recipe.train)
     extras = ExtraInputs.from_settings(recipe.train)
     return digest_json(
         {
             "version": VERSION,
-            "sampling": sampling_spec(given).facts(),
+            "sampling": sampling_spec(inputs).facts(),
             "sets": {name: list(prompts) for name, prompts in prompt_sets(recipe.evaluate).items()},
             "compared": list(compared_sets(recipe.evaluate)),
-            "models": given.measuring.digests(),
-            "reference": given.images.digest,
+            "models": inputs.measuring.digests(),
+            "reference": inputs.images.digest,
             "transform": asdict(TransformSettings.of(recipe)),
             "judges": judge_names(recipe.evaluate.judges),
             "memorization": recipe.evaluate.memorization.model_dump(mode="json"),
             "bootstrap": recipe.evaluate.bootstrap,
-            "loss": loss_facts(schedule, given.base, extras),
+            "loss": loss_facts(schedule, inputs.base, extras),
         }
     )
 
 
-def same_loss(given: EvalInputs, model: EvalModel) -> bool:
+def same_loss(inputs: EvalInputs, model: EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
     theirs = read_schedule(model.part("scheduler"))
-    ours = given.base.schedule(given.recipe.train)
-    extras = ExtraInputs.from_settings(given.recipe.train)
-    return loss_facts(theirs, model.base, model.extras) == loss_facts(ours, given.base, extras)
+    ours = inputs.base.schedule(inputs.recipe.train)
+    extras = ExtraInputs.from_settings(inputs.recipe.train)
+    return loss_facts(theirs, model.base, model.extras) == loss_facts(ours, inputs.base, extras)

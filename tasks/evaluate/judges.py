@@ -59,10 +59,10 @@ JUDGES: dict[JudgeName, JudgeEntry] = {
 
 def judge_names(settings: Sequence[JudgeName | PreferenceModel]) -> list[str]:
     """The metric name of every judge of `evaluate.judges`."""
-    found: list[str] = []
-    for one in settings:
-        found += [one.name] if isinstance(one, PreferenceModel) else JUDGES[one].judges
-    return found
+    names: list[str] = []
+    for judge in settings:
+        names += [judge.name] if isinstance(judge, PreferenceModel) else JUDGES[judge].judges
+    return names
 
 
 def open_judges(
@@ -80,13 +80,13 @@ def open_judges(
     Raises:
         Refused: a preference model fails to load.
     """
-    found: dict[str, Judge] = {}
-    for one in settings:
-        if not isinstance(one, PreferenceModel):
-            found |= JUDGES[one].judges
-        elif one.name in models:
-            found[one.name] = preference_judge(one.name, models[one.name], device, prompts)
-    return found
+    judges: dict[str, Judge] = {}
+    for judge in settings:
+        if not isinstance(judge, PreferenceModel):
+            judges |= JUDGES[judge].judges
+        elif judge.name in models:
+            judges[judge.name] = preference_judge(judge.name, models[judge.name], device, prompts)
+    return judges
 
 
 def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str]) -> Judge:
@@ -102,25 +102,25 @@ def preference_judge(name: str, folder: Path, device: str, prompts: Sequence[str
 
 def check_prompts(settings: Sequence[JudgeName | PreferenceModel], prompts: Sequence[str]) -> None:
     """Raise Refused for the first prompt that a judge does not support."""
-    for one in settings:
-        if isinstance(one, PreferenceModel):
+    for judge in settings:
+        if isinstance(judge, PreferenceModel):
             continue
         try:
-            JUDGES[one].check(prompts)
+            JUDGES[judge].check(prompts)
         except ValueError as error:
             raise Refused(
-                f"{one}: {error}; for other prompts leave {one} out", setting="evaluate.judges"
+                f"{judge}: {error}; for other prompts leave {judge} out", setting="evaluate.judges"
             ) from None
 
 
 def check_sides(settings: Sequence[JudgeName | PreferenceModel], height: int, width: int) -> None:
     """Raise Refused for a judge that does not support pictures of this size."""
-    for one in settings:
-        side = None if isinstance(one, PreferenceModel) else JUDGES[one].side
+    for judge in settings:
+        side = None if isinstance(judge, PreferenceModel) else JUDGES[judge].side
         if side is not None and (height, width) != (side, side):
             raise Refused(
-                f"{one} judges pictures of {side} x {side} pixels, not {height} x "
-                f"{width}: set evaluate.height and width, or leave {one} out",
+                f"{judge} judges pictures of {side} x {side} pixels, not {height} x "
+                f"{width}: set evaluate.height and width, or leave {judge} out",
                 setting="evaluate.judges",
             )
 
@@ -133,10 +133,10 @@ def judge_pictures(
     Raises:
         Refused: a judge does not support these pictures.
     """
-    found = {}
+    scores = {}
     for name, judge in judges.items():
         try:
-            found[name] = judge(images, prompts)
+            scores[name] = judge(images, prompts)
         except ValueError as error:
             raise Refused(f"{name}: {error}", setting="evaluate.judges") from None
-    return found
+    return scores

@@ -120,7 +120,7 @@ def find_pictures(
 ) -> dict[tuple[str, str], NDArray[np.uint8]]:
     """Chosen pictures by (path of the tar, sample key); only their tars are read."""
     buckets = bucket_sizes(settings, factor)
-    found = {}
+    pictures = {}
     for entry in images.files:
         keys = {key for path, key in wanted if path == entry.path}
         if not keys:
@@ -129,8 +129,8 @@ def find_pictures(
             if sample.key in keys:
                 picture = _transformed(sample, settings, buckets)
                 if picture is not None:
-                    found[entry.path, sample.key] = picture
-    return found
+                    pictures[entry.path, sample.key] = picture
+    return pictures
 
 
 def _transformed(
@@ -179,22 +179,22 @@ class MetricSuite:
     memorization: Memorization
 
     @classmethod
-    def of(cls, given: EvalInputs, store: Store, progress: Report) -> MetricSuite:
+    def of(cls, inputs: EvalInputs, store: Store, progress: Report) -> MetricSuite:
         """The metrics of a recipe. Raises Refused if a model fails to load."""
-        recipe = given.recipe
-        settings = given.recipe.evaluate
-        sets = prompt_sets(given.recipe.evaluate)
+        recipe = inputs.recipe
+        settings = inputs.recipe.evaluate
+        sets = prompt_sets(inputs.recipe.evaluate)
         prompts = all_prompts(sets)
-        models = given.measuring.preference_models
-        clip = Clip(given.measuring.clip, settings.device)
+        models = inputs.measuring.preference_models
+        clip = Clip(inputs.measuring.clip, settings.device)
         clip.tell_cut_prompts(prompts)
         image: ImageEncoder = WholePictures(clip)
-        if given.measuring.image_encoder is not None:
-            image = open_image_encoder(given.measuring.image_encoder, settings.device)
+        if inputs.measuring.image_encoder is not None:
+            image = open_image_encoder(inputs.measuring.image_encoder, settings.device)
         searching: dict[str, ImageEncoder] = {IMAGE: image, PIXELS: Pixels()}  # of memorisation
         encoders = {CLIP: clip, **searching}
-        if given.measuring.inception is not None:
-            encoders[INCEPTION] = Inception(given.measuring.inception, settings.device)
+        if inputs.measuring.inception is not None:
+            encoders[INCEPTION] = Inception(inputs.measuring.inception, settings.device)
         return cls(
             sets=sets,
             compared=compared_sets(recipe.evaluate),
@@ -202,9 +202,9 @@ class MetricSuite:
             resampling=Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,
             text_features=clip.texts(prompts),
-            held_out=_references(given, store, encoders, "holdout", LIMIT, progress),
+            held_out=_references(inputs, store, encoders, "holdout", LIMIT, progress),
             training=_references(
-                *(given, store, searching, "train", settings.memorization.pictures, progress)
+                *(inputs, store, searching, "train", settings.memorization.pictures, progress)
             ),
             memorization=settings.memorization,
         )
@@ -212,7 +212,7 @@ class MetricSuite:
     @property
     def shards(self) -> list[Shard]:
         """The stored features of the references."""
-        return [one.shard for one in (*self.held_out.values(), *self.training.values())]
+        return [reference.shard for reference in (*self.held_out.values(), *self.training.values())]
 
     @property
     def prompts(self) -> Prompts:
@@ -236,14 +236,14 @@ class MetricSuite:
             model: the model's name for the progress, such as "base".
         """
         features, scores = self._look(store, drawn, model, progress)
-        count = self.resampling.count  # of a large encoder's features, this takes some seconds
+        count = self.resampling.count  # with a large encoder's features, this takes some seconds
         log.info("evaluate: intervals of the %s by %s resamples", model, f"{count:,}")
-        found = self._clip_scores(features[CLIP]) | self._distances(features)
-        found |= holdout_losses(read_losses(store, drawn), self.resampling)
+        estimates = self._clip_scores(features[CLIP]) | self._distances(features)
+        estimates |= holdout_losses(read_losses(store, drawn), self.resampling)
         closest = self.nearest_training(features)
         if closest is not None:
-            found |= closest.metrics(self.memorization, self._by_prompt(self.prompts))
-        return Measured(with_ranges(found | self._judged(scores)), closest)
+            estimates |= closest.metrics(self.memorization, self._by_prompt(self.prompts))
+        return Measured(with_ranges(estimates | self._judged(scores)), closest)
 
     def _look(
         self, store: Store, drawn: Shard, model: str, progress: Report
@@ -288,15 +288,15 @@ class MetricSuite:
         by_clip = features[CLIP][chosen]
         by_image = features[IMAGE][chosen]
         reference = self.held_out[IMAGE].features
-        found = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, resampling)}
+        estimates = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, resampling)}
         for name, distance in DISTANCES.items():
-            found[name] = distance(by_image, reference, resampling)
+            estimates[name] = distance(by_image, reference, resampling)
         if INCEPTION in features:
             drawn = features[INCEPTION][chosen]
             reference = self.held_out[INCEPTION].features
             for name, distance in INCEPTION_DISTANCES.items():
-                found[name] = distance(drawn, reference, resampling)
-        return found
+                estimates[name] = distance(drawn, reference, resampling)
+        return estimates
 
     def nearest_training(self, features: Mapping[str, Float32]) -> NearestTraining | None:
         """The training pictures nearest to others, by their features; None without pictures."""
@@ -308,10 +308,10 @@ class MetricSuite:
         )
 
     def _judged(self, scores: Mapping[str, Scores]) -> dict[str, Estimate]:
-        found: dict[str, Estimate] = {}
+        estimates: dict[str, Estimate] = {}
         for name, values in scores.items():
-            found |= self._by_set(name, values)
-        return found
+            estimates |= self._by_set(name, values)
+        return estimates
 
 
 @contextmanager
@@ -358,17 +358,17 @@ def _numbers(part: slice) -> range:
 
 
 def _references(
-    given: EvalInputs,
+    inputs: EvalInputs,
     store: Store,
     models: Mapping[str, ImageEncoder],
     split: Split,
     limit: int,
     progress: Report,
 ) -> References:
-    settings = TransformSettings.of(given.recipe)
-    latents = open_latents(given.latents.uri)
+    settings = TransformSettings.of(inputs.recipe)
+    latents = open_latents(inputs.latents.uri)
     factor = latents.info["size_step"]
-    digests = given.measuring.digests()
+    digests = inputs.measuring.digests()
     identities = {
         CLIP: digests["clip"],
         IMAGE: f"whole pictures {digests.get('image_encoder', digests['clip'])}",
@@ -376,7 +376,7 @@ def _references(
     }
     if INCEPTION in models:
         identities[INCEPTION] = digests["inception"]
-    images = given.training if split == "train" else given.images
+    images = inputs.training if split == "train" else inputs.images
     facts = {
         "images": images.digest,
         "transform": vars(settings),

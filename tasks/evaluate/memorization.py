@@ -41,10 +41,10 @@ class NearestTraining:
     features: Nearest
     pixels: Nearest
 
-    def metrics(self, given: Memorization, resampling: Resampling) -> dict[str, Estimate]:
+    def metrics(self, settings: Memorization, resampling: Resampling) -> dict[str, Estimate]:
         """The share of samples over each threshold."""
-        features = self.features.similarity >= given.similarity
-        pixels = self.pixels.similarity >= given.pixel_similarity
+        features = self.features.similarity >= settings.similarity
+        pixels = self.pixels.similarity >= settings.pixel_similarity
         return {FEATURES: share(features, resampling), PIXELS: share(pixels, resampling)}
 
 
@@ -73,13 +73,13 @@ class Pair:
     key: str  # of the sample in that tar
 
 
-def closest_pairs(found: NearestTraining, training: ReferenceFeatures) -> list[Pair]:
+def closest_pairs(samples: NearestTraining, training: ReferenceFeatures) -> list[Pair]:
     """The PAIRS most similar pairs: half of them by features, half by pixels, best first."""
     pairs = []
-    for by, one in (("features", found.features), ("pixels", found.pixels)):
-        for number in np.argsort(-one.similarity, kind="stable")[: PAIRS // 2].tolist():
-            tar, key = training.pictures[int(one.index[number])]
-            pairs.append(Pair(number, by, float(one.similarity[number]), tar, key))
+    for by, neighbours in (("features", samples.features), ("pixels", samples.pixels)):
+        for number in np.argsort(-neighbours.similarity, kind="stable")[: PAIRS // 2].tolist():
+            tar, key = training.pictures[int(neighbours.index[number])]
+            pairs.append(Pair(number, by, float(neighbours.similarity[number]), tar, key))
     return pairs
 
 

@@ -58,7 +58,7 @@ def metric_rows(
         differences: metric name -> other model -> {"value", "ci"} of tuned - other.
     """
     measured = [model for model in MODELS if any(model in models for models in metrics.values())]
-    others = [model for model in measured if any(model in one for one in differences.values())]
+    others = [model for model in measured if any(model in m for m in differences.values())]
     return [
         {
             "metric": name,
@@ -104,13 +104,15 @@ def sample_prompts(settings: Evaluate) -> tuple[str, ...]:
     return tuple(dict.fromkeys(alternating))[:MAX_SAMPLES]
 
 
-def _expand(name: str, given: PromptSet) -> tuple[str, ...]:
+def _expand(name: str, prompt_set: PromptSet) -> tuple[str, ...]:
     if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None:
         raise Refused(
             f"name {name!r}: use letters, digits, _, . and - only", setting="evaluate.prompts"
         )
-    prompts = given.prompts or read_prompts(f"evaluate.prompts.{name}.file", str(given.file))
-    return tuple(prompt for prompt in prompts for _ in range(given.images_per_prompt))
+    prompts = prompt_set.prompts or read_prompts(
+        f"evaluate.prompts.{name}.file", str(prompt_set.file)
+    )
+    return tuple(prompt for prompt in prompts for _ in range(prompt_set.images_per_prompt))
 
 
 def read_prompts(setting: str, url: str) -> tuple[str, ...]:
@@ -167,11 +169,11 @@ RANGES: dict[str, Interval] = {
 
 def with_ranges(estimates: Estimates) -> dict[str, Estimate]:
     """The estimates of metrics by name, with the metrics' ranges."""
-    found = dict(estimates)
-    for name, one in estimates.items():
+    ranged = dict(estimates)
+    for name, estimate in estimates.items():
         if (limits := RANGES.get(name.partition("/")[0])) is not None:
-            found[name] = replace(one, low=limits[0], high=limits[1])
-    return found
+            ranged[name] = replace(estimate, low=limits[0], high=limits[1])
+    return ranged
 
 
 def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
@@ -249,17 +251,17 @@ def prompt_numbers(sets: PromptSets) -> tuple[int, ...]:
 
 def slices_by_set(sets: PromptSets) -> dict[str, slice]:
     """Prompt set name -> the slice of its pictures in `all_prompts`."""
-    found = {}
+    slices = {}
     start = 0
     for name, prompts in sets.items():
-        found[name] = slice(start, start + len(prompts))
+        slices[name] = slice(start, start + len(prompts))
         start += len(prompts)
-    return found
+    return slices
 
 
 def sample_metrics(judges: Sequence[JudgeName | PreferenceModel]) -> list[str]:
     """Names of the scores that `SampleScorer` computes."""
-    small = [one for one in judges if not isinstance(one, PreferenceModel)]
+    small = [judge for judge in judges if not isinstance(judge, PreferenceModel)]
     return [CLIP_SCORE, *judge_names(small)]
 
 
@@ -267,7 +269,7 @@ class SampleScorer:
     """Scores samples with a recipe's CLIP model and judges, on the CPU: training has the device.
 
     Args:
-        judges: of the recipe; preference models are left out, since they are large.
+        judges: the recipe's judges; preference models are left out, since they are large.
         clip: folder of the CLIP model, loaded at the first call.
         prompts: one per picture.
     """
@@ -295,7 +297,7 @@ class SampleScorer:
         pictures = np.stack(np.split(whole, len(self._prompts), axis=1))
         scores = clip_scores(self._clip.images(pictures), self._texts)
         judged = judge_pictures(self._judges, pictures, self._prompts)
-        means = {name: float(found.mean()) for name, found in judged.items()}
+        means = {name: float(judgements.mean()) for name, judgements in judged.items()}
         return {CLIP_SCORE: float(scores.mean()), **means}
 
     @cached_property

@@ -52,13 +52,13 @@ def load_published_model(folder: Path) -> EvalModel:
     """The model in a local folder that the publish stage wrote.
 
     Raises:
-        Damaged: a file is not the one that its manifest names; a folder without one is not checked.
+        Damaged: a file differs from its manifest; a folder without a manifest is not checked.
         Refused, Away: the base of the adapters is missing, or does not answer now.
         Refused: the folder has neither a pipeline nor adapters.
     """
     _check_files(folder)
-    found = find_parts(folder)
-    return replace(found, digest=_digest(folder, found))
+    model = find_parts(folder)
+    return replace(model, digest=_digest(folder, model))
 
 
 def find_parts(folder: Path) -> EvalModel:
@@ -109,12 +109,12 @@ def _damaged(folder: Path, path: str) -> Damaged:
     )
 
 
-def _digest(folder: Path, found: EvalModel) -> str:
-    if found.weights.lora is not None:
-        own = digest_model(folder, (LORA_WEIGHTS, *found.weights.parts))
-        return digest_eval_model(found.base, own)
-    pipeline = digest_pipeline(found.base)
-    texts = tuple(found.weights.parts)
+def _digest(folder: Path, model: EvalModel) -> str:
+    if model.weights.lora is not None:
+        own = digest_model(folder, (LORA_WEIGHTS, *model.weights.parts))
+        return digest_eval_model(model.base, own)
+    pipeline = digest_pipeline(model.base)
+    texts = tuple(model.weights.parts)
     return digest_json({"pipeline": pipeline, "texts": texts}) if texts else pipeline
 
 
@@ -135,12 +135,12 @@ def _section(folder: Path, name: str) -> dict[str, Any]:
         recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    found = recipe.get(name) if isinstance(recipe, dict) else None
-    return found if isinstance(found, dict) else {}
+    section = recipe.get(name) if isinstance(recipe, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _base_settings(folder: Path) -> dict[str, Any]:
-    """`model` of the recipe of adapters: of the manifest, which is never pushed and has paths."""
+    """`model` in the recipe of adapters, from the manifest: it is never pushed and has paths."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # none, or another program's
         record = read_record(LocalFileSystem(), str(folder / MANIFEST)) or {}
         return dict(record["settings"]["base"])
@@ -148,7 +148,7 @@ def _base_settings(folder: Path) -> dict[str, Any]:
 
 
 def _base_of(folder: Path) -> Base:
-    """The base, of the recipe of a folder's adapters."""
+    """The base in the recipe of a folder's adapters."""
     try:
         model = _base_settings(folder)
         # A number names a descriptor to the operating system, and no file to us: fspath refuses it.
@@ -259,10 +259,10 @@ class ChampionEvaluation(Stage):
 
 def _finite(estimates: Estimates) -> Estimates:
     """The metrics of a champion that have a value; a warning names the others."""
-    found = {name: one for name, one in estimates.items() if np.isfinite(one.value)}
-    if lost := sorted(estimates.keys() - found.keys()):
+    finite = {name: estimate for name, estimate in estimates.items() if np.isfinite(estimate.value)}
+    if lost := sorted(estimates.keys() - finite.keys()):
         log.warning("evaluate: the champion has no finite value of %s", ", ".join(lost))
-    return found
+    return finite
 
 
 def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
@@ -277,11 +277,11 @@ def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
         try:
             manifest = read_record(fs, f"{root}/{MANIFEST}")
             sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
-            found = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
-            if found["fingerprint"] != fingerprint:
+            metrics = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
+            if metrics["fingerprint"] != fingerprint:
                 return None
             resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
-            return with_ranges(from_npz(resampled, found["metrics"], "tuned"))
+            return with_ranges(from_npz(resampled, metrics["metrics"], "tuned"))
         except (OSError, ValueError, KeyError) as error:
             if is_outage(error) or is_forbidden(error):
                 raise

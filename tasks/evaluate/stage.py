@@ -202,54 +202,59 @@ def compared_metrics(measured: Mapping[str, Any]) -> dict[str, Any]:
 def _check_finite(models: Mapping[str, Estimates]) -> None:
     """Raise Refused for a metric without a value: no rule of a gate can compare it."""
     for model, estimates in models.items():
-        for name, found in estimates.items():
-            if not np.isfinite(found.value):
+        for name, estimate in estimates.items():
+            if not np.isfinite(estimate.value):
                 raise Refused(
-                    f"{name} of the {model} model is {found.value}: its weights are not finite, "
+                    f"{name} of the {model} model is {estimate.value}: its weights are not finite, "
                     "or its activations exceed evaluate.dtype"
                 )
 
 
 def _without_loss(estimates: Estimates) -> Estimates:
-    """The metrics of a base whose loss is of another quantity than the trained model's."""
+    """The metrics of a base that predicts another quantity than the trained model."""
     log.info("evaluate: the base predicts another quantity: no %s of it", HOLDOUT_LOSS)
-    return {k: one for k, one in estimates.items() if not k.startswith(HOLDOUT_LOSS)}
+    return {k: estimate for k, estimate in estimates.items() if not k.startswith(HOLDOUT_LOSS)}
 
 
 def metrics_by_name(models: Mapping[str, Estimates]) -> dict[str, dict[str, Metric]]:
     """Metric name -> model -> metric, as in metrics.json."""
     names = dict.fromkeys(name for estimates in models.values() for name in estimates)
     return {
-        name: {model: found[name].metric() for model, found in models.items() if name in found}
+        name: {model: own[name].metric() for model, own in models.items() if name in own}
         for name in names
     }
 
 
 def read_estimates(evaluated: Artifact, models: Sequence[str] = MODELS) -> dict[str, Estimates]:
-    """Model -> its metrics, of some models of an evaluation."""
+    """Model -> its metrics, for some models of an evaluation."""
     metrics = json.loads(evaluated.read(METRICS))["metrics"]
     resampled = evaluated.read(BOOTSTRAP)
     return {model: with_ranges(from_npz(resampled, metrics, model)) for model in models}
 
 
 def _memorization(
-    given: EvalInputs, suite: MetricSuite, store: Store, shard: Shard, tuned: Measured, draft: Draft
+    inputs: EvalInputs,
+    suite: MetricSuite,
+    store: Store,
+    shard: Shard,
+    tuned: Measured,
+    draft: Draft,
 ) -> dict[str, Any]:
     """The facts of the search for training pictures; the closest pairs are drawn as a picture."""
     facts = memorization_facts(suite)
     if tuned.nearest is None:
         return facts
     pairs = closest_pairs(tuned.nearest, suite.training["image"])
-    settings = TransformSettings.of(given.recipe)
-    factor = open_latents(given.latents.uri).info["size_step"]
+    settings = TransformSettings.of(inputs.recipe)
+    factor = open_latents(inputs.latents.uri).info["size_step"]
     wanted = {(pair.tar, pair.key) for pair in pairs}
-    training = find_pictures(given.training, wanted, settings, factor)
+    training = find_pictures(inputs.training, wanted, settings, factor)
     samples = draw.read_chosen(store, shard, {pair.sample for pair in pairs})
     drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
     draft.write(PAIRS, render_pairs(drawn))
     prompts = all_prompts(suite.sets)
-    found = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
-    return {**facts, "closest_pairs": found}
+    closest = [{**vars(pair), "prompt": prompts[pair.sample]} for pair in pairs]
+    return {**facts, "closest_pairs": closest}
 
 
 def show_closest_pairs(artifact: Artifact) -> list[Panel]:

@@ -34,10 +34,10 @@ def check_disk(
 ) -> None:
     """Log what a run needs, and raise Refused if a local store's disk cannot hold it.
 
-    What is stored needs no space; it is counted only where the disk cannot hold the whole run.
+    Stored artifacts need no more space. They are subtracted only if the whole run does not fit.
 
     Args:
-        rows: of the source.
+        rows: the number of rows in the source.
         stages: those that the run builds.
         shards: keys of the planned shards.
         trials: recipes of a sweep.

@@ -99,9 +99,9 @@ class Planner:
             dtype = request.sampling_dtype
             what = "a training step" if dtype is None else f"drawing pictures in {dtype}"
             self._say(f"computing the memory of {what}: seconds to a minute")
-            found = ask("-m", "runtimes.torch.gpu_plan", json.dumps(asdict(request)))
-            self.seconds += found["seconds"]
-            return found
+            answer = ask("-m", "runtimes.torch.gpu_plan", json.dumps(asdict(request)))
+            self.seconds += answer["seconds"]
+            return answer
 
         versions = {name: version(name) for name in STEP_PACKAGES}
         key = cache_key(VERSION, request, versions)
@@ -196,7 +196,7 @@ class Planner:
         *,
         enlarges: bool = False,
     ) -> int | None:
-        """The largest micro-batch that fits, of those that the global batch size permits.
+        """The largest micro-batch that fits, among those that the global batch size permits.
 
         Args:
             enlarges: whether the global batch size may grow to one micro-batch per GPU.
@@ -293,7 +293,7 @@ def advise(planner: Planner, usable: int) -> list[Advice]:
     ]
     cheap = [change for change in changes if "method" not in change[0]]
     before = executed_flops(planner.step(train))
-    found: list[Advice] = []
+    suggestions: list[Advice] = []
     for settings, notes in _that_fit(planner, smaller, cheap, usable) or _that_fit(
         planner, smaller, changes, usable
     ):
@@ -304,8 +304,8 @@ def advise(planner: Planner, usable: int) -> list[Advice]:
         peaks = planner.peaks(variant, smaller)
         if "evaluate.offload" in sampling:
             notes += (f"{gib(peaks.host, 1)} of the host's memory for the evaluation",)
-        found.append(Advice(dotted, peaks.largest, ratio, notes))
-    return sorted(found, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
+        suggestions.append(Advice(dotted, peaks.largest, ratio, notes))
+    return sorted(suggestions, key=lambda advice: (advice.flops_ratio, len(advice.settings)))
 
 
 def _that_fit(
@@ -323,7 +323,7 @@ def _that_fit(
     variants = [with_train(train, settings) for settings, _ in sets]
     planner.compute([planner.training_request(variant) for variant in variants])
     kept: dict[frozenset[str], int] = {}
-    found = []
+    fitting = []
     for (settings, notes), variant in zip(sets, variants, strict=True):
         names = frozenset(settings)
         size = planner.largest_micro_batch(variant, evaluate, usable, current)
@@ -331,8 +331,8 @@ def _that_fit(
             continue
         kept[names] = size
         smaller = {} if size == current else {"micro_batch_size": size}
-        found.append((settings | smaller, notes))
-    return found
+        fitting.append((settings | smaller, notes))
+    return fitting
 
 
 def _merged(changes: Sequence[Change]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -362,7 +362,7 @@ def _smaller_sampling(planner: Planner, usable: int) -> tuple[Evaluate, dict[str
 
 
 def _applies(change: dict[str, Any], runtime: str, settings: Train) -> bool:
-    """Whether a change is one, and is permitted."""
+    """Whether a change changes a setting, and is permitted."""
     if "lora.base_precision" in change:
         is_possible = runtime == "torch" and settings.fsdp == 1 and not settings.lora.dora
         return is_possible and settings.init == "base" and settings.lora.base_precision is None
@@ -520,7 +520,7 @@ def check_fits(
     that is small beside the memory is not planned, since that costs seconds to a minute.
 
     Args:
-        memory: of the GPU, in bytes, as its driver reports it.
+        memory: memory of the GPU, in bytes, as its driver reports it.
         host: bytes of the host's memory; None: this host evaluates nothing.
         small: how many times the stored weights the memory of a GPU is for a small model.
     """
@@ -616,10 +616,10 @@ def read_table() -> Mapping[str, RecipeMemory]:
 
 def memory_of(recipe: Recipe) -> RecipeMemory | None:
     """The plan of a recipe with the settings of a shipped one; None if there is none."""
-    found = None if recipe.runtime != "torch" else read_table().get(digest_settings(recipe))
-    return found and replace(found, product_dtype=recipe.train.product_dtype)
+    shipped = None if recipe.runtime != "torch" else read_table().get(digest_settings(recipe))
+    return shipped and replace(shipped, product_dtype=recipe.train.product_dtype)
 
 
 def shipped_plans() -> list[RecipeMemory]:
     """The plans of the shipped recipes, the smallest first."""
-    return sorted(read_table().values(), key=lambda found: found.largest)
+    return sorted(read_table().values(), key=lambda plan: plan.largest)

@@ -121,7 +121,7 @@ def caption_bytes(encode: Encode, info: Mapping[str, Any]) -> int:
 
 
 def open_configs(model: Model) -> Base:
-    """The base with the recipe's VAE; of a model on the hub, its configs alone are fetched.
+    """The base with the recipe's VAE; from a model on the hub, only configs are fetched.
 
     Raises:
         Refused: the base or the VAE does not exist.
@@ -233,7 +233,7 @@ def estimate_disk(
     sizes: dict[StageName, int] = {
         "download": rows * _picture_bytes(recipe.download),
         "encode": rows * (latent_bytes(encode, info) + caption_bytes(encode, info)),
-        "train": sum(_training_bytes(one.train, n, rows, sampled) for one, n in trained),
+        "train": sum(_training_bytes(trial.train, n, rows, sampled) for trial, n in trained),
         "evaluate": len(trained) * (2 * measured + rows * REFERENCE_BYTES + SHEET_BYTES),
         "publish": max(published),
     }
@@ -246,7 +246,7 @@ def _picture_bytes(settings: Download) -> int:
 
 
 def _training_bytes(settings: Train, trained: int, rows: int, sampled: int) -> int:
-    """Checkpoints, with the one that is being written, the trained weights and samples.
+    """Bytes of the checkpoints, also of the one in progress, of trained weights and samples.
 
     Args:
         sampled: bytes of the samples of one step.

@@ -141,10 +141,10 @@ def plan_slice_training(
     size = _size(recipe.train, where)
     base = open_configs(recipe.model)
     measure = partial(_load_or_compile, recipe, base, say)
-    found = SlicePlan(recipe, where, size, measure(size), base.encoders)
-    if found.step_fits and not search:
-        return found
-    return replace(found, largest=_largest(measure, size))
+    plan = SlicePlan(recipe, where, size, measure(size), base.encoders)
+    if plan.step_fits and not search:
+        return plan
+    return replace(plan, largest=_largest(measure, size))
 
 
 def _size(settings: Train, where: TpuSlice) -> Size:
@@ -233,7 +233,7 @@ def compiler_version() -> str | None:
     """libtpu's version; None if it is not installed."""
     folder = compiler_folder()
     path = sys.path if folder is None else [str(folder)]
-    return next((found.version for found in distributions(name="libtpu", path=path)), None)
+    return next((package.version for package in distributions(name="libtpu", path=path)), None)
 
 
 def _compile(request: TpuStepRequest) -> StepCost:

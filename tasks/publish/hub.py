@@ -34,7 +34,7 @@ CHANGED = re.compile(
 )
 #: What it says of files that were added or removed.
 OTHERS = re.compile(r"""((?:Extra|Missing) files .+?)["'](?:,|\]|$)""")
-#: Files beside a model's own: of the registry, and of the hub's client.
+#: Files beside a model's own, from the registry and the hub's client.
 UNSIGNED = (MANIFEST, REPORT, SIGNATURE, ".cache")
 log = logging.getLogger("kiln")
 
@@ -195,16 +195,16 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     api = HfApi(token=_token(), library_name="kilnworks")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        found = api.model_info(repo)
-        if private and not found.private:
+        info = api.model_info(repo)
+        if private and not info.private:
             raise Failed(f"the repository {repo} is public: make it private, or use --public")
-        _check_own(api, found)
+        _check_own(api, info)
         done = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             allow_patterns=[glob.escape(path) for path in paths],
             delete_patterns="*",
-            parent_commit=found.sha,  # of the files that were checked
+            parent_commit=info.sha,  # of the files that were checked
             commit_message=f"{registry.name} {version.name}, {version.manifest['digest'][:12]}",
         )
     except (OSError, HTTPError, ValueError, RuntimeError) as error:
@@ -216,18 +216,18 @@ def push(registry: Registry, version: Version, repo: str, *, private: bool = Tru
     return str(done.commit_url)
 
 
-def _check_own(api: HfApi, found: ModelInfo) -> None:
+def _check_own(api: HfApi, info: ModelInfo) -> None:
     """Raise Failed if a push would delete files that Kilnworks did not write."""
     from huggingface_hub import ModelCard
 
-    names = sorted({file.rfilename for file in found.siblings or []} - MADE_BY_HUB)
+    names = sorted({file.rfilename for file in info.siblings or []} - MADE_BY_HUB)
     if CARD in names:
-        path = api.hf_hub_download(found.id, CARD, revision=found.sha)
+        path = api.hf_hub_download(info.id, CARD, revision=info.sha)
         if TAG in (ModelCard.load(path, ignore_metadata_errors=True).data.tags or []):
             return
     if names:
         raise Failed(
-            f"the repository {found.id} has files that Kilnworks did not write, such as "
+            f"the repository {info.id} has files that Kilnworks did not write, such as "
             f"{names[0]}, and a push would delete them: name another repository, or empty this one"
         )
 

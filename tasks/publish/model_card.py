@@ -48,9 +48,9 @@ def published_settings(recipe: Recipe) -> dict[str, Any]:
 
     def shown(value: Any, name: str = "") -> Any:
         if isinstance(value, dict):
-            return {key: shown(one, key) for key, one in value.items()}
+            return {key: shown(item, key) for key, item in value.items()}
         if isinstance(value, list):
-            return [shown(one, name) for one in value]
+            return [shown(item, name) for item in value]
         if not isinstance(value, str) or name in TEXTS:
             return value
         if f"{value}/".startswith(f"{base}/"):
@@ -68,7 +68,7 @@ def hub_id(path: str) -> str | None:
 
 
 def base_name(path: str) -> str:
-    """A base as readers on other machines know it: hub id or URL, of a local folder its name."""
+    """A base as readers on other machines know it: hub id, URL, or a local folder's name."""
     return Path(path).absolute().name if is_local(path) else without_secrets(path)
 
 
@@ -120,7 +120,7 @@ class Weights:
         merged: bool,
         vae_place: str | None = None,
     ) -> Weights:
-        """Of the folder `out`, in which the weights are; `vae_place` is `model.vae`."""
+        """The weights in the folder `out`; `vae_place` is `model.vae`."""
         has_lora = tuned.lora is not None
         own = tuned.parts.get("scheduler")
         vae = base.vae_folder
@@ -151,12 +151,12 @@ def base_card(base: Path) -> dict[str, str]:
     if not text.startswith("---\n"):
         return {}
     try:
-        found = yaml.safe_load(text[4:].split("\n---", 1)[0])
+        header = yaml.safe_load(text[4:].split("\n---", 1)[0])
     except yaml.YAMLError:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(header, dict):
         return {}
-    return {name: found[name] for name in LICENSE_FIELDS if isinstance(found.get(name), str)}
+    return {name: header[name] for name in LICENSE_FIELDS if isinstance(header.get(name), str)}
 
 
 def license_of(settings: Publish, base: Path) -> str:
@@ -212,10 +212,10 @@ def write_card(
     """
     from huggingface_hub import ModelCard
 
-    given = recipe.evaluate
+    drawing = recipe.evaluate
     settings = published_settings(recipe)
     vae = recipe.model.vae
-    scores = [given.negative_aesthetic_score, given.aesthetic_score]
+    scores = [drawing.negative_aesthetic_score, drawing.aesthetic_score]
     card = ModelCard.from_template(
         _metadata(recipe, base, measured, weights),
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
@@ -228,11 +228,11 @@ def write_card(
         vae=None if vae is None or weights.pipeline else place_in_code(vae, VAES),
         weights=weights,
         adapter_rows=_adapter_rows(recipe.publish.name, recipe.train.lora, weights),
-        prompt=next(iter(_first_prompts(given)), "a prompt"),
+        prompt=next(iter(_first_prompts(drawing)), "a prompt"),
         training=training,
-        guidance=_guidance(given, weights.family),
-        drawn_with=None if given.scheduler is None else SCHEDULERS[given.scheduler],
-        scores=scores if given.guidance_scale > 1 else scores[1:],
+        guidance=_guidance(drawing, weights.family),
+        drawn_with=None if drawing.scheduler is None else SCHEDULERS[drawing.scheduler],
+        scores=scores if drawing.guidance_scale > 1 else scores[1:],
         metric_table=markdown_table(metric_rows(measured["metrics"], measured["differences"])),
         rule_table=markdown_table(as_rows(verdicts)) if verdicts else "No rules.",
         forced=forced,
@@ -253,13 +253,13 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
     from huggingface_hub import EvalResult, ModelCardData
 
     shown = license_of(recipe.publish, base)
-    found = base_card(base)
-    if found.get("license") != shown:  # the name and link are those of another licence
-        found = {}
+    fields = base_card(base)
+    if fields.get("license") != shown:  # the name and link are those of another licence
+        fields = {}
     return ModelCardData(
         license=shown,
-        license_name=found.get("license_name"),
-        license_link=found.get("license_link"),
+        license_name=fields.get("license_name"),
+        license_link=fields.get("license_link"),
         base_model=hub_id(recipe.model.path),
         base_model_relation=_relation(recipe.model, weights),
         datasets=_datasets(recipe.source),
@@ -286,14 +286,16 @@ def _metadata(recipe: Recipe, base: Path, measured: dict[str, Any], weights: Wei
     )
 
 
-def _guidance(given: Evaluate, family: Family | None) -> dict[str, Any]:
+def _guidance(settings: Evaluate, family: Family | None) -> dict[str, Any]:
     """The arguments of guidance of the pipeline's call, as the evaluation has drawn with it."""
-    found: dict[str, Any] = {"guidance_scale": given.guidance_scale}
+    arguments: dict[str, Any] = {"guidance_scale": settings.guidance_scale}
     if family is not None:
-        found = family.pipeline_arguments(None, found, count=1)
-    if given.true_cfg_scale > 1:
-        found |= {"true_cfg_scale": given.true_cfg_scale, "negative_prompt": ""}
-    first = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        arguments = family.pipeline_arguments(None, arguments, count=1)
+    if settings.true_cfg_scale > 1:
+        arguments |= {"true_cfg_scale": settings.true_cfg_scale, "negative_prompt": ""}
+    first = {
+        name: value[0] if isinstance(value, list) else value for name, value in arguments.items()
+    }
     return {name: value for name, value in first.items() if value is not None}
 
 

@@ -59,7 +59,7 @@ class Verdict:
     value: float | None  # of the tuned model; None if it was not measured
     bound: float | None  # None if the other model has no comparable value
     note: str = ""
-    #: Of value - bound, at the rule's level or 95%; None if it is not known.
+    #: The interval of value - bound, at the rule's level or 95%; None if it is not known.
     interval: tuple[float, float] | None = None
 
 
@@ -92,7 +92,7 @@ def check_rules(
 
     Args:
         metrics: names of the measured metrics.
-        resamples: of the bootstrap; a level needs one beyond each end of its interval.
+        resamples: of the bootstrap; a level needs a resample beyond each end of its interval.
         hint: reason and remedy of a missing metric; default: the most similar names.
     """
     for text in rules:
@@ -106,7 +106,7 @@ def check_rules(
 
 
 def _resamples_needed(level: float) -> int:
-    """Bootstrap resamples of which one is beyond each end of an interval of this level."""
+    """Bootstrap resamples so that each end of an interval of this level has one beyond it."""
     return math.ceil(2 / (1 - level) - 1e-9)  # 0.999 is no binary fraction
 
 
@@ -181,13 +181,17 @@ def _interval(rule: Rule, tuned: Estimate, other: Estimate | None) -> tuple[Inte
     level = rule.level or LEVEL
     if other is None:
         low, high = tuned.interval(level)
-        found = low - (rule.number or 0.0), high - (rule.number or 0.0)
+        interval = low - (rule.number or 0.0), high - (rule.number or 0.0)
     else:
         try:
-            found = difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
+            interval = difference(tuned, other, factor=rule.factor, offset=rule.offset, level=level)
         except ValueError:
             return None, "no interval: of different pictures"
-    return (found, "") if all(map(math.isfinite, found)) else (None, "no interval: of one sample")
+    return (
+        (interval, "")
+        if all(map(math.isfinite, interval))
+        else (None, "no interval: of one sample")
+    )
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -210,8 +214,10 @@ def failure(verdict: Verdict) -> str:
         return f"{verdict.rule} ({verdict.note})"
     decided = ""
     if parse_rule(verdict.rule).level is not None:
-        found = verdict.interval
-        decided = f", {verdict.note}" if found is None else f", value - bound in {_shown(found)}"
+        interval = verdict.interval
+        decided = (
+            f", {verdict.note}" if interval is None else f", value - bound in {_shown(interval)}"
+        )
     return f"{verdict.rule} (measured {verdict.value:.4g}, bound {verdict.bound:.4g}{decided})"
 
 

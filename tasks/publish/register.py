@@ -67,16 +67,18 @@ def champion_evaluation(
 ) -> Artifact | None:
     """The champion's evaluation, if the store has it and it compares.
 
-    If the gate measured it again it is that one, else the one that it was published with.
+    It is the gate's new measurement, else the evaluation that the champion was published with.
     """
     if (again := remeasured_champion(published)) is not None:
         return again
     parents = champion.manifest["run"].get("parents", {}) if champion else {}
     parent = parents.get("evaluation")
-    found = published.store.load(parent["stage"], parent["key"]) if parent else None
-    if found is None or found.summary.get("fingerprint") != evaluated.summary.get("fingerprint"):
+    evaluation = published.store.load(parent["stage"], parent["key"]) if parent else None
+    if evaluation is None or evaluation.summary.get("fingerprint") != evaluated.summary.get(
+        "fingerprint"
+    ):
         return None
-    return None if found.key == evaluated.key else found
+    return None if evaluation.key == evaluated.key else evaluation
 
 
 def _verdict(rules: int, published: Artifact) -> dict[str, str]:
@@ -167,10 +169,10 @@ def register(
 
     Returns {"model": URL of the version, "champion": the registry's last move, "promoted": whether
     this call made it the champion}. After a rollback the champion may be another version. An error
-    of the report, or after the promotion, is logged.
+    in the report, or after the promotion, is logged.
 
     Raises:
-        Away: the champion is not the one that the gate compared with, or another run's
+        Away: the gate compared with another champion, or another run's
             `keep_versions` has deleted the version: a retry publishes it again.
     """
     registry = registry_of(recipe)

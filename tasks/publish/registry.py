@@ -1,12 +1,13 @@
 """The registry: numbered versions of a model, one of them the champion, and its history.
 
 <registry>/<name>/v1/            a published model's folder; complete once it has manifest.json
-<registry>/<name>/history.json   every change of the champion, oldest first; the last one holds
+<registry>/<name>/history.json   every change of the champion, oldest first; the last holds
 <registry>/<name>/champion       follows it: a symlink if local, else an object with the name
 
-A publication takes the next number, writes the files, then the manifest. It deletes what a killed
-one left under another number, and publishes a damaged version anew. The history changes by
-compare-and-swap (artifacts/compare_and_swap.py), so no change is lost; the alias follows.
+A publication takes the next number, writes the files, then the manifest. It deletes what a
+killed publication left under another number, and publishes a damaged version anew. The history
+changes by compare-and-swap (artifacts/compare_and_swap.py), so no change is lost; the alias
+follows.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Champions:
             try:
                 if self._swap(state, [*moves, {"version": version.name, **change}]):
                     break
-            except Exception:  # of any type; the change may be made, and its answer lost
+            except Exception:  # any type; the change may be made, and its answer lost
                 if all(move["token"] != token for move in self.moves()):
                     raise
                 break
@@ -169,7 +170,7 @@ class Champions:
             return None  # no symlink, as after a copy of the registry that followed it
 
     def follow(self) -> None:
-        """Write the alias until it is the last champion: another may write an older one late."""
+        """Write the alias until it names the last champion: others may write an older name late."""
         while (champion := last(self.moves())) != self.alias():
             assert champion is not None
             if isinstance(self._fs, LocalFileSystem):
@@ -181,7 +182,7 @@ class Champions:
                 shutil.rmtree(f"{temporary}.copy", ignore_errors=True)
                 continue
             seen = read(self._fs, self._alias)
-            if champion == last(self.moves()):  # otherwise `seen` may be of a later champion
+            if champion == last(self.moves()):  # otherwise `seen` may name a later champion
                 swap(self._fs, self._alias, seen, champion.encode())
 
 
@@ -204,7 +205,7 @@ def _newest_first(moves: Moves) -> list[str]:
 
 
 def _needed(moves: Moves, readable: Container[str]) -> set[str]:
-    """The champion and the one before it, and the readable ones that a rollback restores."""
+    """The champion, its predecessor, and the readable versions that a rollback restores."""
     champions = _newest_first(moves)
     restorable = [name for name in champions if name in readable]
     return {*champions[:2], *restorable[:2]}
@@ -253,7 +254,7 @@ class Registry:
     def publish(self, artifact: Artifact) -> Version:
         """Copy a publish artifact to the next version, or return the version that it has already.
 
-        One with damaged files does not count.
+        A version with damaged files does not count.
 
         Raises:
             Damaged: the artifact's own files are not those that were committed.
@@ -341,7 +342,7 @@ class Registry:
         return version
 
     def keep(self, count: int) -> list[str]:
-        """Delete all but the newest `count` versions, the champion and the one before it.
+        """Delete all but the newest `count` versions, the champion and its predecessor.
 
         Returns the names of the deleted versions.
         """
@@ -376,7 +377,7 @@ class Registry:
     def was_champion(self, name: str) -> bool:
         """Whether a version is or was the champion, also as another version of the same model.
 
-        A copy of the present champion was not: it replaces one with damaged files.
+        A copy of the current champion does not count: it was published to replace damaged files.
         """
         moves = self.history()
         if any(move["version"] == name for move in moves):
@@ -391,8 +392,8 @@ class Registry:
         """The newest version of a model that was the champion; None if there is none.
 
         Args:
-            settings: of a publish artifact's key.
-            inputs: of the same key; its champion does not count.
+            settings: the settings in a publish artifact's key.
+            inputs: the inputs in the same key; its champion does not count.
         """
         model = _key_without_champion(settings, inputs)
         if all(move[MODEL] != model for move in self.history()):

@@ -46,12 +46,12 @@ OF_THE_MACHINE = re.compile(
 
 
 def drawing_fault(folder: Path, base: Base, model: Model, device: str) -> str | None:
-    """The reason why the code of a folder's card draws no finite picture; None if it draws one.
+    """The reason why the code of a folder's card draws no finite picture; None if it does.
 
     Args:
         folder: the published files and their card: a pipeline, or adapters of `base`.
         model: the places of `base` and its VAE, as the card names them.
-        device: of the drawing.
+        device: where the code draws.
 
     Raises:
         Away: the process was killed, or ran out of memory or time, on a busy machine.
@@ -117,7 +117,7 @@ def draw(job: dict[str, Any]) -> None:
     names: dict[str, Any] = {}
     _run(loading, names)
     pipe = _prepare(names["pipe"], job)
-    names |= {"pipe": lambda **given: pipe(**given | _smaller(pipe))}
+    names |= {"pipe": lambda **arguments: pipe(**arguments | _smaller(pipe))}
     names |= dict.fromkeys(("picture", "mask"), _blank(pipe))  # of inpainting, which a user has
     _run([drawing], names)
     if not np.isfinite(names["image"]).all():
@@ -182,13 +182,13 @@ def _free_bytes(device: str) -> float:
     """Free memory of the host and, if it draws, of the GPU: weights are loaded by way of both."""
     import torch
 
-    found = [math.inf]
+    limits = [math.inf]
     for path, form, unit in HOST_MEMORY:
         with suppress(OSError):
-            found += [unit * int(size) for size in re.findall(form, Path(path).read_text())]
+            limits += [unit * int(size) for size in re.findall(form, Path(path).read_text())]
     if device == "cuda":
-        found.append(torch.cuda.mem_get_info()[0])
-    return min(found)
+        limits.append(torch.cuda.mem_get_info()[0])
+    return min(limits)
 
 
 if __name__ == "__main__":

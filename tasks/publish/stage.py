@@ -58,9 +58,9 @@ def _add(artifact: Artifact, nodes: dict[str, Node]) -> str:
     inputs = []
     for name, digest in sorted(artifact.manifest["inputs"].items()):
         parent = parents.get(name)
-        found = artifact.store.load(parent["stage"], parent["key"]) if parent else None
-        if found is not None:
-            inputs.append(_add(found, nodes))
+        source = artifact.store.load(parent["stage"], parent["key"]) if parent else None
+        if source is not None:
+            inputs.append(_add(source, nodes))
         elif parent is not None or name in TITLES:
             # One box per input and digest: training and evaluation may read other parts of a base.
             leaf = f"{name} {digest}"
@@ -115,7 +115,9 @@ class Rejected(Failed):
 
 
 def settings_for_key(recipe: Recipe, force: str | None = None) -> dict[str, Any]:
-    """The settings that affect the published folder. A forced one is reused by force only.
+    """The settings that affect the published folder.
+
+    A model published with `force` is reused only with the same `force`.
 
     Adapters alone need their base: the manifest says where it is.
     """
@@ -159,7 +161,7 @@ class PublishStage(Stage):
         with, so that another run of its recipe reuses it.
 
         Args:
-            settings: of the key. The champion may have others, an earlier one may not.
+            settings: those in the key. The champion may have others, an earlier champion may not.
         """
         inputs = {
             "model": self.trained.digest,
@@ -191,7 +193,7 @@ class PublishStage(Stage):
         return _champion_before(registry_of(self.recipe), self.parts.inputs)
 
     def check_champion(self, key: Mapping[str, Any]) -> None:
-        """Raise Away unless the champion is the one that a key names.
+        """Raise Away unless a key names the present champion.
 
         Args:
             key: its `settings` and `inputs`, as in a manifest.
@@ -205,7 +207,7 @@ class PublishStage(Stage):
 
         Raises:
             Rejected: a rule or the smoke test failed; the draft is empty.
-            Away: the champion is not the one that the draft's key names.
+            Away: the draft's key names another champion.
         """
         recipe = self.recipe
         inputs = draft.parts.inputs
@@ -351,18 +353,18 @@ class PublishStage(Stage):
 
 
 def _champion_before(registry: Registry, inputs: Mapping[str, str]) -> Version | None:
-    """The champion that the key of `inputs` names; the present one if it names none.
+    """The champion that the key of `inputs` names; the present champion if it names none.
 
-    Of a model that is or was the champion itself it is the one before, if that was not deleted. A
-    champion that was published without a comparison is compared with itself.
+    For a model that is or was the champion itself, it is the predecessor, if that was not deleted.
+    A champion that was published without a comparison is compared with itself.
     """
     champion = registry.champion()
     if champion is None:
         return None
     known = [champion, *reversed(registry.versions())]
     if "champion" not in inputs:
-        return next((one for one in known if one.manifest["inputs"] == inputs), champion)
-    return next((one for one in known if one.manifest["digest"] == inputs["champion"]), None)
+        return next((v for v in known if v.manifest["inputs"] == inputs), champion)
+    return next((v for v in known if v.manifest["digest"] == inputs["champion"]), None)
 
 
 def registry_of(recipe: Recipe) -> Registry:
@@ -390,17 +392,19 @@ def lineage_of(
 def _compared(models: Mapping[str, Estimates]) -> dict[str, Any]:
     """`metrics` and `differences` of metrics.json, with the champion's if it was measured."""
     tuned = models["tuned"]
-    found: dict[str, dict[str, Any]] = {name: {} for name in tuned}
-    for model in (one for one in models if one != "tuned"):  # a set has no order
+    by_name: dict[str, dict[str, Any]] = {name: {} for name in tuned}
+    for model in (other for other in models if other != "tuned"):  # a set has no order
         for name, metric in differences(tuned, models[model]).items():
-            found[name][model] = metric
-    return {"metrics": metrics_by_name(models), "differences": found}
+            by_name[name][model] = metric
+    return {"metrics": metrics_by_name(models), "differences": by_name}
 
 
 def _license_digests(base: Path) -> dict[str, str]:
     """The licence files' part of the key; empty without files."""
-    found = {path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)}
-    return {"license_files": digest_json(found)} if found else {}
+    digests = {
+        path.name: digest_bytes(path.read_bytes()) for path in model_card.license_files(base)
+    }
+    return {"license_files": digest_json(digests)} if digests else {}
 
 
 def read_metrics(artifact: Artifact) -> dict[str, Any]:

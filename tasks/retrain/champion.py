@@ -109,7 +109,7 @@ def check_held_out(
 def check_rivals_held_out(recipe: Recipe, store: Store, latents: Artifact) -> None:
     """Raise Refused as check_held_out does, for a model that is trained without a retraining.
 
-    Of a champion of another store, or of other pictures, no picture is known to be held out here.
+    No picture is known to be held out here if the champion has another store or other pictures.
 
     Args:
         latents: those of the model.
@@ -136,7 +136,7 @@ def _held_out(store: Store, champion: Champion) -> float:
 
 
 def _pictures(images: Artifact) -> set[str]:
-    """Hashes of the downloaded pictures, whatever their stored size; of many, a sample by hash."""
+    """Hashes of the downloaded pictures, whatever their stored size; a sample by hash if many."""
     tars = [entry.path for entry in images.files if entry.path.endswith(".tar")]
     keys = [path.rpartition("/")[2].partition(".")[0] for path in tars]
     shards = images.store.committed_shards(images.stage, keys)

@@ -254,7 +254,7 @@ def recipe_of(recipe: Recipe, selection: Artifact) -> Recipe:
 
 
 def check_start(recipe: Recipe, base: Base, start: Artifact) -> None:
-    """Raise Refused if the weights of `start` are of another base, or trained otherwise."""
+    """Raise Refused if the weights of `start` have another base, or were trained otherwise."""
     fixed = Train.names_with("fixed_by_weights")
     before = _with_those_of(base, start.manifest["settings"])
     now = _with_those_of(base, train.settings_for_key(recipe))

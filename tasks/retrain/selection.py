@@ -112,7 +112,7 @@ def plan_changes(
     kept = {spec.key: spec for spec in plan.shards if spec.key in old}
     rest: Rows = {}
     for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
-        rest.setdefault(row_hash, span)  # of equal rows the first, so that spans stay in order
+        rest.setdefault(row_hash, span)  # the first among equal rows, so that spans stay in order
     compared = _Compared(settings, kept, rest)
     matched = set[bytes]()
     lost = set[bytes]()
@@ -173,7 +173,7 @@ def cut_shard(
 
     Args:
         info: content of latents.json.
-        seed: of the choice.
+        seed: the seed of the choice.
         cache_bytes: size limit of the local cache of remote shards.
 
     Returns `train/<h>x<w>` -> number of samples.
@@ -341,12 +341,12 @@ def new_samples(latents: Artifact, old: Artifact) -> int:
 
 
 def _wanted(new: int, share: float) -> int:
-    """Old samples, of which `share` of all are; one at least, unless the share is 0."""
+    """The number of old samples for their `share` of all; at least 1, unless the share is 0."""
     return max(1, round(new * share / (1 - share))) if share else 0
 
 
 def _sample(shards: Sequence[Shard], wanted: int, seed: str) -> tuple[list[Shard], Shard | None]:
-    """Whole shards in a random order of `seed`, and the next one if a part of it is wanted."""
+    """Whole shards in a random order from `seed`, and the next shard if a part of it is wanted."""
     chosen: list[Shard] = []
     for shard in sorted(shards, key=lambda shard: digest_json([seed, shard.key])):
         missing = wanted - _count(chosen)
