@@ -32,7 +32,7 @@ from runtimes.process.questions import GpuStepRequest
 from runtimes.torch.device import free_memory
 from runtimes.torch.gpu_plan import step_memory
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.planning_batch import sample_batch
+from runtimes.torch_models.network import sample_batch
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from demo import captions, digits
-from demo.palette import STYLES
+from demo import captions, dataset
+from demo.captions import STYLES
 
 if TYPE_CHECKING:
     from sklearn.svm import SVC
@@ -69,10 +69,10 @@ def _classifier() -> "SVC":
     """A digit classifier, fitted once on the training split in mixed styles (a few seconds)."""
     from sklearn.svm import SVC
 
-    x8, labels = digits.load("train")
+    x8, labels = dataset.load("train")
     rng = np.random.default_rng(1)
     shapes = [
-        ink_shape(digits.render(x8, rng.integers(len(STYLES), size=len(x8)), rng))
+        ink_shape(dataset.render(x8, rng.integers(len(STYLES), size=len(x8)), rng))
         for _ in range(PASSES)
     ]
     return SVC(C=10, gamma="scale").fit(np.concatenate(shapes), np.tile(labels, PASSES))
@@ -112,7 +112,7 @@ def judge_style(images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np
 
 
 def _parse(images: NDArray[np.uint8], prompts: Sequence[str]) -> list[captions.Asked]:
-    shape = (len(prompts), digits.SIZE, digits.SIZE, 3)
+    shape = (len(prompts), dataset.SIZE, dataset.SIZE, 3)
     if images.shape != shape or images.dtype != np.uint8:
         raise ValueError(
             f"expected uint8 pictures {shape}, one per prompt; got {images.dtype} {images.shape}"

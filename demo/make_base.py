@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from demo import captions, digits
-from demo.palette import STYLES
+from demo import captions, dataset
+from demo.captions import STYLES
 
 BASE = Path(__file__).parent / "base"
 CLIP_STEPS = 1000
@@ -52,7 +52,7 @@ def _train_clip(out: Path, steps: int) -> None:
     Its text tower also becomes both text encoders of the pipeline.
     """
     rng = np.random.default_rng(0)
-    x8, labels = digits.load("train")
+    x8, labels = dataset.load("train")
     clip = CLIPModel(CLIPConfig.from_pretrained(out / "evaluator"))
     for name, weight in clip.named_parameters():
         if name.endswith(("position_embedding.weight", "token_embedding.weight")):
@@ -63,7 +63,7 @@ def _train_clip(out: Path, steps: int) -> None:
     def loss() -> Tensor:
         rows = rng.integers(len(x8), size=CLIP_BATCH)
         style = rng.integers(styles, size=CLIP_BATCH)
-        images = _pixels(digits.render(x8[rows], style, rng))
+        images = _pixels(dataset.render(x8[rows], style, rng))
         texts = [captions.caption(digit, s, rng) for digit in range(10) for s in range(styles)]
         ids = tokenizer(texts, padding=True, return_tensors="pt").input_ids
         logits = clip(input_ids=ids, pixel_values=images).logits_per_image  # [B, 10 * styles]
@@ -105,13 +105,13 @@ def _train_vae(folder: Path, steps: int) -> None:
 
 def _vae_batch(count: int, rng: np.random.Generator) -> Tensor:
     """Pictures of the training split; a quarter has any colours, not the palette's."""
-    x8, _ = digits.load("train")
+    x8, _ = dataset.load("train")
     chosen = x8[rng.integers(len(x8), size=count)]
     odd = count // 4
-    cover = digits.strokes(chosen[:odd], rng)[..., None]
+    cover = dataset.strokes(chosen[:odd], rng)[..., None]
     ink, paper = rng.uniform(0, 255, (2, odd, 1, 1, 3))
     any_colours = (ink * cover + paper * (1 - cover)).astype(np.uint8)
-    known = digits.render(chosen[odd:], rng.integers(len(STYLES), size=count - odd), rng)
+    known = dataset.render(chosen[odd:], rng.integers(len(STYLES), size=count - odd), rng)
     return _pixels(np.concatenate([any_colours, known]))
 
 

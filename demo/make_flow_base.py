@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel, T5TokenizerFast
 
 from demo import captions
+from demo.captions import STYLES
 from demo.make_base import train
-from demo.palette import STYLES
 
 FLOW_BASE = Path(__file__).parent / "flow_base"
 T5_STEPS = 200

@@ -40,7 +40,7 @@ from configs.settings.recipe import (
     with_defaults_without_effect,
 )
 from flows.command_errors import error_as_json, import_prefect, usage_error
-from runtimes.process.memory import collect_garbage_rarely
+from runtimes.host import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -271,7 +271,7 @@ Overrides = Annotated[list[str] | None, _overrides("train.steps=100")]
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from flows.version import version
+        from tasks.stage import version
 
         print(f"kiln {version()}")
         raise typer.Exit

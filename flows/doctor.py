@@ -35,20 +35,18 @@ from configs.settings.recipe import (
 )
 from flows.checks import checks_of
 from flows.runner import check_home, check_server, configured_server
+from runtimes import host
 from runtimes.contract import Probe
-from runtimes.hosts import detect_gaudi
-from runtimes.hosts.detect_ascend import (
+from runtimes.host import (
+    NvidiaGpu,
     cann_version,
     count_npus,
-    missing_components,
-    torch_npu_version,
-)
-from runtimes.hosts.host import (
-    NvidiaGpu,
-    driver_version,
     find_c_compiler,
     find_gpus,
+    missing_for_npu,
+    nvidia_driver_version,
     torch_cuda_version,
+    torch_npu_version,
 )
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
@@ -122,7 +120,7 @@ def nvidia_driver(
         wanted: whether a recipe asks for CUDA; otherwise a CPU build is no problem.
     """
     gpus = find_gpus()
-    driver = driver_version()
+    driver = nvidia_driver_version()
     if not gpus and driver is None:
         return
     if not gpus:
@@ -252,13 +250,13 @@ def _facts(probes: dict[str, Probe], installed: dict[str, str], server: str) -> 
             "npus": count_npus(),
             "cann": cann_version(),
             "torch_npu": torch_npu_version(),
-            "lacking": missing_components(),
+            "lacking": missing_for_npu(),
         },
         "gaudi": {
-            "hpus": detect_gaudi.count_hpus(),
-            "driver": detect_gaudi.driver_version(),
-            "habana_frameworks": detect_gaudi.bridge_version(),
-            "lacking": detect_gaudi.missing_components(),
+            "hpus": host.count_hpus(),
+            "driver": host.hpu_driver_version(),
+            "habana_frameworks": host.hpu_bridge_version(),
+            "lacking": host.missing_for_hpu(),
         },
     }
 
@@ -289,7 +287,7 @@ def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
     """Whether a recipe that would train on a GPU finds none."""
     if recipe is None or recipe.runtime != "torch" or "cuda" in probe.names:
         return
-    here = devices_here(recipe, stages_without_pool(recipe))
+    here = devices_here(recipe, stages_without_pool(recipe.place))
     if here.get("train.device") == "auto" and probe.available:
         yield note(
             "runtime torch will train on the CPU, which suits only tiny models such as digits"
@@ -302,7 +300,7 @@ def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
 
 
 def _asks_cuda(recipe: Recipe) -> bool:
-    devices = devices_here(recipe, stages_without_pool(recipe)).values()
+    devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
     return recipe.runtime == "torch" and any(name.startswith("cuda") for name in devices)
 
 

@@ -38,8 +38,7 @@ from tasks.encode.stage import EncodeStage
 from tasks.evaluate.stage import EvaluateStage, compared_metrics
 from tasks.progress import artifact_key, show_in_prefect
 from tasks.publish.register import register, show_version
-from tasks.publish.rejection import VerdictStage
-from tasks.publish.stage import PublishStage, Rejected, lineage_of, read_metrics
+from tasks.publish.stage import PublishStage, Rejected, VerdictStage, lineage_of, read_metrics
 from tasks.stage import StageResult, failing, storing
 from tasks.train import TrainStage, check_epochs
 

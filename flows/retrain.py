@@ -36,13 +36,17 @@ from flows.send_stage import run_task
 from tasks import download as download_stage
 from tasks.progress import artifact_key, show_in_prefect
 from tasks.publish.registry import Registry
-from tasks.publish.rejection import VerdictStage
-from tasks.publish.stage import registry_of
+from tasks.publish.stage import VerdictStage, registry_of
 from tasks.retrain.champion import Champion, check_held_out, find_champion
-from tasks.retrain.changes import Changes, plan_changes
-from tasks.retrain.continue_training import ContinuedTraining, check_start, recipe_of
-from tasks.retrain.decision import DecisionStage, show_retraining, verdict_of
-from tasks.retrain.selection import SelectionStage, new_samples
+from tasks.retrain.decision import (
+    ContinuedTraining,
+    DecisionStage,
+    check_start,
+    recipe_of,
+    show_retraining,
+    verdict_of,
+)
+from tasks.retrain.selection import Changes, SelectionStage, new_samples, plan_changes
 from tasks.stage import StageResult, failing
 
 log = logging.getLogger("kiln")

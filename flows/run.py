@@ -28,7 +28,7 @@ from tasks.progress import Progress
 from tasks.publish import stage as publish
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion, check_rivals_held_out, check_start_is_champion
-from tasks.retrain.changes import plan_changes
+from tasks.retrain.selection import plan_changes
 from tasks.stage import StageResult, storing
 
 

@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from random import Random
@@ -179,27 +179,29 @@ def next_commands(report: dict[str, Any], recipe: Recipe, *, has_server: bool) -
         return
     kiln = "kiln" if shutil.which("kiln") else ".venv/bin/kiln"
     prompts = (own.prompts[0] for own in recipe.evaluate.prompts.values() if own.prompts)
-    words = [kiln, "generate", _name_for_generate(report, recipe), next(prompts, "a prompt")]
+    place = _place(recipe.store, recipe.publish.registry)
+    name = _name_for_generate(report, recipe.publish.name, place)
+    words = [kiln, "generate", name, next(prompts, "a prompt")]
     yield f"next:      {shlex.join(words)}"
     if _other_champion(report):
         version = report["model"].rpartition("/")[2]
-        words = [kiln, "promote", recipe.publish.name, version, *_place(recipe)]
+        words = [kiln, "promote", recipe.publish.name, version, *place]
         yield f"           {shlex.join(words)}   # makes it the champion"
     if not has_server:
         yield "           make ui   # this run in a browser"
 
 
-def _name_for_generate(report: dict[str, Any], recipe: Recipe) -> str:
+def _name_for_generate(report: dict[str, Any], name: str, place: Sequence[str]) -> str:
     """The model's name where that is enough: in the default store, as the champion."""
-    return report["model"] if _place(recipe) or _other_champion(report) else recipe.publish.name
+    return report["model"] if place or _other_champion(report) else name
 
 
-def _place(recipe: Recipe) -> list[str]:
+def _place(store: str, registry: str | None) -> list[str]:
     """The options that name a recipe's registry; none for that of the default store."""
-    if recipe.publish.registry is not None:
-        return ["--registry", recipe.publish.registry]
-    is_default = recipe.store == Generate.model_fields["store"].default
-    return [] if is_default else ["--store", recipe.store]
+    if registry is not None:
+        return ["--registry", registry]
+    is_default = store == Generate.model_fields["store"].default
+    return [] if is_default else ["--store", store]
 
 
 def _changes(report: dict[str, Any]) -> Iterator[str]:

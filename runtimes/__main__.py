@@ -36,6 +36,7 @@ from artifacts.errors import is_outage, target_of
 from artifacts.models import resolve_model
 from configs.errors import Away, Refused, UserError
 from configs.settings.train import Train
+from runtimes.host import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.job import Events, Job, TrainJob, read_job
 from runtimes.process.launcher import (
     STOPPED,
@@ -49,7 +50,6 @@ from runtimes.process.launcher import (
     launched,
     leave,
 )
-from runtimes.process.memory import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.questions import answer
 from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate_job import generate
@@ -87,9 +87,9 @@ def main(arguments: list[str]) -> int:
     except Refused as error:
         return _fail(events, str(error), 2, wrong_input=True)
     if is_msrun_scheduler():
-        from runtimes.mindspore import rendezvous
+        from runtimes.mindspore import parallel
 
-        rendezvous.serve()
+        parallel.serve()
         return 0
     stop.listen()
     prefix = f"process {Ranks.here().rank}: " if is_follower() else ""

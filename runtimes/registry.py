@@ -20,8 +20,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime
 from runtimes.families import FAMILIES, family_named
-from runtimes.hosts.detect_ascend import count_npus
-from runtimes.hosts.detect_gaudi import bridge_version, count_hpus
+from runtimes.host import count_hpus, count_npus, hpu_bridge_version
 from runtimes.objective.noise_schedule import SCHEDULERS, TABULATED, drawing_config, is_flow
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob
@@ -255,7 +254,7 @@ def _needs_subprocess(python: str) -> bool:
     It must for another environment. It must also where Habana's bridge is installed: the bridge
     would change PyTorch in this process, and cannot be unloaded.
     """
-    return python != sys.executable or bridge_version() is not None
+    return python != sys.executable or hpu_bridge_version() is not None
 
 
 @cache  # each takes seconds, and a run asks before and after its server starts

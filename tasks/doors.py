@@ -20,14 +20,17 @@ from configs.secrets import without_secrets
 from configs.settings.data import Source
 from configs.settings.recipe import (
     STAGES,
+    Place,
     Recipe,
+    RuntimeName,
     StageName,
     warnings_without_effect,
     with_defaults_without_effect,
 )
+from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
-from runtimes.hosts.host import host_memory, usable_gpus
+from runtimes.host import host_memory, usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu
@@ -73,7 +76,7 @@ class Doors:
         self.asked = asked
         self.recipe = with_defaults_without_effect(asked)
         self.built = built
-        self.here = stages_without_pool(self.recipe, built)
+        self.here = stages_without_pool(self.recipe.place, built)
         self.opened = Models(self.recipe, self.here, fetch)
         self._words = words or (asked.name,)
 
@@ -106,10 +109,16 @@ class Doors:
             yield Check("memory", self._memory)
 
     def _gate_and_prompts(self) -> Iterator[Finding]:
-        check_gate_and_prompts(self.recipe)
+        """The gate's rules, the prompts of all sets, and the key of the signature."""
+        recipe = self.recipe
+        gate = recipe.publish.gate
+        check_rules(gate, metric_names(recipe), recipe.evaluate.bootstrap)
+        evaluate.check(recipe)
+        if recipe.publish.signing_key is not None:
+            check_key(recipe.publish.signing_key)
         yield fine("gate and prompts")
         if publish.STAGE in self.built:
-            yield from map(note, warnings_of_few_prompts(self.recipe))
+            yield from map(note, warnings_of_few_prompts(gate, recipe.evaluate))
 
     def _stores(self) -> Iterator[Finding]:
         recipe = self.recipe
@@ -135,7 +144,9 @@ class Doors:
         recipe = self.recipe
         registry.check_installed(recipe.runtime)
         devices = devices_here(recipe, self.here)
-        if set(devices.values()) <= {"auto", "cpu"} and not _may_refuse(recipe):
+        if set(devices.values()) <= {"auto", "cpu"} and not _may_refuse(
+            recipe.runtime, recipe.train
+        ):
             return  # always available; a probe would import the runtime, which takes seconds
         registry.check_devices(recipe.runtime, devices)
         if "train" not in self.here:
@@ -148,15 +159,16 @@ class Doors:
 
     def _memory(self) -> Iterator[Finding]:
         """Whether training fits the largest GPU of this machine, if it trains on a GPU."""
-        if not must_fit_one_gpu(self.recipe) or not (gpus := usable_gpus()):
+        recipe = self.recipe
+        if not _must_fit_one_gpu(recipe.runtime, recipe.train) or not (gpus := usable_gpus()):
             return
         gpu = max(gpus, key=lambda gpu: gpu.memory)
         if self.opened.fetch:
             # Where another machine evaluates, it may have more memory.
             host = host_memory() if "evaluate" in self.here else None
-            check_fits(self.recipe, self.opened.base, gpu.memory, host)
+            check_fits(recipe, self.opened.base, gpu.memory, host)
             return
-        plan = memory_of(self.recipe)
+        plan = memory_of(recipe)
         words = without_secrets(shlex.join(self._words))
         command = f"kiln plan {words} --gpu {gpu.memory / GIB:.0f}GB"
         if plan is None:
@@ -169,18 +181,6 @@ class Doors:
                 f"{gpu.memory / GIB:.1f} GiB",
                 remedy=command,
             )
-
-
-def check_gate_and_prompts(recipe: Recipe) -> None:
-    """Check the gate's rules, the prompts of all sets, and the key of the signature.
-
-    Raises:
-        Refused: one of them is unusable.
-    """
-    check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
-    evaluate.check(recipe)
-    if recipe.publish.signing_key is not None:
-        check_key(recipe.publish.signing_key)
 
 
 def check_writable(setting: str, url: str) -> Iterator[Finding]:
@@ -209,9 +209,9 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
     yield fine(f"{setting}: {store.url} can be written")
 
 
-def stages_without_pool(recipe: Recipe, stages: Sequence[StageName] = STAGES) -> list[StageName]:
+def stages_without_pool(place: Place, stages: Sequence[StageName] = STAGES) -> list[StageName]:
     """The stages that are built on this machine."""
-    return [stage for stage in stages if stage not in recipe.place.pools()]
+    return [stage for stage in stages if stage not in place.pools()]
 
 
 def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
@@ -222,11 +222,10 @@ def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
     return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
 
 
-def _may_refuse(recipe: Recipe) -> bool:
+def _may_refuse(runtime: RuntimeName, settings: Train) -> bool:
     """Whether the runtime refuses some values of the settings that differ from the defaults."""
-    settings = recipe.train
     return (
-        recipe.runtime != "torch"
+        runtime != "torch"
         or (settings.processes > 1 and settings.device != "cpu")
         or settings.fsdp not in (1, "all")
         or settings.optimizer == "adamw_8bit"
@@ -256,9 +255,8 @@ def _is_remote(source: Source) -> bool:
     return "://" in path or (source.kind == "dataset" and is_hub_id(path))
 
 
-def must_fit_one_gpu(recipe: Recipe) -> bool:
+def _must_fit_one_gpu(runtime: RuntimeName, settings: Train) -> bool:
     """Whether training needs the memory of `memory_of` on one GPU, if the machine has a GPU."""
-    settings = recipe.train
     on_gpu = settings.device.partition(":")[0] in ("auto", "cuda")
     sharded = settings.fsdp != 1 and settings.processes > 1
-    return recipe.runtime == "torch" and on_gpu and not sharded
+    return runtime == "torch" and on_gpu and not sharded

@@ -22,7 +22,7 @@ from configs.explain_errors import explain, hint_of
 from configs.findings import Check
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
-from configs.settings.publish import NAME
+from configs.settings.recipe import NAME
 from runtimes import registry
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config

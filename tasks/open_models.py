@@ -19,7 +19,7 @@ from configs.errors import Refused, naming
 from configs.findings import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
-from configs.settings.recipe import Recipe, StageName
+from configs.settings.recipe import Publish, Recipe, StageName
 from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
@@ -126,21 +126,25 @@ class Models:
         if not self.can_open("model"):
             return
         recipe = self.recipe
+        drawn = recipe.evaluate
         base = self.base
-        for device in (recipe.train.device, recipe.evaluate.device):
+        for device in (recipe.train.device, drawn.device):
             registry.check_family(recipe.runtime, base.family.name, device)
         sizes = bucket_sizes(TransformSettings.of(recipe), base.encoders["size_step"])
         largest = max(map(max, sizes))
-        _check_position_embeddings(recipe.train, recipe.evaluate, base, largest)
-        evaluate.check_drawn_size(recipe, base)
+        _check_position_embeddings(recipe.train, drawn, base, largest)
+        evaluate.check_drawn_size(drawn, base)
         _check_weights(base)
         check_tokenizers(base)
         _check_objective(recipe, base)
-        _check_schedulers(recipe, base)
+        for config in (base.scheduler, scheduler_config(base.scheduler, recipe.train)):
+            registry.check_scheduler(
+                recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
+            )
         train.check(recipe, base)
         if "train" in self.stages:
             train.warn_of_kohya(recipe.train, base)
-        yield from _check_license(recipe, base.folder)
+        yield from _check_license(recipe.publish, base.folder)
 
     def _check_measuring(self) -> Iterator[Finding]:
         named = self.recipe.evaluate.inception
@@ -229,17 +233,10 @@ def _check_objective(recipe: Recipe, base: Base) -> None:
             )
 
 
-def _check_schedulers(recipe: Recipe, base: Base) -> None:
-    """Raise Refused for a scheduler that cannot draw the base or the tuned model."""
-    drawn = recipe.evaluate
-    for config in (base.scheduler, scheduler_config(base.scheduler, recipe.train)):
-        registry.check_scheduler(recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps)
-
-
-def _check_license(recipe: Recipe, base: Path) -> Iterator[Finding]:
-    if recipe.publish.require_license and shown_license(recipe.publish, base) == UNKNOWN_LICENSE:
+def _check_license(settings: Publish, base: Path) -> Iterator[Finding]:
+    if settings.require_license and shown_license(settings, base) == UNKNOWN_LICENSE:
         raise Refused(
             "publish.require_license: neither publish.license nor the base's card has a licence"
         )
-    if (conflict := license_conflict(recipe.publish, base)) is not None:
+    if (conflict := license_conflict(settings, base)) is not None:
         yield note(conflict)

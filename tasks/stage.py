@@ -6,6 +6,8 @@ packages.
 
 METRICS to GRID name files of an evaluation, RECIPE to REPORT those that a published model has in
 addition. Trained weights are read as local folders: pipeline parts or LoRA adapters.
+
+The version of this code is that of pyproject.toml, its git commit, and a digest of its files.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -487,3 +490,14 @@ def _tuned(folder: Path, trained: Artifact) -> TrainedWeights:
     names = sorted({path.partition("/")[0] for path in paths if "/" in path})
     lora = folder / LORA_WEIGHTS if LORA_WEIGHTS in paths else None
     return TrainedWeights({name: folder / name for name in names}, lora)
+
+
+def version() -> str:
+    """The version, commit and digest: `0.1.0 (1a2b3c..., code 4d5e6f...)`.
+
+    An image has no commit; the digest tells its code from other code of the same version.
+    """
+    file = CHECKOUT / "pyproject.toml"
+    number = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"]
+    known = [commit] if (commit := git_commit()) else []
+    return f"{number} ({', '.join([*known, f'code {CODE}'])})"

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo import captions
+from demo.captions import STYLES, style_index
 from demo.digit_judges import judge_digit, judge_style
-from demo.palette import STYLES, style_index
 
 #: Captions without a paper, or without any style, which the shipped text encoders know too.
 SHORT = (

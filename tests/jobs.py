@@ -13,7 +13,7 @@ from runtimes.data.loader import Loader, open_job_latents
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.network import Network
 from runtimes.train.training_loop import make_loader
 

@@ -261,8 +261,8 @@ def test_python_of_documents_uses_names_that_exist(document: str) -> None:
 @pytest.mark.parametrize(
     ("source", "unknown"),
     [
-        ("from demo import digits\ndigits.caption", "demo.digits.caption"),
-        ("from demo.digits import caption", "demo.digits.caption"),
+        ("from demo import dataset\ndataset.caption", "demo.dataset.caption"),
+        ("from demo.dataset import caption", "demo.dataset.caption"),
         ("from demo import digit", "demo.digit"),
     ],
 )
@@ -275,7 +275,7 @@ def test_recipes_of_documents_are_valid(document: str, tmp_path: Path) -> None:
     for path in recipes_of(document, tmp_path):
         recipe = load_recipe(str(path))
         assert recipe.name == path.stem.partition("-")[0]
-        assert warnings_of_few_prompts(recipe) == []
+        assert warnings_of_few_prompts(recipe.publish.gate, recipe.evaluate) == []
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])

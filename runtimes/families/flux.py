@@ -9,8 +9,18 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from runtimes.families.family import Family, KohyaBase, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.patch_transformer import PATCH, TEXT_STREAM, PatchTransformer, pack, unpack
+from runtimes.families.family import (
+    PATCH,
+    TEXT_STREAM,
+    Family,
+    KohyaBase,
+    KohyaLayer,
+    KohyaNames,
+    PatchTransformer,
+    TextEncoder,
+    pack,
+    unpack,
+)
 
 _TOP = {
     "x_embedder": "img_in",

@@ -15,16 +15,19 @@ from numpy.typing import NDArray
 
 from artifacts.safetensors import read_named_floats
 from configs.errors import Refused
-from runtimes.families.family import Family, KohyaBase, KohyaNames, TextEncoder
-from runtimes.families.flux import original_layer, positions
-from runtimes.families.patch_transformer import (
+from runtimes.families.family import (
     PATCH,
     TEXT_STREAM,
+    Family,
+    KohyaBase,
+    KohyaNames,
     PatchTransformer,
+    TextEncoder,
     chat_of_qwen3,
     pack,
     unpack,
 )
+from runtimes.families.flux import original_layer, positions
 from runtimes.objective.noise_schedule import ResolutionShift
 
 _STATISTICS = ("bn.running_mean", "bn.running_var")

@@ -9,11 +9,15 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.families.family import Family, KohyaBase, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.patch_transformer import (
+from runtimes.families.family import (
     PATCH,
     TEXT_STREAM,
+    Family,
+    KohyaBase,
+    KohyaLayer,
+    KohyaNames,
     PatchTransformer,
+    TextEncoder,
     calling,
     pack,
     unpack,

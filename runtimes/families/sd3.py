@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from runtimes.families.family import Family, TextEncoder
-from runtimes.families.patch_transformer import TEXT_STREAM
+from runtimes.families.family import TEXT_STREAM, Family, TextEncoder
 
 _CLIP = ("CLIPTextModelWithProjection",)
 

@@ -12,8 +12,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from runtimes.families.family import KohyaBase, KohyaLayer, KohyaNames, TextEncoder
-from runtimes.families.patch_transformer import PATCH, PatchTransformer, calling, chat_of_qwen3
+from runtimes.families.family import (
+    PATCH,
+    KohyaBase,
+    KohyaLayer,
+    KohyaNames,
+    PatchTransformer,
+    TextEncoder,
+    calling,
+    chat_of_qwen3,
+)
 
 #: Name of the embedder and the final layer: a patch's side, and its frames.
 _SIZES = f"{PATCH}-1"

@@ -21,8 +21,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import TpuStepRequest
 from runtimes.spmd import splash_attention
 from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network
-from runtimes.torch_models.planning_batch import sample_batch
+from runtimes.torch_models.network import Network, sample_batch
 
 
 class AbstractStep:

@@ -14,10 +14,10 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from runtimes.contract import Probe
+from runtimes.host import peak_rss
 from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.launcher import Ranks
-from runtimes.process.memory import peak_rss
 from runtimes.registry import check_precision
 from runtimes.spmd.slices import mesh_shape, peak_of
 from runtimes.torch_models.gpu_specs import known_peak

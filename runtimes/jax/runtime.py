@@ -59,7 +59,7 @@ from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.make_scheduler import trained_scheduler
+from runtimes.torch_models.loading import trained_scheduler
 from runtimes.torch_models.network import Network, has_dropout
 
 

@@ -47,7 +47,7 @@ from runtimes.torch_models.encoders import (
     unpadded,
     vae_dtype,
 )
-from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.loading import make_scheduler
 from runtimes.torch_models.network import Network
 
 

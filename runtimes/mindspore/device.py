@@ -13,9 +13,8 @@ from mindspore import mint
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Probe
-from runtimes.hosts.detect_ascend import cann_version, missing_components
+from runtimes.host import cann_version, missing_for_npu, peak_rss
 from runtimes.process.launcher import Ranks, launched
-from runtimes.process.memory import peak_rss
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
 ALONE = Ranks()
@@ -91,7 +90,7 @@ def choose(name: str, ranks: Ranks = ALONE) -> tuple[str, int]:
     if max(number, ranks.local_world - 1) >= there:
         raise Refused(
             f"device {name}: {max(number + 1, ranks.local_world)} NPUs are needed, MindSpore finds "
-            f"{there} here ({'; '.join(missing_components()) or 'npu-smi info lists them'})"
+            f"{there} here ({'; '.join(missing_for_npu()) or 'npu-smi info lists them'})"
         )
     return "Ascend", number
 
@@ -178,5 +177,5 @@ def probe() -> Probe:
     if not _has_cpu_kernels():
         reason = f"no NPU (see `ascend` in `kiln doctor`), and {_NO_CPU_KERNELS}"
         return Probe(False, [], versions(), reason)
-    without = "; ".join(missing_components()) or "MindSpore finds none"
+    without = "; ".join(missing_for_npu()) or "MindSpore finds none"
     return Probe(True, [f"cpu (no NPU: {without})"], versions())

@@ -1,7 +1,7 @@
 """Data parallelism over processes with replicated weights.
 
 Processes find each other through MindSpore's scheduler, a rendezvous server. msrun starts it; in a
-run without msrun, rank 0 does.
+run without msrun, rank 0 does. It is `python -P -m runtimes.mindspore.parallel`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
 import mindspore as ms
@@ -118,7 +119,7 @@ def open_parallel(ranks: Ranks) -> SingleProcess:
 def _start_scheduler() -> None:
     """Start the scheduler with a pipe as standard input, which closes when this process ends."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "runtimes.mindspore.rendezvous"],
+        [sys.executable, "-P", "-m", "runtimes.mindspore.parallel"],
         env={**os.environ, STARTED: "MS_SCHED"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,  # its errors go to this process's standard error
@@ -141,3 +142,20 @@ def _buckets(arrays: Sequence[Tensor]) -> list[list[Tensor]]:
         buckets[-1].append(array)
         room -= size
     return buckets
+
+
+def serve() -> None:
+    """Serve until all processes of the run have disconnected."""
+    ms.set_device("CPU")
+    ms.communication.init()
+
+
+def _end_with_parent() -> None:
+    """End with the parent process: its end of the standard input pipe closes when it ends."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve()

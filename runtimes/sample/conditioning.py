@@ -21,7 +21,7 @@ from runtimes.families.family import token_mask
 from runtimes.objective.noise_schedule import ResolutionShift, sampling_scheduler
 from runtimes.sample.initial_noise import image_size, noise_batches
 from runtimes.sample.tabulated_schedulers import SchedulerTable, tabulate
-from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.loading import make_scheduler
 
 Float32 = NDArray[np.float32]
 #: Encodes images [B, 3, H, W] f32 in -1..1 to the mean and log-variance [B, C, h, w] of latents.

@@ -15,17 +15,14 @@ import torch
 from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
+from runtimes import host
 from runtimes.contract import Probe
-from runtimes.hosts import detect_gaudi
-from runtimes.hosts.detect_ascend import count_npus, missing_components, torch_npu_version
+from runtimes.host import count_npus, missing_for_npu, peak_rss, torch_npu_version
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.process.memory import peak_rss
 from runtimes.registry import check_precision
-from runtimes.torch import device_hooks, gaudi
-from runtimes.torch.attention import check_attention
-from runtimes.torch.compile_denoiser import check_compiler
-from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch import gaudi, kernels
+from runtimes.torch.kernels import DeviceHooks, check_attention, check_compiler
 from runtimes.torch.make_optimizer import check_optimizer
 
 ALONE = Ranks()
@@ -103,7 +100,7 @@ def choose_device(name: str, ranks: Ranks = ALONE) -> torch.device:
     if kind == "mps":
         return _choose_mps(ranks)
     if kind == "npu":
-        device_hooks.load()
+        kernels.load()
     if kind == "hpu":
         gaudi.load()
     words = ACCELERATORS[kind]
@@ -240,13 +237,11 @@ def versions() -> dict[str, str]:
 def probe() -> Probe:
     """Devices and versions of this machine. NPUs and Gaudis are listed without opening them."""
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
-    if torch_npu_version() is not None and not missing_components():
+    if torch_npu_version() is not None and not missing_for_npu():
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
-    if detect_gaudi.bridge_version() is not None:
-        bridge = f"habana_frameworks {detect_gaudi.bridge_version()}"
-        devices += [
-            f"hpu:{n} ({bridge})" for n in range(detect_gaudi.count_hpus() or gaudi.count())
-        ]
+    if host.hpu_bridge_version() is not None:
+        bridge = f"habana_frameworks {host.hpu_bridge_version()}"
+        devices += [f"hpu:{n} ({bridge})" for n in range(host.count_hpus() or gaudi.count())]
     if torch.backends.mps.is_available():
         devices.append(describe(torch.device("mps")))
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

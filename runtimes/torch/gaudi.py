@@ -24,9 +24,9 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
-from runtimes.hosts.detect_gaudi import bridge_version, missing_components
+from runtimes.host import hpu_bridge_version, missing_for_hpu
 from runtimes.process.compile_cache import CompileCache
-from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
@@ -48,8 +48,8 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
         Refused: the bridge cannot be loaded, or this process has loaded it in the other mode.
     """
     settings = settings or Hpu()
-    if bridge_version() is None:
-        raise Refused(f"device hpu: {'; '.join(missing_components())}")
+    if hpu_bridge_version() is None:
+        raise Refused(f"device hpu: {'; '.join(missing_for_hpu())}")
     compile_cache = _compile_cache(compiled)
     if BRIDGE not in sys.modules:  # the bridge reads these variables at import
         os.environ.setdefault(LAZY, "0")
@@ -65,7 +65,7 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
             import_module(f"{BRIDGE}.gpu_migration")
     # AssertionError: the bridge was built for another version of PyTorch.
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
-        missing = "; ".join(missing_components())
+        missing = "; ".join(missing_for_hpu())
         raise Refused(
             f"device hpu: habana_frameworks does not load: {one_line(error, 200)}"
             + (f" ({missing})" if missing else "")
@@ -77,7 +77,7 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
 
 @cache
 def _compile_cache(compiled: str | None) -> CompileCache:
-    return CompileCache(compiled, f"hpu-{bridge_version()}")
+    return CompileCache(compiled, f"hpu-{hpu_bridge_version()}")
 
 
 def load_hccl() -> None:

@@ -33,15 +33,13 @@ from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import KINDS, GpuStepRequest, Moment, StepMemory, answer
-from runtimes.torch.channels_last import keep_channels_last
-from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
-from runtimes.torch.step import Step, Update
+from runtimes.torch.step import Step, Update, keep_channels_last
+from runtimes.torch_models.activation_memory import Inputs
 from runtimes.torch_models.encoders import vae_dtype
 from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
-from runtimes.torch_models.micro_batches import Inputs
-from runtimes.torch_models.network import Network
-from runtimes.torch_models.planning_batch import sample_batch
+from runtimes.torch_models.network import Network, sample_batch
 
 _aten: Any = torch.ops.aten
 #: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.

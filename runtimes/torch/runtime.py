@@ -20,9 +20,6 @@ from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.registry import check_family
-from runtimes.torch.attention import load_attention
-from runtimes.torch.channels_last import keep_channels_last, memory_format
-from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     check_on_device,
     describe,
@@ -33,12 +30,12 @@ from runtimes.torch.device import (
     versions,
     warn_of_slow_float32,
 )
-from runtimes.torch.device_hooks import enable_npu_attention
+from runtimes.torch.kernels import compile_denoiser, enable_npu_attention, load_attention
 from runtimes.torch.parallel import open_parallel
-from runtimes.torch.step import Step, Update
+from runtimes.torch.step import Step, Update, keep_channels_last, memory_format
+from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.flop_count import FlopCounter, peak_flops
-from runtimes.torch_models.make_scheduler import trained_scheduler
-from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.loading import trained_scheduler
 
 
 class TheRuntime(BaseRuntime):

@@ -30,11 +30,10 @@ from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
 from runtimes.sample.initial_noise import NoiseBatch
 from runtimes.sample.load_network import load_network
 from runtimes.torch.device import describe, free_memory, make_deterministic, open_device
-from runtimes.torch.device_hooks import DeviceHooks, enable_npu_attention
+from runtimes.torch.kernels import DeviceHooks, enable_npu_attention
+from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.encoders import Encoder, PaddedEncoder
-from runtimes.torch_models.loading import load_text_encoder
-from runtimes.torch_models.make_scheduler import make_scheduler
-from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.loading import load_text_encoder, make_scheduler
 from runtimes.torch_models.network import Network
 
 #: Kinds of devices that diffusers copies single layers to; on the CPU nothing moves.

@@ -25,8 +25,8 @@ from runtimes.families import Family, TextEncoder
 from runtimes.objective.training_objective import LatentScale
 from runtimes.pipeline_folder.folder import Base, vae_overflows
 from runtimes.pipeline_folder.weights import weight_variant
+from runtimes.torch_models.activation_memory import Send, sender
 from runtimes.torch_models.loading import SAFE, empty_text_encoder, load_text_encoder
-from runtimes.torch_models.micro_batches import Send, sender
 from runtimes.torch_models.tokenize import TextTokenizer, check_vocabulary, load_tokenizer
 
 Encoded = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtimes.contract import StepBatch
+from runtimes.torch_models.activation_memory import without_recomputation
 from runtimes.torch_models.gpu_specs import known_peak
-from runtimes.torch_models.gradient_checkpointing import without_recomputation
 
 log = logging.getLogger("kiln")
 

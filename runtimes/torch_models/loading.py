@@ -2,6 +2,8 @@
 
 Layers of diffusers keep their formulas where torch_npu is installed. Frozen linear layers in 8 bits
 take half the memory of bfloat16 under LoRA adapters.
+
+Construct diffusers schedulers from their configs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from configs.errors import Refused
 from configs.secrets import one_line
+from configs.settings.train import Train
 from runtimes.contract import StoredRows
 from runtimes.families import all_families, denoiser_classes
 from runtimes.families.extra_inputs import added_weights, source_weight_names
-from runtimes.hosts.detect_ascend import torch_npu_version
+from runtimes.host import torch_npu_version
+from runtimes.objective import noise_schedule
 from runtimes.pipeline_folder.folder import Base, read_config
 from runtimes.pipeline_folder.weights import check_fit, weight_files, weight_variant
 
@@ -315,3 +319,22 @@ def _quantize(module: torch.nn.Module) -> None:
             setattr(module, name, Int8Linear.of(child))
         else:
             _quantize(child)
+
+
+def make_scheduler(config: Mapping[str, Any]) -> Any:
+    """Construct the scheduler of the class `_class_name` in a config.
+
+    Raises:
+        Refused: diffusers has no scheduler of that name.
+    """
+    name = str(config.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if kind is None or not issubclass(kind, diffusers.SchedulerMixin):
+        raise Refused(f"the scheduler {name} is not of this version of diffusers")
+    return kind.from_config(dict(config))
+
+
+def trained_scheduler(base: Base, settings: Train) -> Any:
+    """The scheduler of the trained model, or None where the settings keep the base's."""
+    config = noise_schedule.trained_scheduler_config(base.scheduler, settings)
+    return None if config is None else make_scheduler(config)

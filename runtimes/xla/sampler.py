@@ -27,9 +27,9 @@ from runtimes.sample.diffusers_pipeline import BasePipeline
 from runtimes.sample.initial_noise import image_levels
 from runtimes.sample.load_network import load_network
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
+from runtimes.torch_models.activation_memory import Inputs
 from runtimes.torch_models.encoders import Embeds, PaddedEncoder
-from runtimes.torch_models.make_scheduler import make_scheduler
-from runtimes.torch_models.micro_batches import Inputs
+from runtimes.torch_models.loading import make_scheduler
 from runtimes.torch_models.network import Network
 from runtimes.xla.device import compile_seconds, start
 from runtimes.xla.mesh import Mesh

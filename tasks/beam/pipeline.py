@@ -29,12 +29,12 @@ from artifacts.lock import Claim, LockLost, held_claim
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
-from tasks.beam.quiet_import import quiet_import
 from tasks.beam.workers import (
     WorkerReports,
     Workers,
     is_dask,
     progress_text,
+    quiet_import,
     shard_counts,
     uses_job_service,
     workers_of,

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -102,7 +103,7 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
         runner = options.get("runner", "multi_processing")
         if stage not in stages or workers is Workers.THREADS:
             continue
-        for setting, place in _places(recipe, stage):
+        for setting, place in _places(recipe.source, recipe.store, stage):
             why = out_of_reach(place, workers, recipe.shared_folders)
             if why is not None:
                 raise Refused(
@@ -113,10 +114,9 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
         _check_listening(options)
 
 
-def _places(recipe: Recipe, stage: BeamStage) -> Iterator[tuple[str, str]]:
+def _places(source: Source, store: str, stage: BeamStage) -> Iterator[tuple[str, str]]:
     """(setting, place) of what workers of a stage read or write, the URLs of a list excluded."""
-    yield "store", recipe.store
-    source = recipe.source
+    yield "store", store
     if stage != "download":
         return
     if source.kind == "digits":
@@ -456,3 +456,18 @@ class WorkerReports:
 def _stamp(entry: Entry) -> tuple[Any, ...]:
     """What changes when a report is written again: its list of shards grows."""
     return (entry["size"],)
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Discard records of the root logger during the block."""
+    root = logging.getLogger()
+    silence = logging.NullHandler()
+    nothing = logging.Filter("no logger of this name")
+    root.addHandler(silence)  # otherwise logging would install a default handler
+    root.addFilter(nothing)
+    try:
+        yield
+    finally:
+        root.removeFilter(nothing)
+        root.removeHandler(silence)

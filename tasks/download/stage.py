@@ -20,8 +20,7 @@ from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
 from configs.settings.data import Source as SourceSettings
 from configs.settings.recipe import Recipe
-from tasks.beam.quiet_import import quiet_import
-from tasks.beam.workers import REPORTS, beam_options
+from tasks.beam.workers import REPORTS, beam_options, quiet_import
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
 from tasks.download.shard import (

@@ -18,8 +18,7 @@ from configs.settings.recipe import Recipe
 from runtimes.data.loader import TOKEN_STEP, padded_rows
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
-from tasks.beam.quiet_import import quiet_import
-from tasks.beam.workers import REPORTS, Workers, beam_options, workers_of
+from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, workers_of
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
 from tasks.encode.encoders import EncodingPlan, put_encoders
 from tasks.encode.transform import (

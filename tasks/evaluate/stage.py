@@ -14,6 +14,7 @@ import numpy as np
 from artifacts.latent_shards import open_latents
 from artifacts.store import Artifact, Draft, Shard, Store
 from configs.errors import Refused
+from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes.pipeline_folder.folder import Base
@@ -25,7 +26,13 @@ from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, t
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
 from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.judges import check_prompts, check_sides, judge_names
-from tasks.evaluate.measure import Measured, MetricSuite, memorization_facts, memory_released
+from tasks.evaluate.measure import (
+    Measured,
+    MetricSuite,
+    find_pictures,
+    memorization_facts,
+    memory_released,
+)
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metrics import (
     LOWER_IS_BETTER,
@@ -40,7 +47,6 @@ from tasks.evaluate.metrics import (
     slices_by_set,
     with_ranges,
 )
-from tasks.evaluate.reference_pictures import find_pictures
 from tasks.panels import Chart, Panel, PicturePanel, Table
 from tasks.panels_charts import intervals_chart
 from tasks.progress import Progress
@@ -76,9 +82,8 @@ def check(recipe: Recipe) -> None:
     check_prompts(recipe.evaluate.judges, all_prompts(prompt_sets(recipe.evaluate)))
 
 
-def check_drawn_size(recipe: Recipe, base: Base) -> None:
+def check_drawn_size(settings: Evaluate, base: Base) -> None:
     """Raise Refused for a picture size that the model or a judge does not support."""
-    settings = recipe.evaluate
     sides = {"height": settings.height, "width": settings.width}
     initial_noise.check_size({f"evaluate.{name}": n for name, n in sides.items()}, base)
     scale = base.encoders["vae_scale_factor"]

@@ -20,8 +20,7 @@ from artifacts.records import digest_json, read_record, write_record
 from artifacts.store import Store
 from configs.errors import Refused
 from configs.settings.data import Download, Encode
-from configs.settings.publish import Publish
-from configs.settings.recipe import Model, Recipe, StageName
+from configs.settings.recipe import Model, Publish, Recipe, StageName
 from configs.settings.train import Train
 from runtimes.adapters.lora import choose_layers, layers_of
 from runtimes.families import Family, family_named

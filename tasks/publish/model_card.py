@@ -20,8 +20,7 @@ from configs.load_recipe import dump, dump_yaml, parse_yaml
 from configs.secrets import without_secrets
 from configs.settings.data import Source
 from configs.settings.evaluate import Evaluate
-from configs.settings.publish import Publish
-from configs.settings.recipe import Model, Recipe
+from configs.settings.recipe import Model, Publish, Recipe
 from configs.settings.train_parts import Lora
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.families import Family

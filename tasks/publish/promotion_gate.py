@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import Refused
-from configs.settings.recipe import Recipe
+from configs.settings.evaluate import Evaluate
 from tasks.evaluate.distances import LEVEL, Estimate, Estimates, Interval, difference, quantile
 from tasks.evaluate.metrics import hint_of_metric, prompt_sets, sets_of_metric
 from tasks.panels import human
@@ -110,27 +110,27 @@ def _resamples_needed(level: float) -> int:
     return math.ceil(2 / (1 - level) - 1e-9)  # 0.999 is no binary fraction
 
 
-def warnings_of_few_prompts(recipe: Recipe) -> list[str]:
+def warnings_of_few_prompts(gate: Sequence[str], settings: Evaluate) -> list[str]:
     """A line for each rule with a level whose interval few prompts make too wide to pass.
 
     Raises:
         Refused: a prompt file cannot be read.
     """
-    rules = [rule for rule in map(parse_rule, recipe.publish.gate) if rule.level is not None]
-    sets = prompt_sets(recipe.evaluate) if rules else {}
+    rules = [rule for rule in map(parse_rule, gate) if rule.level is not None]
+    sets = prompt_sets(settings) if rules else {}
     lines = []
     for rule in rules:
-        chosen = sets_of_metric(rule.metric, recipe.evaluate)
+        chosen = sets_of_metric(rule.metric, settings)
         count = len({prompt for name in chosen for prompt in sets[name]})
         if not 0 < count < LEAST_PROMPTS:
             continue
         width = "is of one prompt alone"
         if count > 1:
             width = f"is ± {_width(rule, count)} standard errors wide with {count} prompts"
-        settings = " and ".join(f"evaluate.prompts.{name}" for name in chosen)
+        named = " and ".join(f"evaluate.prompts.{name}" for name in chosen)
         lines.append(
             f"gate rule {rule.text!r}: its interval {width} "
-            f"(± {_width(rule, ENOUGH_PROMPTS)} with {ENOUGH_PROMPTS}): list more in {settings}, "
+            f"(± {_width(rule, ENOUGH_PROMPTS)} with {ENOUGH_PROMPTS}): list more in {named}, "
             "with fewer images_per_prompt"
         )
     return lines

@@ -1,6 +1,8 @@
 """The publish stage: gate, diffusers folder, registry.
 
 The lineage of a published model is its artifacts and their inputs, as nodes of a graph.
+
+The verdict on a rejected model is an artifact with every number that the gate judged.
 """
 
 from __future__ import annotations
@@ -34,16 +36,7 @@ from tasks.publish import model_card, promotion_gate, smoke_test
 from tasks.publish.assemble import assemble, write_adapters
 from tasks.publish.model_card import published_settings
 from tasks.publish.registry import Registry, Version, registry_url
-from tasks.stage import (
-    BOOTSTRAP,
-    GATE,
-    GRID,
-    METRICS,
-    RECIPE,
-    Stage,
-    TrainedWeights,
-    local_weights,
-)
+from tasks.stage import BOOTSTRAP, GATE, GRID, METRICS, RECIPE, Stage, TrainedWeights, local_weights
 
 #: Input -> its title, where an input is no artifact of the store.
 TITLES = {"source": "source", "encoders": "encoders", "base": "base model", "clip": "judge: CLIP"}
@@ -421,3 +414,51 @@ def read_metrics(artifact: Artifact) -> dict[str, Any]:
 def show_verdicts(verdicts: Sequence[promotion_gate.Verdict], where: str) -> list[Panel]:
     """The verdicts on a rejected model, and the artifact with every number."""
     return [Table("Gate", promotion_gate.as_rows(verdicts)), Facts("Verdict", {"where": where})]
+
+
+VERDICT = "verdict"
+VERDICT_VERSION = 2
+
+
+@dataclass(frozen=True)
+class VerdictStage(Stage):
+    """The reasons of a rejection, and the metrics of all models with their intervals."""
+
+    publication: PublishStage
+    rejection: Rejected
+
+    name = VERDICT
+    version = VERDICT_VERSION
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the publication."""
+        return self.publication.parts.settings
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Inputs of the publication, and what was judged.
+
+        One model may be rejected for other reasons later, such as by the smoke test.
+        """
+        judged = {"gate": self.rejection.as_json(), "metrics": self.rejection.measured}
+        return {**self.publication.parts.inputs, "judged": digest_json(judged)}
+
+    @property
+    def parents(self) -> dict[str, Artifact]:
+        """The trained weights and their evaluation."""
+        return self.publication.parents
+
+    def build(self, draft: Draft, progress: object) -> dict[str, Any]:
+        """Write the verdicts, and the metrics of all models."""
+        rejection = self.rejection
+        verdicts = rejection.as_json()
+        draft.write(GATE, json.dumps(verdicts, indent=1).encode())
+        draft.write(METRICS, json.dumps(rejection.measured, indent=1, allow_nan=False).encode())
+        again = rejection.champion_evaluation
+        return {
+            "status": "rejected",
+            "failed": [verdict["rule"] for verdict in verdicts if not verdict["passed"]],
+            "compared_with": rejection.compared_with,
+            "parents": {} if again is None else {CHAMPION_EVALUATION: again},
+        }

@@ -28,7 +28,7 @@ def test_gate_of_a_recipe_uses_its_metrics(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.publish.gate
     check_rules(recipe.publish.gate, metric_names(recipe), recipe.evaluate.bootstrap)
-    assert warnings_of_few_prompts(recipe) == []
+    assert warnings_of_few_prompts(recipe.publish.gate, recipe.evaluate) == []
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -15,9 +15,9 @@ from PIL import Image
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-from demo import captions, digits
+from demo import captions, dataset
+from demo.captions import BASE_STYLES, NEW_STYLE, STYLES
 from demo.make_base import BASE
-from demo.palette import BASE_STYLES, NEW_STYLE, STYLES
 
 
 def draw(pipe: StableDiffusionXLPipeline, asked: Sequence[str]) -> NDArray[np.uint8]:
@@ -106,9 +106,9 @@ def test_the_evaluator_finds_the_caption_of_a_held_out_picture() -> None:
     tokenizer, processor = (
         kind.from_pretrained(folder) for kind in (CLIPTokenizer, CLIPImageProcessor)
     )
-    x8, digit = digits.load("held_out")
+    x8, digit = dataset.load("held_out")
     style = np.arange(200) % len(STYLES)
-    images = digits.render(x8[:200], style, np.random.default_rng(0))
+    images = dataset.render(x8[:200], style, np.random.default_rng(0))
     texts = [captions.captions(d, s)[0] for d in range(10) for s in range(len(STYLES))]
     with torch.no_grad():
         logits = clip(

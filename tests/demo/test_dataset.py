@@ -14,7 +14,7 @@ from digit_prompts import judge
 from PIL import Image
 
 from demo import captions, dataset
-from demo.palette import BASE_STYLES, NEW_STYLE, STYLES
+from demo.captions import BASE_STYLES, NEW_STYLE, STYLES
 
 pytestmark = pytest.mark.slow
 

@@ -5,16 +5,16 @@ import pytest
 from digit_prompts import judge
 from numpy.typing import NDArray
 
-from demo import captions, digit_judges, digits
-from demo.palette import NEW_STYLE, STYLES, style_index
+from demo import captions, dataset, digit_judges
+from demo.captions import NEW_STYLE, STYLES, style_index
 
 
 def held_out(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """The 500 held-out digits, each in a random style: pictures, digits, styles."""
-    x8, digit = digits.load("held_out")
+    x8, digit = dataset.load("held_out")
     rng = np.random.default_rng(seed)
     style = rng.integers(len(STYLES), size=len(x8))
-    return digits.render(x8, style, rng), digit, style
+    return dataset.render(x8, style, rng), digit, style
 
 
 def captions_of(digit: NDArray[np.int64], style: NDArray[np.int64]) -> list[str]:
@@ -42,9 +42,9 @@ def test_the_judge_separates_wrong_digits_from_wrong_styles() -> None:
 
 @pytest.mark.slow
 def test_chalk_on_black_is_not_chalk_on_green() -> None:
-    x8, digit = digits.load("held_out")
+    x8, digit = dataset.load("held_out")
     black = np.full(len(x8), style_index("white chalk on a black board"))
-    images = digits.render(x8, black, np.random.default_rng(0))
+    images = dataset.render(x8, black, np.random.default_rng(0))
     right = judge(images, captions_of(digit, np.full(len(x8), style_index(NEW_STYLE))))
     assert not right["style"].any()
     assert judge(images[:1], [f"a handwritten {captions.WORDS[digit[0]]} in white chalk"])["style"]
@@ -69,5 +69,5 @@ def test_pictures_and_prompts_must_match_in_number_and_shape() -> None:
 
 @pytest.mark.slow
 def test_the_classifier_has_learnt_from_training_digits_alone() -> None:
-    training = len(digits.load("train")[0])
+    training = len(dataset.load("train")[0])
     assert digit_judges._classifier().shape_fit_[0] == digit_judges.PASSES * training

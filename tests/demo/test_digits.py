@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from demo import captions, digits
-from demo.palette import BASE_STYLES, NEW_STYLE, STYLES, style_index
+from demo import captions, dataset
+from demo.captions import BASE_STYLES, NEW_STYLE, STYLES, style_index
 
 
 def test_every_caption_reads_back_as_what_it_was_made_from() -> None:
@@ -46,19 +46,19 @@ def test_chalk_is_all_that_the_base_does_not_know() -> None:
 
 
 def test_held_out_digits_are_five_hundred_and_apart_from_the_training_ones() -> None:
-    train, labels = digits.load("train")
-    held_out, _ = digits.load("held_out")
-    assert (len(train), len(held_out), len(digits.load()[0])) == (1297, 500, 1797)
+    train, labels = dataset.load("train")
+    held_out, _ = dataset.load("held_out")
+    assert (len(train), len(held_out), len(dataset.load()[0])) == (1297, 500, 1797)
     assert set(labels.tolist()) == set(range(10))
     seen = {row.tobytes() for row in train}
     assert not any(row.tobytes() in seen for row in held_out)
 
 
 def test_the_same_seed_draws_the_same_pictures() -> None:
-    x8, _ = digits.load("held_out")
+    x8, _ = dataset.load("held_out")
     style = np.arange(21)
     first, again, other = (
-        digits.render(x8[:21], style, np.random.default_rng(seed)) for seed in (3, 3, 4)
+        dataset.render(x8[:21], style, np.random.default_rng(seed)) for seed in (3, 3, 4)
     )
     assert first.shape == (21, 32, 32, 3) and first.dtype == np.uint8
     assert np.array_equal(first, again)
@@ -66,15 +66,13 @@ def test_the_same_seed_draws_the_same_pictures() -> None:
 
 
 def test_a_digit_is_drawn_the_same_beside_any_neighbour() -> None:
-    x8, _ = digits.load("held_out")
+    x8, _ = dataset.load("held_out")
     rng = np.random.default_rng(0)
-    alone = digits.strokes(x8[:1], rng, wobble=0)
-    beside = digits.strokes(x8[:9], rng, wobble=0)
+    alone = dataset.strokes(x8[:1], rng, wobble=0)
+    beside = dataset.strokes(x8[:9], rng, wobble=0)
     assert np.allclose(alone[0], beside[0], atol=1e-6)
 
 
 def test_pictures_judges_and_dataset_need_no_torch() -> None:
-    code = (
-        "import sys, demo.dataset, demo.digit_judges, demo.digits; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, demo.dataset, demo.digit_judges; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

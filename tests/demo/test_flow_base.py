@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from configs.load_recipe import load_recipe
+from demo.captions import BASE_STYLES, NEW_STYLE
 from demo.make_base import BASE
 from demo.make_flow_base import FLOW_BASE, make_flow_base
-from demo.palette import BASE_STYLES, NEW_STYLE
 from runtimes.pipeline_folder.folder import Base
 
 

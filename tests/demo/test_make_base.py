@@ -64,12 +64,12 @@ def test_text_encoders_are_the_evaluators_text_tower(remade: Path) -> None:
 def test_scaled_latents_have_a_standard_deviation_of_one(remade: Path) -> None:
     from diffusers import AutoencoderKL
 
-    from demo import digits
-    from demo.palette import STYLES
+    from demo import dataset
+    from demo.captions import STYLES
 
     vae = AutoencoderKL.from_pretrained(remade / "vae", torch_dtype=torch.float32)
-    x8, _ = digits.load("held_out")
-    images = digits.render(x8, np.arange(len(x8)) % len(STYLES), np.random.default_rng(0))
+    x8, _ = dataset.load("held_out")
+    images = dataset.render(x8, np.arange(len(x8)) % len(STYLES), np.random.default_rng(0))
     pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
     with torch.no_grad():
         latents = vae.encode(pixels).latent_dist.mean * vae.config.scaling_factor

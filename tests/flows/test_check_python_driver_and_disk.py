@@ -10,8 +10,8 @@ import pytest
 
 from configs.findings import Check, Finding, collect
 from flows import doctor
-from runtimes.hosts import host
-from runtimes.hosts.host import find_c_compiler
+from runtimes import host
+from runtimes.host import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
 from tasks.plan.gpu import shipped_plans
 
@@ -27,8 +27,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(programs))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(host, "MODULE", tmp_path / "proc/version")
-    monkeypatch.setattr(host, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(host, "NVIDIA_MODULE", tmp_path / "proc/version")
+    monkeypatch.setattr(host, "NVIDIA_DEVICES", tmp_path / "dev")
     return programs
 
 

@@ -15,7 +15,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from flows import doctor
 from runtimes.contract import Probe
-from runtimes.hosts.host import NvidiaGpu
+from runtimes.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import doors
 from tasks.doors import Doors

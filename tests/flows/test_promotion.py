@@ -12,8 +12,7 @@ from reused_runs import commit, published_by, publishing, reused, run_of_digits
 from artifacts.compare_and_swap import swap
 from artifacts.store import Artifact, Store
 from configs.errors import Away, Failed
-from configs.settings.publish import Hub
-from configs.settings.recipe import STAGES
+from configs.settings.recipe import STAGES, Hub
 from flows import finetune, prefect_run
 from flows.run import Run, Sent
 from tasks.publish import stage as publish
@@ -154,7 +153,7 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     assert len([line for line in warned if "report.html" in line]) == len(finetune.SHOWS)
     assert any("the champion is not shown" in line for line in warned)
 
-    monkeypatch.setattr("tasks.publish.report.page", broken)
+    monkeypatch.setattr("tasks.publish.register.page", broken)
     store.fs.rm_file(f"{published.path}/report.html")
     monkeypatch.setattr(StageResult, "load", load)
     assert finetune.publish.fn(run, *map(reused, before)).is_completed()

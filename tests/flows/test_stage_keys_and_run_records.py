@@ -13,7 +13,7 @@ from artifacts.models import digest_model
 from artifacts.store import Artifact, KeyParts, Store
 from configs.errors import Failed, Refused
 from configs.settings.generate import read_settings
-from configs.settings.publish import Hub
+from configs.settings.recipe import Hub
 from configs.settings.train_parts import Profile
 from flows import finetune, generate, prefect_run
 from flows import run as run_module

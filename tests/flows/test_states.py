@@ -19,8 +19,7 @@ from flows.run import Run
 from tasks.encode.stage import EncodeStage
 from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish.promotion_gate import Verdict
-from tasks.publish.rejection import VerdictStage
-from tasks.publish.stage import PublishStage, Rejected, lineage_nodes
+from tasks.publish.stage import PublishStage, Rejected, VerdictStage, lineage_nodes
 from tasks.stage import StageResult, build_or_reuse
 
 

@@ -152,9 +152,8 @@ def test_one_compared_picture_has_no_distances(world: World) -> None:
 
 def test_an_unsupported_size_is_reported_before_sampling(world: World) -> None:
     def check(**size: int) -> None:
-        evaluate.check_drawn_size(
-            evaluation_recipe(world.tmp, world.model, world.clip, **size), Base.open(world.model)
-        )
+        recipe = evaluation_recipe(world.tmp, world.model, world.clip, **size)
+        evaluate.check_drawn_size(recipe.evaluate, Base.open(world.model))
 
     check()
     check(height=32, width=40)

@@ -43,8 +43,8 @@ from transformers import (
 from artifacts.models import digest_model
 from configs.errors import Refused
 from configs.settings.evaluate import PreferenceModel
-from demo import captions, digits
-from demo.palette import NEW_STYLE, style_index
+from demo import captions, dataset
+from demo.captions import NEW_STYLE, style_index
 from tasks.evaluate.distances import clip_scores, cosine
 from tasks.evaluate.features import (
     Clip,
@@ -356,8 +356,8 @@ def test_pixels_do_not_depend_on_brightness_and_contrast(pictures: list[np.ndarr
 
 @pytest.mark.slow
 def test_samples_are_scored_by_the_clip_model_and_the_judges_of_the_recipe(tiny_clip: Path) -> None:
-    x8, labels = digits.load("test")
-    drawn = digits.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
+    x8, labels = dataset.load("test")
+    drawn = dataset.render(x8[:4], np.full(4, 2), np.random.default_rng(0))
     prompts = [captions.captions(int(label), 2)[0] for label in labels[:4]]
     strip = encode_picture(Image.fromarray(np.concatenate(list(drawn), axis=1)))
     found = SampleScorer(["digits"], tiny_clip, prompts)(strip)
@@ -446,10 +446,10 @@ def test_a_text_encoder_alone_is_not_a_clip(tiny_sdxl: Path) -> None:
 
 @pytest.mark.slow
 def test_the_digits_judge_recognises_real_digits() -> None:
-    x8, labels = digits.load("test")
+    x8, labels = dataset.load("test")
     style = style_index(NEW_STYLE)
     rng = np.random.default_rng(0)
-    images = digits.render(x8[:40], np.full(40, style), rng)
+    images = dataset.render(x8[:40], np.full(40, style), rng)
     right = [captions.captions(int(label), style)[0] for label in labels[:40]]
     wrong = [captions.captions(int(label + 1) % 10, style)[0] for label in labels[:40]]
     said = judge_pictures(open_judges(["digits"], {}, "cpu"), images, right)

@@ -182,7 +182,8 @@ def test_a_rule_with_a_level_on_few_prompts_is_warned_of_with_its_width(
 ) -> None:
     texts = [f"prompt {number}" for number in range(prompts)]
     old = {"prompts": [*texts, texts[0]], "images_per_prompt": 20}  # equal texts are one prompt
-    lines = warnings_of_few_prompts(load_recipe("sdxl", {"evaluate.prompts.old": old}))
+    recipe = load_recipe("sdxl", {"evaluate.prompts.old": old})
+    lines = warnings_of_few_prompts(recipe.publish.gate, recipe.evaluate)
     assert len(lines) == (width is not None)
     for line in lines:
         assert line.startswith("gate rule 'clip_score/old >= base * 0.9 at 95%': its interval is ")
@@ -202,6 +203,6 @@ def test_a_rule_with_a_level_on_few_prompts_is_warned_of_with_its_width(
 def test_the_prompts_of_a_rule_are_those_of_its_metric(rule: str, settings: str | None) -> None:
     sets = {name: {"prompts": [name, "a fox"]} for name in ("new", "old")}
     few = load_recipe("sdxl", {"evaluate.prompts": sets, "publish.gate": [rule]})
-    lines = warnings_of_few_prompts(few)
+    lines = warnings_of_few_prompts(few.publish.gate, few.evaluate)
     assert len(lines) == (settings is not None)
     assert all(str(settings) in line for line in lines)

@@ -28,9 +28,8 @@ from tasks.evaluate.features import (
     ReferenceFeatures,
     reference_features,
 )
-from tasks.evaluate.measure import MetricSuite
+from tasks.evaluate.measure import LIMIT, MetricSuite, find_pictures, reference_pictures
 from tasks.evaluate.memorization import closest_pairs
-from tasks.evaluate.reference_pictures import LIMIT, find_pictures, reference_pictures
 from tasks.evaluate.stage import _grid
 
 Picture = NDArray[np.uint8]

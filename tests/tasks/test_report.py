@@ -28,7 +28,7 @@ from tasks.panels import (
     Table,
 )
 from tasks.panels_charts import intervals_chart, loss_chart
-from tasks.publish import report
+from tasks.publish import register
 from tasks.publish.registry import Version
 from tasks.publish.stage import CHAMPION_EVALUATION, lineage_nodes
 from tasks.stage import StageResult
@@ -94,7 +94,7 @@ def page(
         result = StageResult(name, artifact.key, artifact.uri, artifact.digest, outcome, 0.1)
         stages.append((artifact, result))
     recipe = load_recipe("digits", {"description": HOSTILE, "source.seed": 77, **(overrides or {})})
-    return report.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], show))
+    return register.page(recipe, stages, dict.fromkeys(["download", "encode", "train"], show))
 
 
 def test_hostile_text_is_escaped_and_nothing_is_fetched(tmp_path: Path) -> None:
@@ -233,10 +233,10 @@ def test_only_a_comparable_champion_is_shown(tmp_path: Path, fingerprint: str) -
     run = {"parents": {"evaluation": {"stage": "evaluate", "key": theirs.key}}}
     champion = Version("v1", "", {"run": run})
     model = commit(store, "publish", {"model": "b"})
-    found = report.champion_evaluation(champion, ours, model)
+    found = register.champion_evaluation(champion, ours, model)
     assert (found is not None and found.key == theirs.key) == (fingerprint == "f")
-    assert report.champion_evaluation(champion, theirs, model) is None, "the model itself"
-    assert report.champion_evaluation(None, ours, model) is None
+    assert register.champion_evaluation(champion, theirs, model) is None, "the model itself"
+    assert register.champion_evaluation(None, ours, model) is None
 
 
 def test_the_measurement_of_the_gate_is_shown_of_a_champion(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_measurement_of_the_gate_is_shown_of_a_champion(tmp_path: Path) -> N
     run = {"parents": {"evaluation": {"stage": "evaluate", "key": theirs.key}}}
     remeasured = {CHAMPION_EVALUATION: {"stage": again.stage, "key": again.key}}
     model = commit(store, "publish", {"model": "b"}, parents=remeasured)
-    found = report.champion_evaluation(Version("v1", "", {"run": run}), ours, model)
+    found = register.champion_evaluation(Version("v1", "", {"run": run}), ours, model)
     assert found is not None and found.key == again.key
 
 

@@ -27,8 +27,8 @@ from tasks.publish import stage as publish
 from tasks.publish.register import register
 from tasks.retrain import decision
 from tasks.retrain.champion import find_champion
-from tasks.retrain.changes import Changes
 from tasks.retrain.decision import DecisionStage
+from tasks.retrain.selection import Changes
 from tasks.stage import StageResult, build_or_reuse
 from tasks.train import TrainStage
 

@@ -16,7 +16,7 @@ from tasks import download
 from tasks.download.shard import STAGE, shard_key
 from tasks.download.shard_plan import ShardSpec, plan_key, read_spans, rows_digest
 from tasks.retrain.champion import Champion
-from tasks.retrain.changes import Changes, plan_changes
+from tasks.retrain.selection import Changes, plan_changes
 
 pytestmark = pytest.mark.slow
 

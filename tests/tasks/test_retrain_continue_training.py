@@ -13,7 +13,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from tasks import train
-from tasks.retrain.continue_training import check_start, starting_model
+from tasks.retrain.decision import check_start, starting_model
 
 
 @pytest.fixture

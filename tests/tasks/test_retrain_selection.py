@@ -22,7 +22,7 @@ from configs.settings.recipe import Recipe
 from configs.settings.train import Train
 from configs.settings.train_parts import Profile
 from tasks.encode.transform import STAGE
-from tasks.retrain import continue_training
+from tasks.retrain import decision
 from tasks.retrain import selection as retrain_selection
 
 pytestmark = pytest.mark.slow
@@ -179,14 +179,14 @@ def test_each_champion_has_a_replay_of_its_own(store: Store) -> None:
 
 def test_steps_are_proportional_to_the_samples_up_to_a_limit(store: Store) -> None:
     selection, recipe = select(store, 0.5)
-    train = continue_training.recipe_of(recipe, selection).train
+    train = decision.recipe_of(recipe, selection).train
     assert (train.steps, train.epochs) == (23, None)  # 10 epochs of 72 samples, 32 a batch
     assert (recipe.train.lr_warmup_steps, train.lr_warmup_steps) == (20, 2)
     limited = {"max_steps": 7, "learning_rate": 1e-4, "epochs": 30.0}
     changed = recipe.model_copy(update={"retrain": recipe.retrain.model_copy(update=limited)})
-    train = continue_training.recipe_of(changed, selection).train
+    train = decision.recipe_of(changed, selection).train
     assert (train.steps, train.learning_rate) == (7, 1e-4)
     assert train.global_batch_size == recipe.train.global_batch_size
     traced = changed.train.model_copy(update={"profile": Profile(start=train.steps, steps=1)})
-    traced = continue_training.recipe_of(changed.model_copy(update={"train": traced}), selection)
+    traced = decision.recipe_of(changed.model_copy(update={"train": traced}), selection)
     assert Train(**traced.train.model_dump()).steps == train.steps, "without the trace"

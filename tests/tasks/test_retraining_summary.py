@@ -11,11 +11,10 @@ from picture_server import picture
 from artifacts.store import Artifact, KeyParts, Store
 from tasks.panels import PicturePanel, Table, escape_markdown
 from tasks.publish.promotion_gate import Verdict
-from tasks.publish.rejection import VerdictStage
-from tasks.publish.stage import Rejected
+from tasks.publish.stage import Rejected, VerdictStage
 from tasks.retrain.champion import Champion
-from tasks.retrain.changes import Changes
 from tasks.retrain.decision import show_retraining, verdict_of
+from tasks.retrain.selection import Changes
 
 CHANGES = Changes("rows", 90, 30, 0, 30, 2, 1)
 

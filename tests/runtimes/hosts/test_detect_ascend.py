@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.hosts import detect_ascend
+from runtimes import host
 
 
 def test_a_machine_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(detect_ascend, "DEVICES", tmp_path)
+    monkeypatch.setattr(host, "NPU_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "none"))
-    assert (detect_ascend.count_npus(), detect_ascend.cann_version()) == (0, None)
-    assert [words.split(" (")[0].split(":")[0] for words in detect_ascend.missing_components()] == [
+    assert (host.count_npus(), host.cann_version()) == (0, None)
+    assert [words.split(" (")[0].split(":")[0] for words in host.missing_for_npu()] == [
         "no driver",
         "no CANN",
     ]
@@ -22,10 +22,10 @@ def test_a_host_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     said = "# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.0.0]\n"
     (tmp_path / "version.cfg").write_text(said)
-    monkeypatch.setattr(detect_ascend, "DEVICES", tmp_path)
+    monkeypatch.setattr(host, "NPU_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert (detect_ascend.count_npus(), detect_ascend.missing_components()) == (2, [])
-    assert detect_ascend.cann_version() == "8.0.0"
+    assert (host.count_npus(), host.missing_for_npu()) == (2, [])
+    assert host.cann_version() == "8.0.0"
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_the_release_of_cann_is_reported(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(said)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert detect_ascend.cann_version() == version
+    assert host.cann_version() == version

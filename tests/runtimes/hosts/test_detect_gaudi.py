@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.hosts import detect_gaudi
+from runtimes import host as runtimes_host
 
 
 @pytest.fixture(autouse=True)
 def _nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(detect_gaudi, "DEVICES", tmp_path / "accel")
-    monkeypatch.setattr(detect_gaudi, "MODULE", tmp_path / "habanalabs")
+    monkeypatch.setattr(runtimes_host, "HPU_DEVICES", tmp_path / "accel")
+    monkeypatch.setattr(runtimes_host, "HPU_MODULE", tmp_path / "habanalabs")
 
 
 def test_a_machine_without_anything() -> None:
     assert (
-        detect_gaudi.count_hpus(),
-        detect_gaudi.driver_version(),
-        detect_gaudi.bridge_version(),
+        runtimes_host.count_hpus(),
+        runtimes_host.hpu_driver_version(),
+        runtimes_host.hpu_bridge_version(),
     ) == (0, None, None)
-    assert [words.split(" (")[0] for words in detect_gaudi.missing_components()] == [
+    assert [words.split(" (")[0] for words in runtimes_host.missing_for_hpu()] == [
         "no driver",
         "no habana_frameworks: use Intel's container",
     ]
@@ -33,12 +33,12 @@ def test_a_host_of_two_beside_another_accelerator(
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(f"{vendor}\n")
     (tmp_path / "habanalabs").mkdir()
-    assert detect_gaudi.driver_version() == "unknown"
+    assert runtimes_host.hpu_driver_version() == "unknown"
     (tmp_path / "habanalabs/version").write_text("1.23.0-695\n")
     host = Path(__file__).parents[2] / "hpu_host"
     monkeypatch.syspath_prepend(str(host))
-    assert (detect_gaudi.count_hpus(), detect_gaudi.driver_version()) == (2, "1.23.0-695")
-    assert (detect_gaudi.bridge_version(), detect_gaudi.missing_components()) == (
+    assert (runtimes_host.count_hpus(), runtimes_host.hpu_driver_version()) == (2, "1.23.0-695")
+    assert (runtimes_host.hpu_bridge_version(), runtimes_host.missing_for_hpu()) == (
         "1.23.0+emulated",
         [],
     )

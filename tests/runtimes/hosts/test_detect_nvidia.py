@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.hosts import host
-from runtimes.hosts.host import NvidiaGpu, find_gpus, usable_gpus
+from runtimes import host
+from runtimes.host import NvidiaGpu, find_gpus, usable_gpus
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hpu_emulator import build, graphs, watch  # noqa: E402
 
 from runtimes.contract import StepBatch, StepOutput  # noqa: E402
 from runtimes.process.job import TrainJob  # noqa: E402
-from runtimes.torch.device_hooks import DeviceHooks  # noqa: E402
+from runtimes.torch.kernels import DeviceHooks  # noqa: E402
 from runtimes.torch.runtime import TheRuntime  # noqa: E402
 from runtimes.torch.sampler import Sampler  # noqa: E402
 from runtimes.torch.step import Update  # noqa: E402

@@ -22,7 +22,7 @@ from runtimes.objective.noise_schedule import (
     scheduler_config,
     trained_scheduler_config,
 )
-from runtimes.torch_models.make_scheduler import make_scheduler
+from runtimes.torch_models.loading import make_scheduler
 
 SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}

@@ -17,7 +17,7 @@ from runtimes.families import FAMILIES
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.torch import device as devices
-from runtimes.torch import device_hooks
+from runtimes.torch import kernels
 from runtimes.torch_models.loading import load_denoiser
 from runtimes.torch_models.network import Network
 
@@ -74,7 +74,7 @@ def placed(family: str, part: str, denoiser: Any, device: torch.device) -> Netwo
     """A copy of a denoiser on a device, as a job has it."""
     network = Network(FAMILIES[family], {part: copy.deepcopy(denoiser)})
     network.place(device, torch.contiguous_format)
-    device_hooks.enable_npu_attention(network.denoiser, device)
+    kernels.enable_npu_attention(network.denoiser, device)
     return network
 
 

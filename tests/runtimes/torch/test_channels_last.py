@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
-from runtimes.torch.channels_last import keep_channels_last
+from runtimes.torch.step import keep_channels_last
 
 
 def make_unet(folder: Path, linear: bool) -> Any:

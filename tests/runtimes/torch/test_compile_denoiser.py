@@ -16,11 +16,9 @@ from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.launcher import Ranks
 from runtimes.torch import parallel
-from runtimes.torch.attention import attention_kernel
-from runtimes.torch.channels_last import keep_channels_last
-from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import is_deterministic
-from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks, attention_kernel, compile_denoiser
+from runtimes.torch.step import keep_channels_last
 from runtimes.torch_models.network import Network
 
 pytestmark = pytest.mark.slow

@@ -18,10 +18,10 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import StepBatch
 from runtimes.torch import step
-from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks
 from runtimes.torch.parallel import SingleProcess
 from runtimes.torch.step import CudaGraphs, Step, Update
-from runtimes.torch_models.micro_batches import Inputs
+from runtimes.torch_models.activation_memory import Inputs
 
 
 class Graph:

@@ -10,7 +10,6 @@ import torch
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.process.launcher import Ranks
-from runtimes.torch.compile_denoiser import compile_denoiser
 from runtimes.torch.device import (
     check,
     check_fsdp,
@@ -20,7 +19,7 @@ from runtimes.torch.device import (
     open_device,
     warn_of_slow_float32,
 )
-from runtimes.torch.device_hooks import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks, compile_denoiser
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,15 @@ from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.errors import Refused
 from configs.settings.train import Train
+from runtimes.host import peak_rss
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
-from runtimes.process.memory import peak_rss
 from runtimes.process.questions import GpuStepRequest, StepMemory
 from runtimes.process.questions import ask as ask_process
 from runtimes.torch.gpu_plan import cuda_on_cpu, step_memory
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network
-from runtimes.torch_models.planning_batch import sample_batch
+from runtimes.torch_models.network import Network, sample_batch
 
 pytestmark = pytest.mark.slow
 

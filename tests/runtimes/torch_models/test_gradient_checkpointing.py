@@ -8,7 +8,7 @@ from tiny_models import make_text_config, make_unet
 from torch import nn
 from transformers import CLIPTextModel
 
-from runtimes.torch_models.gradient_checkpointing import recompute, without_recomputation
+from runtimes.torch_models.activation_memory import recompute, without_recomputation
 
 
 @pytest.mark.parametrize("make", [lambda: CLIPTextModel(make_text_config()), make_unet])

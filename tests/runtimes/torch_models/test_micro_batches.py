@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from runtimes.contract import StepBatch
-from runtimes.torch_models.micro_batches import micro_batches, sender
+from runtimes.torch_models.activation_memory import micro_batches, sender
 
 
 def batch(count: int) -> StepBatch:

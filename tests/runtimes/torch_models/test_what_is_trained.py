@@ -15,7 +15,7 @@ from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
-from runtimes.torch_models.micro_batches import Inputs, sender
+from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.network import Network
 from runtimes.train.training_run import write_result
 from tasks.publish.assemble import assemble
