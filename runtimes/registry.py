@@ -183,7 +183,11 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
     for setting, device in asked.items():
         if device not in {"auto", *found.names}:
             known = ", ".join(found.devices)
-            raise Refused(f"{device} is not on this machine ({known})", setting=setting)
+            raise Refused(
+                f"{device} is not on this machine ({known})",
+                setting=setting,
+                remedy=f"set one of {', '.join(('auto', *sorted(found.names)))}",
+            )
 
 
 def check_settings(name: str, settings: Train) -> None:

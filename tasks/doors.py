@@ -14,7 +14,7 @@ from functools import partial
 
 from artifacts.errors import classify
 from artifacts.store import Store
-from configs.errors import Away, Refused, naming
+from configs.errors import Away, Refused, UserError, naming
 from configs.findings import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.data import Source
@@ -47,7 +47,7 @@ from tasks.plan.gpu import check_fits, memory_of
 from tasks.publish import stage as publish
 from tasks.publish.hub import check_key, check_login
 from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
-from tasks.train import warn_of_warmup
+from tasks.train import notes_of_warmup
 
 log = logging.getLogger("kiln")
 
@@ -83,15 +83,15 @@ class Doors:
         yield Check("gate and prompts", self._gate_and_prompts)
         if "train" in self.here:
             yield Check("monitoring", partial(check_monitoring, self.recipe))
-            yield Check("warm-up", partial(warn_of_warmup, self.recipe.train))
+            yield Check("warm-up", partial(notes_of_warmup, self.recipe.train))
 
     def places(self) -> Iterator[Check]:
         """Store, registry, source, work pools and Beam's workers."""
         recipe = self.recipe
         yield Check("store", self._stores)
-        if publish.STAGE in self.built:
-            login = partial(check_login, needed=recipe.publish.hub is not None)
-            yield Check("hub login", login, remote=True)
+        pushes = recipe.publish.hub is not None
+        if publish.STAGE in self.built and (pushes or not self.opened.fetch):
+            yield Check("hub login", partial(check_login, needed=pushes), remote=True)
         yield Check("work pools", partial(check_places, recipe, self.built))
         if "download" in self.built:  # a work pool that is sent to may not reach the source
             yield Check("source", self._source, remote=_is_remote(recipe.source))
@@ -202,6 +202,9 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
         if meaning is error and not isinstance(error, OSError):
             raise
         kind = Away if isinstance(meaning, Away) else Refused
+        if isinstance(meaning, UserError):
+            own = meaning.remedy or remedy
+            raise kind(meaning.what, setting=setting, remedy=own) from error
         raise kind(meaning, setting=setting, remedy=remedy) from error
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):

@@ -93,7 +93,10 @@ class Models:
     def can_open(self, section: str) -> bool:
         """Whether the models of a section, `model` or `evaluate`, may be opened."""
         named = [place for name, place in self._places.items() if name.startswith(f"{section}.")]
-        return self.fetch or all(local_model(path) is not None for path, _ in named)
+        try:
+            return self.fetch or all(local_model(path) is not None for path, _ in named)
+        except Refused:  # of `_check_place`
+            return False
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[str, str | None]]:
@@ -139,7 +142,7 @@ class Models:
         _check_schedulers(recipe, base)
         train.check(recipe, base)
         if "train" in self.stages:
-            train.warn_of_kohya(recipe.train, base)
+            yield from train.notes_of_kohya(recipe.train, base)
         yield from _check_license(recipe, base.folder)
 
     def _check_measuring(self) -> Iterator[Finding]:
