@@ -27,10 +27,13 @@ class UserError(Exception):
         self.what = without_secrets(str(what))
         super().__init__(self.what)
         self.setting = setting
-        self.remedy = remedy
+        self.remedy = None if remedy is None else without_secrets(remedy)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.setting, self.what, self.remedy) if part)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class Refused(UserError, ValueError):
