@@ -300,6 +300,15 @@ def test_notes_are_logged_by_the_checks_of_the_run_alone(
     assert caplog.text.count("train.lr_warmup_steps") == 1
 
 
+def test_weights_of_inception_at_a_url_are_asked_for_by_the_run_alone(tmp_path: Path) -> None:
+    with refusing() as host:
+        weights = {"evaluate.inception": f"http://{host}/inception.pth", "store": str(tmp_path)}
+        recipe = load_recipe("digits", weights)
+        enter_before_server(recipe)
+        with pytest.raises(Away, match=r"^evaluate\.inception: file http"):
+            prepare(recipe)
+
+
 def test_work_pools_without_a_server_do_not_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr("flows.checks.configured_server", lambda: None)
