@@ -27,10 +27,13 @@ class UserError(Exception):
         self.what = without_secrets(str(what))
         super().__init__(self.what)
         self.setting = setting
-        self.remedy = remedy
+        self.remedy = None if remedy is None else without_secrets(remedy)
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.setting, self.what, self.remedy) if part)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class Refused(UserError, ValueError):
@@ -52,5 +55,6 @@ def naming(setting: str, remedy: str | None = None) -> Iterator[None]:
         yield
     except UserError as error:
         error.setting = error.setting or setting
-        error.remedy = error.remedy or remedy
+        if isinstance(error, Refused):  # what is away is not mended by another setting
+            error.remedy = error.remedy or remedy
         raise

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from configs.errors import Away, Refused
+from configs.errors import Refused, UserError
 from configs.secrets import one_line, without_secrets
 
 #: Time limit in seconds of a check, when all problems are listed; clients of buckets have none.
@@ -69,7 +69,8 @@ def enter(checks: Iterable[Check], *, remote: bool = True) -> None:
     """Pass the doors: log the notes, and raise the first problem.
 
     Args:
-        remote: whether checks of other machines are made.
+        remote: whether checks of other machines are made. Without them, all are made later, which
+            then log the notes.
 
     Raises:
         Refused, Away: as the check.
@@ -77,7 +78,7 @@ def enter(checks: Iterable[Check], *, remote: bool = True) -> None:
     for check in checks:
         if remote or not check.remote:
             for finding in check.find() or ():
-                if finding.level == "note":
+                if remote and finding.level == "note":
                     log.warning("%s", finding.words)
 
 
@@ -87,7 +88,7 @@ def collect(checks: Iterable[Check], seconds: float = SECONDS) -> Iterator[Findi
         findings: list[Finding] = []
         try:
             _gather(check, findings, seconds)
-        except (Refused, Away) as error:
+        except UserError as error:
             findings.append(Finding("problem", error.what, error.remedy, error.setting))
         except Exception as error:  # a machine may be broken in any way
             words = without_secrets(one_line(error))

@@ -16,7 +16,7 @@ from configs.errors import Refused
 from configs.findings import Check, enter
 from configs.settings.recipe import STAGES, PlacedStage, Recipe, StageName
 from flows.run import Run
-from flows.runner import lasting_server
+from flows.runner import configured_server, lasting_server
 from flows.send_stage import check_deployments
 from tasks.doors import Doors
 from tasks.evaluate.metrics import metric_names
@@ -64,14 +64,18 @@ def checks_of(doors: Doors) -> Iterator[Check]:
         yield Check("server", _lasting_server)
     yield from doors.places()
     if is_sent:
-        sent = partial(check_deployments, doors.recipe.place, doors.built)
-        yield Check("deployments", sent, remote=True)
+        yield Check("deployments", partial(_deployments, doors), remote=True)
     yield from doors.machine()
     yield from doors.models()
 
 
 def _lasting_server() -> None:
     lasting_server("place: work pools need", ", or leave `place` out: all stages then run here")
+
+
+def _deployments(doors: Doors) -> None:
+    if configured_server() is not None:  # otherwise Prefect would start one for the question
+        check_deployments(doors.recipe.place, doors.built)
 
 
 def enter_before_server(recipe: Recipe, until: StageName = "publish") -> None:

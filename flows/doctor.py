@@ -216,7 +216,7 @@ def examine(recipe: Recipe | None, arguments: Sequence[str], *, as_json: bool) -
     checks = _machine_checks(probes, installed, recipe)
     if recipe is not None:
         checks += recipe_checks(recipe, arguments)
-    findings += collect(checks)
+    findings = list(dict.fromkeys([*findings, *collect(checks)]))  # two may find the same
     problems = [finding.words for finding in findings if finding.level == "problem"]
     if as_json:
         print(json.dumps({**facts, "findings": [*map(asdict, findings)], "problems": problems}))
@@ -284,11 +284,16 @@ def _machine_checks(
 
 
 def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
-    """Whether a recipe that would train on a GPU finds none."""
+    """Whether a recipe that would train on a GPU finds none, or no PyTorch that works.
+
+    A run does not ask for the devices `auto` and `cpu`.
+    """
     if recipe is None or recipe.runtime != "torch" or "cuda" in probe.names:
         return
     here = devices_here(recipe, stages_without_pool(recipe.place))
-    if here.get("train.device") == "auto" and probe.available:
+    if here and not probe.available:
+        yield problem(f"runtime torch: {probe.reason}")
+    elif here.get("train.device") == "auto":
         yield note(
             "runtime torch will train on the CPU, which suits only tiny models such as digits"
         )

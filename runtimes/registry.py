@@ -182,7 +182,11 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
     for setting, device in asked.items():
         if device not in {"auto", *probe.names}:
             known = ", ".join(probe.devices)
-            raise Refused(f"{device} is not on this machine ({known})", setting=setting)
+            raise Refused(
+                f"{device} is not on this machine ({known})",
+                setting=setting,
+                remedy=f"set one of {', '.join(('auto', *sorted(probe.names)))}",
+            )
 
 
 def check_settings(name: str, settings: Train) -> None:

@@ -50,7 +50,7 @@ from tasks.plan.gpu import check_fits, memory_of
 from tasks.publish import stage as publish
 from tasks.publish.hub import check_key
 from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
-from tasks.train import warn_of_warmup
+from tasks.train import notes_of_warmup
 
 log = logging.getLogger("kiln")
 
@@ -86,7 +86,7 @@ class Doors:
         yield Check("gate and prompts", self._gate_and_prompts)
         if "train" in self.here:
             yield Check("monitoring", partial(check_monitoring, self.recipe))
-            yield Check("warm-up", partial(warn_of_warmup, self.recipe.train))
+            yield Check("warm-up", partial(notes_of_warmup, self.recipe.train))
 
     def places(self) -> Iterator[Check]:
         """Store, registry, source, work pools and Beam's workers."""
@@ -199,9 +199,9 @@ def check_writable(setting: str, url: str) -> Iterator[Finding]:
         if meaning is error and not isinstance(error, OSError):
             raise
         kind = Away if isinstance(meaning, Away) else Refused
-        if isinstance(meaning, UserError) and meaning.remedy:
-            remedy = meaning.remedy
-            meaning = Refused(meaning.what)
+        if isinstance(meaning, UserError):
+            own = meaning.remedy or remedy
+            raise kind(meaning.what, setting=setting, remedy=own) from error
         raise kind(meaning, setting=setting, remedy=remedy) from error
     finally:
         if is_new and os.path.isdir(store.root) and not os.listdir(store.root):

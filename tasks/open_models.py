@@ -64,6 +64,9 @@ class Models:
         for setting, (path, _) in self._places.items():
             yield Check(setting, partial(self._check_place, setting), remote="://" in path)
         yield Check("base", self._check_base)
+        if (named := self.recipe.evaluate.inception) is not None:
+            find = partial(self._check_inception, named)
+            yield Check("evaluate.inception", find, remote="://" in named)
         yield Check("measuring models", self._check_measuring)
 
     @cached_property
@@ -93,7 +96,10 @@ class Models:
     def can_open(self, section: str) -> bool:
         """Whether the models of a section, `model` or `evaluate`, may be opened."""
         named = [place for name, place in self._places.items() if name.startswith(f"{section}.")]
-        return self.fetch or all(local_model(path) is not None for path, _ in named)
+        try:
+            return self.fetch or all(local_model(path) is not None for path, _ in named)
+        except Refused:  # of `_check_place`
+            return False
 
     @cached_property
     def _places(self) -> Mapping[str, tuple[str, str | None]]:
@@ -143,17 +149,17 @@ class Models:
             )
         train.check(recipe, base)
         if "train" in self.stages:
-            train.warn_of_kohya(recipe.train, base)
+            yield from train.notes_of_kohya(recipe.train, base)
         yield from _check_license(recipe.publish, base.folder)
 
-    def _check_measuring(self) -> Iterator[Finding]:
-        named = self.recipe.evaluate.inception
-        if named is not None:
-            with naming("evaluate.inception"):
-                where = check_file_available(named)
-            yield fine(f"evaluate.inception: {without_secrets(named)} ({where})")
-        if named is not None and "evaluate" in self.stages:
+    def _check_inception(self, named: str) -> Iterator[Finding]:
+        with naming("evaluate.inception"):
+            where = check_file_available(named)
+        yield fine(f"evaluate.inception: {without_secrets(named)} ({where})")
+        if "evaluate" in self.stages:
             fidelity_folder()
+
+    def _check_measuring(self) -> None:
         if not self.can_open("evaluate"):
             return
         check_clip(self._folder("evaluate.clip"))
@@ -161,6 +167,7 @@ class Models:
             check_image_encoder(self._folder("evaluate.image_encoder"))
         for name in self.recipe.evaluate.preference_models:
             check_clip(self._folder(_judge(name)), _judge(name))
+        named = self.recipe.evaluate.inception
         if named is not None and self.fetch and "evaluate" in self.stages:
             assert self.measuring.inception is not None
             check_inception(self.measuring.inception, named)

@@ -29,6 +29,7 @@ from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Refused
+from configs.findings import Finding, note
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
@@ -179,13 +180,13 @@ def check(recipe: Recipe, base: Base) -> None:
         _check_makes_denoiser(replacement)
 
 
-def warn_of_kohya(settings: Train, base: Base) -> None:
-    """Warn of adapters without a place in kohya's layout: diffusers' layout has all of them."""
+def notes_of_kohya(settings: Train, base: Base) -> Iterator[Finding]:
+    """Adapters without a place in kohya's layout: diffusers' layout has all of them."""
     if settings.method != "lora":
         return
     outputs = _adapted_layers(settings.lora, base)
     if why := without_kohya(base.family, base.denoiser, outputs, dora=settings.lora.dora):
-        log.warning("train.lora: no file in kohya's layout will be published: %s", why)
+        yield note(f"train.lora: no file in kohya's layout will be published: {why}")
 
 
 def _adapted_layers(lora: Lora, base: Base) -> dict[str, int]:
@@ -482,7 +483,8 @@ def settings_for(train: Train, samples: int) -> Train:
         return train
     check_epochs(train, samples)
     settings = train.with_steps(samples)
-    warn_of_warmup(settings)
+    for finding in notes_of_warmup(settings):
+        log.warning("%s", finding.words)
     return settings
 
 
@@ -516,13 +518,15 @@ def check_epochs(settings: Train, samples: int, noun: str = "training samples") 
         )
 
 
-def warn_of_warmup(settings: Train) -> None:
-    """Warn of a warm-up that does not end; without `steps` it is too early to know."""
+def notes_of_warmup(settings: Train) -> Iterator[Finding]:
+    """A warm-up that does not end; without `steps` it is too early to know."""
     warmup = settings.lr_warmup_steps
     steps = settings.steps
     if settings.epochs is None and warmup > steps:
-        words = "train.lr_warmup_steps: %d exceed the %d steps: the learning rate misses its peak"
-        log.warning(words, warmup, steps)
+        yield note(
+            f"train.lr_warmup_steps: {warmup} exceed the {steps} steps: the learning rate misses "
+            "its peak"
+        )
 
 
 def _summary(history: list[dict[str, Any]], chosen: dict[str, Any], batch: int) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from artifacts.errors import is_outage
 from artifacts.models import resolve_model, was_not_reached
 from artifacts.records import first_fault, write_atomic
 from artifacts.store import MANIFEST
-from configs.errors import Failed, Refused, UserError
+from configs.errors import Away, Failed, Refused, UserError
 from configs.findings import Finding, fine, note
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
@@ -52,9 +53,9 @@ def check_login(*, needed: bool) -> Iterator[Finding]:
 
     Raises:
         Refused: there is no token, or the hub refuses it.
+        Away: the hub does not answer now.
     """
     from huggingface_hub import HfApi, get_token, is_offline_mode
-    from huggingface_hub.errors import HfHubHTTPError
 
     remedy = "hf auth login, or set HF_TOKEN"
     token = get_token()
@@ -65,11 +66,14 @@ def check_login(*, needed: bool) -> Iterator[Finding]:
     if is_offline_mode():
         return
     try:
-        name = HfApi().whoami(token=token)["name"]
+        name = HfApi().whoami(token=token)["name"]  # waits without a limit, as `collect` does not
     except Exception as error:  # of several HTTP libraries
-        why = f"hub token: the hub does not accept it ({type(error).__name__})"
-        if needed and isinstance(error, HfHubHTTPError):
-            raise Refused(why, remedy=remedy) from None
+        is_away = is_outage(error)
+        why = "does not answer" if is_away else "does not accept it"
+        why = f"hub token: the hub {why} ({type(error).__name__})"
+        remedy = "run again later" if is_away else remedy
+        if needed:
+            raise (Away if is_away else Refused)(why, remedy=remedy) from None
         yield note(why, remedy)
     else:
         yield fine(f"hub token: of {name}")

@@ -1,5 +1,6 @@
 """`kiln doctor RECIPE`: the recipe's models, source, store, token and runtime are reached."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,20 @@ import pytest
 from hub_server import HubServer, Repository
 from loopback_server import refusing
 
+from artifacts.records import FORMAT, encode_record
+from configs.errors import Away
 from configs.findings import Finding, collect
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import Recipe
-from flows import doctor
+from flows.checks import enter_before_server, prepare
+from flows.doctor import examine, recipe_checks
 from runtimes.contract import Probe
 from runtimes.host import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import doors
 from tasks.doors import Doors
 from tasks.evaluate import inception
+from tasks.publish.hub import check_login
 
 Here = Callable[..., str]  # of conftest.py
 CPU = {name: Probe(True, ["cpu (1 threads)"]) for name in ("torch", "xla", "jax", "mindspore")}
@@ -30,7 +35,7 @@ MODEL = {"model_index.json": b"{}", WEIGHTS: b"not fetched"}
 def check(recipe: Recipe) -> dict[str, list[str]]:
     """Findings by level."""
     found: dict[str, list[str]] = {"ok": [], "note": [], "problem": []}
-    for finding in collect(doctor.recipe_checks(recipe, [recipe.name])):
+    for finding in collect(recipe_checks(recipe, [recipe.name])):
         found[finding.level].append(finding.words)
     return found
 
@@ -254,3 +259,99 @@ def test_wrong_input_is_exit_code_2(here: Here) -> None:
     assert "--schema is of all recipes" in here("recipes", "digits", "--schema", code=2)
     settings: dict[str, Any] = {"train.stpes": 1}
     assert "train.steps" in here("doctor", "digits", overrides=settings, code=2)
+
+
+@pytest.mark.parametrize("setting", ["model.path", "model.vae", "evaluate.clip"])
+def test_a_model_without_a_folder_is_one_problem(setting: str) -> None:
+    (said,) = check(load_recipe("digits", {setting: "/nonexistent"}))["problem"]
+    assert said.startswith(f"{setting}: model /nonexistent: no such folder")
+
+
+def test_a_store_of_a_newer_version_keeps_its_words(tmp_path: Path) -> None:
+    recipe = load_recipe("digits", {"store": str(tmp_path)})
+    folder = tmp_path / "registry/digits"
+    folder.mkdir(parents=True)
+    (folder / "history.json.1").write_bytes(encode_record({"format": FORMAT + 1, "moves": []}))
+    (said,) = check(recipe)["problem"]
+    assert said.endswith("was written by a newer version of kilnworks: update this one")
+    assert "Failed" not in said
+
+
+def test_an_absent_device_comes_with_those_that_are_there() -> None:
+    (said,) = check(load_recipe("digits", {"train.device": "cuda:7"}))["problem"]
+    assert said.startswith("train.device: cuda:7 is not on this machine (")
+    assert ": set one of auto, cpu" in said
+
+
+def test_a_warm_up_that_does_not_end_is_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    found = check(load_recipe("digits", {"train.steps": 6}))
+    assert "train.lr_warmup_steps: 20 exceed the 6 steps" in found["note"][0]
+    assert caplog.text == ""
+
+
+def test_notes_are_logged_by_the_checks_of_the_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = load_recipe("digits", {"train.steps": 6, "store": str(tmp_path)})
+    enter_before_server(recipe)
+    assert caplog.text == ""
+    prepare(recipe)
+    assert caplog.text.count("train.lr_warmup_steps") == 1
+
+
+def test_weights_of_inception_at_a_url_are_asked_for_by_the_run_alone(tmp_path: Path) -> None:
+    with refusing() as host:
+        weights = {"evaluate.inception": f"http://{host}/inception.pth", "store": str(tmp_path)}
+        recipe = load_recipe("digits", weights)
+        enter_before_server(recipe)
+        with pytest.raises(Away, match=r"^evaluate\.inception: file http"):
+            prepare(recipe)
+
+
+def test_work_pools_without_a_server_do_not_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("flows.checks.configured_server", lambda: None)
+    monkeypatch.setattr("flows.checks.check_deployments", lambda *given: asked.append(given))
+    found = check(load_recipe("digits", {"place.train": "gpu"}))["problem"]
+    assert found[0].startswith("place: work pools need a lasting Prefect server")
+    assert asked == []
+
+
+def test_a_store_that_is_away_has_one_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(store: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr("artifacts.store.Store.check_writable", full)
+    (said,) = check(load_recipe("digits", {"store": str(tmp_path)}))["problem"]
+    assert said.startswith("store: no space left for ")
+    assert said.endswith(": free some (try `kiln gc`), then run again")
+
+
+def test_a_run_that_pushes_nothing_does_not_ask_the_hub_for_its_token(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    prepare(load_recipe("digits", {"store": str(tmp_path)}))
+    assert [path for _, path in hub.requests if "whoami" in path] == []
+
+
+def test_a_hub_that_is_away_does_not_refuse_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_any")
+    with refusing() as host:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://{host}")
+        with pytest.raises(Away, match=r"the hub does not answer .*: run again later"):
+            list(check_login(needed=True))
+        (found,) = check_login(needed=False)
+    assert found.level == "note" and "does not answer" in found.words
+
+
+def test_a_pytorch_that_cannot_be_imported_is_a_problem_beside_another_runtime(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {**CPU, "torch": Probe(False, reason="runtime torch cannot be imported")}
+    monkeypatch.setattr("flows.doctor.probe_runtime", lambda name: broken[name])
+    monkeypatch.setattr("flows.doctor._server", lambda: ("", []))
+    assert not examine(load_recipe("digits"), ("digits",), as_json=False)
+    assert "problem: runtime torch: runtime torch cannot" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from configs.load_recipe import load_recipe
 from configs.settings.train import Train
 from runtimes.pipeline_folder.folder import Base, trained_config
 from tasks import train
-from tasks.train import check, warn_of_kohya
+from tasks.train import check, notes_of_kohya
 
 
 def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None:
@@ -26,22 +27,23 @@ def test_adapter_targets_are_checked_in_the_bases_files(tiny_sdxl: Path) -> None
 
 
 def test_adapters_without_a_place_in_kohyas_layout_are_known_before_the_run(
-    tiny_flux: Path, tiny_flux2: Path, caplog: pytest.LogCaptureFixture
+    tiny_flux: Path, tiny_flux2: Path
 ) -> None:
+    def noted(recipe: str, base: Path, given: dict[str, Any]) -> str:
+        notes = notes_of_kohya(load_recipe(recipe, given).train, Base.open(base))
+        return "".join(found.words for found in notes)
+
     def warned(**lora: object) -> str:
         given = {f"train.lora.{name}": value for name, value in lora.items()}
-        caplog.clear()
-        warn_of_kohya(load_recipe("flux-lora", given).train, Base.open(tiny_flux))
-        return caplog.text
+        return noted("flux-lora", tiny_flux, given)
 
     assert warned() == warned(target_modules=["attn.to_q", "proj_out", "context_embedder"]) == ""
     found = warned(target_modules=["to_q", "norm_out.linear"])
     assert "norm_out.linear has no name in the layout of kohya's sd-scripts" in found
     assert "DoRA adapts a part of it" in warned(target_modules=["attn.to_q"], dora=True)
-    caplog.clear()
     modulated = {"train.lora.target_modules": ["to_q", "norm_out.linear"]}
-    warn_of_kohya(load_recipe("flux2-klein", modulated).train, Base.open(tiny_flux2))
-    assert "norm_out.linear has no name in the layout of musubi-tuner" in caplog.text
+    found = noted("flux2-klein", tiny_flux2, modulated)
+    assert "norm_out.linear has no name in the layout of musubi-tuner" in found
 
 
 def test_a_guidance_scale_without_effect_is_refused(
