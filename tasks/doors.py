@@ -6,7 +6,6 @@ hour. Work pools, which Prefect's server knows, are checked in flows/checks.py.
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -51,8 +50,6 @@ from tasks.publish import stage as publish
 from tasks.publish.hub import check_key
 from tasks.publish.promotion_gate import check_rules, warnings_of_few_prompts
 from tasks.train import notes_of_warmup
-
-log = logging.getLogger("kiln")
 
 
 class Doors:

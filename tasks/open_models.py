@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,8 +40,6 @@ from tasks.evaluate.inputs import MeasuringModels
 from tasks.publish.assemble import model_parts
 from tasks.publish.model_card import UNKNOWN_LICENSE, license_conflict, shown_license
 from tasks.publish.promotion_gate import parse_rule
-
-log = logging.getLogger("kiln")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """The errors that a user meets keep their words wherever they are shown."""
 
-from configs.errors import Away, Refused, naming
+import pytest
+
+from configs.errors import Away, Refused, UserError, naming
 
 
 def test_a_logged_error_has_its_setting_and_remedy() -> None:
@@ -19,3 +21,10 @@ def test_the_first_setting_and_remedy_count() -> None:
             raise error
     except Refused as raised:
         assert str(raised) == "a: no: do this"
+
+
+@pytest.mark.parametrize(("kind", "remedy"), [(Refused, ": set another"), (Away, "")])
+def test_an_outage_is_not_mended_by_another_setting(kind: type[UserError], remedy: str) -> None:
+    with pytest.raises(kind) as raised, naming("model.path", "set another"):
+        raise kind("it cannot be read")
+    assert str(raised.value) == f"model.path: it cannot be read{remedy}"
