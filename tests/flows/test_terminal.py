@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import shutil
 import signal
 import sqlite3
@@ -19,6 +18,8 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PATIENCE = 600  # seconds, for a machine that does much else
+# The bar of training at two different steps: its first drawing may be at any step.
+MOVED = r"(?s)train +[━╸╺]+ +(\d+)/1(?=.*train +[━╸╺]+ +(?!\1/)[1-9]\d*/1)"
 
 
 def start(folder: Path, overrides: dict[str, Any], terminal: Terminal) -> subprocess.Popen[bytes]:
@@ -60,7 +61,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     with Terminal() as terminal:
         run = start(folder, overrides, terminal)
         try:
-            terminal.wait(r"train +[━╸╺]+ +([2-9]|\d\d+)/1", lambda: run.poll() is None, PATIENCE)
+            terminal.wait(MOVED, lambda: run.poll() is None, PATIENCE)
             below = processes_below(run.pid)
             terminal.press(b"\x03")
             assert run.wait(PATIENCE) == 130
@@ -77,7 +78,6 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert "download: reused" in text and "encode: reused" in text
     assert text.rstrip().splitlines()[-1] == ("kiln: interrupted; run the same command to resume")
     assert "Traceback" not in text
-    assert len(set(re.findall(r"(\d+)/1", text))) > 1  # the bar has moved
     assert terminal.seen.count("\x1b[?25l") == terminal.seen.count("\x1b[?25h") > 0  # the cursor
     assert last_state(folder / "prefect/prefect.db") == "CRASHED"  # its server was told so
     (unfinished,) = [
