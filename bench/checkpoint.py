@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from bench.report import Row, finish, option_parser, spread
 from runtimes.contract import StateShapes
-from runtimes.optimizer_step import owned_copies, read_state_arrays
+from runtimes.optimizer_state import owned_copies, read_state_arrays
 from runtimes.process.collectives import HostCollectives, free_port, join
 from runtimes.process.launcher import Ranks
 from runtimes.train.checkpoints import Checkpoints

@@ -13,10 +13,10 @@ from functools import partial
 from artifacts.latent_shards import Latents
 from artifacts.store import Store
 from configs.errors import Refused
-from configs.findings import Check, enter
+from configs.preflight import Check, enter
 from configs.settings.recipe import STAGES, PlacedStage, Recipe, StageName
 from flows.run import Run
-from flows.runner import configured_server, lasting_server
+from flows.run_command import configured_server, lasting_server
 from flows.send_stage import check_deployments
 from tasks.doors import Doors
 from tasks.evaluate.metrics import metric_names

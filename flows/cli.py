@@ -40,7 +40,7 @@ from configs.settings.recipe import (
     with_defaults_without_effect,
 )
 from flows.command_errors import error_as_json, import_prefect, usage_error
-from runtimes.host import collect_garbage_rarely
+from runtimes.detect_hardware import collect_garbage_rarely
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -314,9 +314,9 @@ def _loaded(recipe: str, override: list[str] | None) -> Recipe:
 
 def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> None:
     """Run a flow; a rejected model is an exit code."""
-    from flows import runner
+    from flows import run_command
 
-    if runner.run(flow, **arguments)["status"] == "rejected":
+    if run_command.run(flow, **arguments)["status"] == "rejected":
         raise typer.Exit(REJECTED)
 
 
@@ -420,9 +420,9 @@ def generate(
         if not prompts and "file" not in settings:
             raise Refused("generate: it has no prompt: give one, or --from-file")
         read_settings(model, prompts, settings)
-    from flows import runner
+    from flows import run_command
 
-    runner.generate(
+    run_command.generate(
         model=model,
         prompts=prompts,
         settings=settings,

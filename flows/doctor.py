@@ -27,17 +27,17 @@ from packaging.version import InvalidVersion
 
 from artifacts.store import Store
 from configs.errors import Refused
-from configs.findings import Check, Finding, collect, fine, note, problem
+from configs.preflight import Check, Finding, collect, fine, note, problem
 from configs.secrets import without_secrets
 from configs.settings.recipe import (
     Recipe,
     RuntimeName,
 )
 from flows.checks import checks_of
-from flows.runner import check_home, check_server, configured_server
-from runtimes import host
+from flows.run_command import check_home, check_server, configured_server
+from runtimes import detect_hardware
 from runtimes.contract import Probe
-from runtimes.host import (
+from runtimes.detect_hardware import (
     NvidiaGpu,
     cann_version,
     count_npus,
@@ -253,10 +253,10 @@ def _facts(probes: dict[str, Probe], installed: dict[str, str], server: str) -> 
             "lacking": missing_for_npu(),
         },
         "gaudi": {
-            "hpus": host.count_hpus(),
-            "driver": host.hpu_driver_version(),
-            "habana_frameworks": host.hpu_bridge_version(),
-            "lacking": host.missing_for_hpu(),
+            "hpus": detect_hardware.count_hpus(),
+            "driver": detect_hardware.hpu_driver_version(),
+            "habana_frameworks": detect_hardware.hpu_bridge_version(),
+            "lacking": detect_hardware.missing_for_hpu(),
         },
     }
 

@@ -38,7 +38,7 @@ from flows.prefect_run import (
 )
 from flows.retrain import training_task
 from flows.run import Run, Sent
-from flows.runner import check_server, lasting_server
+from flows.run_command import check_server, lasting_server
 from flows.send_stage import FLOW
 from tasks.beam.workers import received_recipe
 from tasks.publish.stage import registry_of

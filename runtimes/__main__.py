@@ -36,7 +36,7 @@ from artifacts.errors import is_outage, target_of
 from artifacts.models import resolve_model
 from configs.errors import Away, Refused, UserError
 from configs.settings.train import Train
-from runtimes.host import collect_garbage_rarely, raise_open_file_limit
+from runtimes.detect_hardware import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.job import Events, Job, TrainJob, read_job
 from runtimes.process.launcher import (
     STOPPED,

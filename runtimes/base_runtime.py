@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
-from runtimes.optimizer_step import owned_copies, shapes_of
+from runtimes.optimizer_state import owned_copies, shapes_of
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks

@@ -19,8 +19,8 @@ from typing import Any, cast
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Pipeline, PipelineEncoder, Probe, Runtime
+from runtimes.detect_hardware import count_hpus, count_npus, hpu_bridge_version
 from runtimes.families import FAMILIES, family_named
-from runtimes.host import count_hpus, count_npus, hpu_bridge_version
 from runtimes.objective.noise_schedule import SCHEDULERS, TABULATED, drawing_config, is_flow
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob, GenerateJob, Job, TrainJob

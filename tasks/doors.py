@@ -14,7 +14,7 @@ from functools import partial
 from artifacts.errors import classify
 from artifacts.store import Store
 from configs.errors import Away, Refused, UserError, naming
-from configs.findings import Check, Finding, fine, note
+from configs.preflight import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.data import Source
 from configs.settings.recipe import (
@@ -29,7 +29,7 @@ from configs.settings.recipe import (
 from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
-from runtimes.host import host_memory, usable_gpus
+from runtimes.detect_hardware import host_memory, usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu

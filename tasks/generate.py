@@ -19,7 +19,7 @@ from artifacts.models import check_model_available, local_model, resolve_model
 from artifacts.store import Artifact, Draft
 from configs.errors import Refused
 from configs.explain_errors import explain, hint_of
-from configs.findings import Check
+from configs.preflight import Check
 from configs.settings.evaluate import Sampling
 from configs.settings.generate import Generate
 from configs.settings.recipe import NAME

@@ -15,7 +15,7 @@ from artifacts.models import (
     resolve_model,
 )
 from configs.errors import Refused, naming
-from configs.findings import Check, Finding, fine, note
+from configs.preflight import Check, Finding, fine, note
 from configs.secrets import without_secrets
 from configs.settings.evaluate import Evaluate
 from configs.settings.recipe import Publish, Recipe, StageName

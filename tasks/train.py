@@ -29,7 +29,7 @@ from artifacts.models import digest_model
 from artifacts.records import FileEntry, write_atomic
 from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Refused
-from configs.findings import Finding, note
+from configs.preflight import Finding, note
 from configs.settings.evaluate import Evaluate
 from configs.settings.generate import Generate
 from configs.settings.recipe import Recipe
@@ -40,7 +40,7 @@ from runtimes.families.family import Family
 from runtimes.pipeline_folder.folder import Base, replacement_config, trained_config
 from runtimes.pipeline_folder.weights import weight_shapes
 from runtimes.process.job import TrainJob
-from runtimes.train.measurements import CheckpointRanking, scores_path
+from runtimes.train.validation import CheckpointRanking, scores_path
 from tasks import tpu
 from tasks.evaluate.draw import sampler_settings
 from tasks.evaluate.metrics import SampleScorer, sample_metrics, sample_prompts

@@ -14,7 +14,7 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from runtimes.contract import Probe
-from runtimes.host import peak_rss
+from runtimes.detect_hardware import peak_rss
 from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.launcher import Ranks

@@ -53,7 +53,7 @@ from runtimes.jax.step import (
 )
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.optimizer_step import owned_copies, read_state_arrays, shapes_of, step_scalars
+from runtimes.optimizer_state import owned_copies, read_state_arrays, shapes_of, step_scalars
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob

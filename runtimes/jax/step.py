@@ -26,7 +26,7 @@ from configs.settings.train import Train
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.data.loader import pad_batch
 from runtimes.jax.mesh import Mesh
-from runtimes.optimizer_step import learning_rate_factors
+from runtimes.optimizer_state import learning_rate_factors
 from runtimes.torch_models.network import Network
 
 Arrays = dict[str, Array]
@@ -42,7 +42,7 @@ def update(
     Args:
         state: groups weights, exp_avg, exp_avg_sq and, if set, ema; f32 by State's keys.
         gradients: f32 by State's keys.
-        numbers: [4] f32, see optimizer_step.step_scalars.
+        numbers: [4] f32, see optimizer_state.step_scalars.
         settings: AdamW, clipping and EMA.
         untouched: keys of parameters that stay unchanged, without weight decay.
 
@@ -128,7 +128,7 @@ class Step:
             batch: n micro-batches of B rows, see stack_micro_batches: noisy_latents [n, B, C, h, w]
                 compute dtype, timesteps [n, B], target [n, B, C, h, w] f32, weight [n, B] f32.
             seeds: [n] u32, dropout seed of each micro-batch.
-            numbers: [4] f32, see optimizer_step.step_scalars.
+            numbers: [4] f32, see optimizer_state.step_scalars.
             samples: size of the global batch, the denominator of the loss.
 
         Returns:

@@ -13,7 +13,7 @@ from mindspore import mint
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Probe
-from runtimes.host import cann_version, missing_for_npu, peak_rss
+from runtimes.detect_hardware import cann_version, missing_for_npu, peak_rss
 from runtimes.process.launcher import Ranks, launched
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")

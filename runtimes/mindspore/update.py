@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.mindspore.loss_scale import DynamicLossScale
-from runtimes.optimizer_step import (
+from runtimes.optimizer_state import (
     bias_corrections,
     ema_decay_at,
     learning_rate_groups,

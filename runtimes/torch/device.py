@@ -15,9 +15,9 @@ import torch
 from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
-from runtimes import host
+from runtimes import detect_hardware
 from runtimes.contract import Probe
-from runtimes.host import count_npus, missing_for_npu, peak_rss, torch_npu_version
+from runtimes.detect_hardware import count_npus, missing_for_npu, peak_rss, torch_npu_version
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.registry import check_precision
@@ -239,9 +239,11 @@ def probe() -> Probe:
     devices = [describe(torch.device("cuda", n)) for n in range(torch.cuda.device_count())]
     if torch_npu_version() is not None and not missing_for_npu():
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
-    if host.hpu_bridge_version() is not None:
-        bridge = f"habana_frameworks {host.hpu_bridge_version()}"
-        devices += [f"hpu:{n} ({bridge})" for n in range(host.count_hpus() or gaudi.count())]
+    if detect_hardware.hpu_bridge_version() is not None:
+        bridge = f"habana_frameworks {detect_hardware.hpu_bridge_version()}"
+        devices += [
+            f"hpu:{n} ({bridge})" for n in range(detect_hardware.count_hpus() or gaudi.count())
+        ]
     if torch.backends.mps.is_available():
         devices.append(describe(torch.device("mps")))
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

@@ -24,7 +24,7 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
-from runtimes.host import hpu_bridge_version, missing_for_hpu
+from runtimes.detect_hardware import hpu_bridge_version, missing_for_hpu
 from runtimes.process.compile_cache import CompileCache
 from runtimes.torch.kernels import DeviceHooks
 

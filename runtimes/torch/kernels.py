@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.errors import Refused
 from configs.secrets import one_line
+from runtimes.detect_hardware import find_c_compiler, missing_for_npu
 from runtimes.families import repeated_blocks
-from runtimes.host import find_c_compiler, missing_for_npu
 from runtimes.torch_models.activation_memory import without_recomputation
 
 

@@ -11,7 +11,7 @@ import torch
 
 from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.optimizer_step import learning_rate_groups
+from runtimes.optimizer_state import learning_rate_groups
 from runtimes.torch import gaudi
 
 Tensors = dict[str, torch.Tensor]

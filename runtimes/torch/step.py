@@ -34,7 +34,7 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, StepOutput
-from runtimes.optimizer_step import ema_decay_at, owned_copies, read_state_arrays, swapped
+from runtimes.optimizer_state import ema_decay_at, owned_copies, read_state_arrays, swapped
 from runtimes.torch.kernels import DeviceHooks, attention_kernel
 from runtimes.torch.make_optimizer import Optimizer, Parameters, Tensors
 from runtimes.torch.parallel import SingleProcess
@@ -223,7 +223,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class Update:
     """Gradient clipping, an optimizer on float32 masters, and their exponential moving average.
 
-    optimizer_step.py gives the decay of the average.
+    optimizer_state.py gives the decay of the average.
 
     Args:
         parameters: float32 masters of this process, by State's keys.

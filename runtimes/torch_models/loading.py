@@ -24,9 +24,9 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.train import Train
 from runtimes.contract import StoredRows
+from runtimes.detect_hardware import torch_npu_version
 from runtimes.families import all_families, denoiser_classes
 from runtimes.families.extra_inputs import added_weights, source_weight_names
-from runtimes.host import torch_npu_version
 from runtimes.objective import noise_schedule
 from runtimes.pipeline_folder.folder import Base, read_config
 from runtimes.pipeline_folder.weights import check_fit, weight_files, weight_variant

@@ -46,7 +46,7 @@ from artifacts.records import (
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
 from configs.errors import Away
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
-from runtimes.optimizer_step import shapes_of
+from runtimes.optimizer_state import shapes_of
 
 #: Threads of each rank. One thread computes the sha256 of about 1 GB/s.
 THREADS = 8

@@ -16,9 +16,9 @@ from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import Events, SilentEvents, TrainJob
 from runtimes.process.launcher import Ranks, Stop
 from runtimes.registry import open_runtime, prepare
-from runtimes.train.measurements import SEED
 from runtimes.train.trackers import Trackers, check_wandb, open_trackers
 from runtimes.train.training_run import TrainingRun
+from runtimes.train.validation import SEED
 
 #: Held-out samples that a process keeps in memory: only its first measurement reads shards.
 #: 64 samples of FLUX.1 at 1024 x 1024, with 512 tokens each, have 320 MiB.

@@ -46,7 +46,7 @@ from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names, to_sta
 from runtimes.contract import Runtime, State, StepBatch, StoredRows
 from runtimes.data.loader import Holdout, batch_number
 from runtimes.objective.noise_schedule import SCHEDULER_FILE, trained_scheduler_config
-from runtimes.optimizer_step import published
+from runtimes.optimizer_state import published
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.pipeline_folder.weights import DENOISER_WEIGHTS, TEXT_WEIGHTS
 from runtimes.process.job import Events, TrainJob
@@ -58,9 +58,9 @@ from runtimes.train.checkpoints import (
     is_unreachable,
     with_retries,
 )
-from runtimes.train.measurements import CheckpointRanking, Measurements, Samples, is_due
 from runtimes.train.recorder import DivergenceEvent, Recorder
 from runtimes.train.trackers import Trackers
+from runtimes.train.validation import CheckpointRanking, Measurements, Samples, is_due
 
 
 def learning_rate(step: int, settings: Train) -> float:

@@ -14,7 +14,7 @@ from torch_xla.debug import metrics
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import Probe
-from runtimes.host import peak_rss
+from runtimes.detect_hardware import peak_rss
 from runtimes.process.compile_cache import CompileCache
 from runtimes.registry import check_precision
 from runtimes.spmd.slices import peak_of

@@ -36,7 +36,7 @@ from runtimes.contract import (
     lazy_output,
 )
 from runtimes.data.loader import pad_batch
-from runtimes.optimizer_step import (
+from runtimes.optimizer_state import (
     learning_rate_factors,
     owned_copies,
     read_state_arrays,

@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from configs.settings.data import Download
-from runtimes.host import check_memory
+from runtimes.detect_hardware import check_memory
 from tasks.download.http import FetchFailed
 from tasks.encode.transform import to_rgb
 

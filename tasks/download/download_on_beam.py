@@ -16,10 +16,10 @@ from artifacts.records import write_atomic
 from artifacts.store import Store
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, shard_counts, worker_report
+from tasks.download.data_quality import most_common
 from tasks.download.rows import Outage
 from tasks.download.shard import STAGE, Deferred, DownloadContext, download_shard, is_retried
 from tasks.download.shard_plan import ShardSpec
-from tasks.download.statistics import most_common
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.
 THREADS = 4

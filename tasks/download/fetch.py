@@ -27,7 +27,7 @@ from artifacts.errors import caching
 from artifacts.models import cache_folder
 from artifacts.records import digest_bytes
 from configs.settings.data import Download
-from runtimes.host import collect_garbage_rarely, raise_open_file_limit
+from runtimes.detect_hardware import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.launcher import count_cores
 from tasks.download.http import (
     BAD_ENCODING,

@@ -24,6 +24,7 @@ from artifacts.store import Shard, Store
 from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import Download
+from tasks.download.data_quality import shard_statistics
 from tasks.download.decode import PictureResizer
 from tasks.download.fetch import Fetcher, run
 from tasks.download.http import FetchFailed, Room, is_transient
@@ -32,7 +33,6 @@ from tasks.download.politeness import is_opted_out, is_outage
 from tasks.download.rows import Row, read_additional
 from tasks.download.shard_plan import ShardSpec, distrust_file, read_spans, rows_digest
 from tasks.download.sources import SOURCES
-from tasks.download.statistics import shard_statistics
 
 
 class ResizedPictures:

@@ -21,6 +21,7 @@ from configs.errors import Away, Refused
 from configs.settings.data import Source as SourceSettings
 from configs.settings.recipe import Recipe
 from tasks.beam.workers import REPORTS, beam_options, quiet_import
+from tasks.download.data_quality import DownloadStatistics, check_data, warn_of_captions
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
 from tasks.download.shard import (
@@ -41,7 +42,6 @@ from tasks.download.shard_plan import (
     read_plan,
 )
 from tasks.download.sources import SOURCES
-from tasks.download.statistics import DownloadStatistics, check_data, warn_of_captions
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Report
 from tasks.stage import Stage

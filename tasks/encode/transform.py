@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from artifacts.records import digest_json
 from configs.errors import Refused
 from configs.settings.recipe import Recipe
-from runtimes.host import check_memory
+from runtimes.detect_hardware import check_memory
 
 Size = tuple[int, int]  # (height, width), pixels
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from artifacts.store import MANIFEST, Store
 from configs.errors import Refused
 from configs.settings.recipe import Recipe, StageName
-from runtimes.host import find_gpus
+from runtimes.detect_hardware import find_gpus
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import known_gpu
 from tasks.download.shard import STAGE as DOWNLOAD

@@ -19,7 +19,7 @@ from artifacts.models import resolve_model, was_not_reached
 from artifacts.records import first_fault, write_atomic
 from artifacts.store import MANIFEST
 from configs.errors import Away, Failed, Refused, UserError
-from configs.findings import Finding, fine, note
+from configs.preflight import Finding, fine, note
 from tasks.publish.model_card import TAG
 from tasks.publish.registry import Registry, Version
 from tasks.stage import REPORT

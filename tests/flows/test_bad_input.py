@@ -22,7 +22,7 @@ from artifacts.store import KeyParts, Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
-from flows import checks, runner
+from flows import checks, run_command
 from flows.cli import main
 from flows.generate import output_folder
 from tasks import doors
@@ -33,8 +33,8 @@ Here = Callable[..., str]  # of conftest.py
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """No server is configured, and none may start."""
-    monkeypatch.setattr(runner, "configured_server", lambda: None)
-    monkeypatch.setattr(runner, "start_server", pytest.fail)
+    monkeypatch.setattr(run_command, "configured_server", lambda: None)
+    monkeypatch.setattr(run_command, "start_server", pytest.fail)
 
 
 def only_line(said: str) -> str:
@@ -87,7 +87,7 @@ def test_a_server_of_prefect_that_is_gone_is_not_the_store(
     def gone(*_: Any, **__: Any) -> None:
         raise httpx.ConnectError("All connection attempts failed")
 
-    monkeypatch.setattr("flows.runner.run", gone)
+    monkeypatch.setattr("flows.run_command.run", gone)
     said = only_line(here("run", "digits", code=1))
     assert "Prefect's server does not answer (All connection attempts failed): run the same" in said
 
@@ -245,13 +245,15 @@ def test_of_a_sweep_the_trials_are_checked_before_the_server(
     small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
-    monkeypatch.setattr(runner, "configured_server", lambda: None)
-    monkeypatch.setattr(runner, "_enter_before_server", lambda r, _: checked.append(r.train.seed))
+    monkeypatch.setattr(run_command, "configured_server", lambda: None)
+    monkeypatch.setattr(
+        run_command, "_enter_before_server", lambda r, _: checked.append(r.train.seed)
+    )
     ended = {"status": "unchanged", "why": "", "metrics": {}}
-    monkeypatch.setattr(runner, "_run_flow", lambda *_, **__: ended)
+    monkeypatch.setattr(run_command, "_run_flow", lambda *_, **__: ended)
     swept = {"sweep.values": {"train.seed": [1, 2]}}
     overrides = {**small, "train.seed": 5, **swept}
-    runner.run("sweep", recipe="digits", overrides=overrides, as_json=False)
+    run_command.run("sweep", recipe="digits", overrides=overrides, as_json=False)
     assert set(checked) == {1, 2}
 
 
@@ -299,7 +301,7 @@ def test_an_error_before_the_server_is_json_too(
 ) -> None:
     overrides = {**small, "store": "/proc/nowhere"}
     with pytest.raises(Refused) as error:
-        runner.run("finetune", recipe="digits", overrides=overrides, as_json=True)
+        run_command.run("finetune", recipe="digits", overrides=overrides, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"status": "failed", "error": str(error.value)}
 
 

@@ -13,7 +13,7 @@ from artifacts.store import Store
 from configs.errors import Refused
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES, Recipe
-from runtimes.host import NvidiaGpu
+from runtimes.detect_hardware import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks.plan import disk as module
 from tasks.plan.disk import check_disk

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.findings import Check, Finding, collect
+from configs.preflight import Check, Finding, collect
 from flows import doctor
-from runtimes import host
-from runtimes.host import find_c_compiler
+from runtimes import detect_hardware
+from runtimes.detect_hardware import find_c_compiler
 from runtimes.torch_models.gpu_specs import GIB, parse_gpu
 from tasks.plan.gpu import shipped_plans
 
@@ -27,8 +27,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(programs))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(host, "NVIDIA_MODULE", tmp_path / "proc/version")
-    monkeypatch.setattr(host, "NVIDIA_DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(detect_hardware, "NVIDIA_MODULE", tmp_path / "proc/version")
+    monkeypatch.setattr(detect_hardware, "NVIDIA_DEVICES", tmp_path / "dev")
     return programs
 
 
@@ -75,7 +75,7 @@ def test_a_cpu_build_beside_a_driver_is_a_problem_for_a_recipe_on_cuda(
 def test_the_build_of_this_machine_is_read_without_an_import() -> None:
     import torch
 
-    assert host.torch_cuda_version() == torch.version.cuda
+    assert detect_hardware.torch_cuda_version() == torch.version.cuda
 
 
 def test_a_driver_that_is_too_old_for_the_build_is_a_problem(

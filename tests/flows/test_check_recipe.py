@@ -13,13 +13,13 @@ from loopback_server import refusing
 
 from artifacts.records import FORMAT, encode_record
 from configs.errors import Away
-from configs.findings import Finding, collect
 from configs.load_recipe import load_recipe
+from configs.preflight import Finding, collect
 from configs.settings.recipe import Recipe
 from flows.checks import enter_before_server, prepare
 from flows.doctor import examine, recipe_checks
 from runtimes.contract import Probe
-from runtimes.host import NvidiaGpu
+from runtimes.detect_hardware import NvidiaGpu
 from runtimes.torch_models.gpu_specs import GIB
 from tasks import doors
 from tasks.doors import Doors

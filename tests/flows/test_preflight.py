@@ -17,7 +17,7 @@ from configs.errors import Refused
 from configs.load_recipe import load_recipe, load_trials
 from flows.checks import check_gate_rules, prepare
 from flows.sweep import prepared
-from runtimes.host import NvidiaGpu, host_memory
+from runtimes.detect_hardware import NvidiaGpu, host_memory
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import KINDS, Moment, StepMemory
 from runtimes.registry import check_scheduler

@@ -430,7 +430,7 @@ def test_a_queue_belongs_to_the_deployment_of_its_pool(pool: str, deployment: st
 @pytest.mark.parametrize("command", ["run", "sweep", "retrain", "place"])
 def test_a_temporary_server_is_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it starts: no worker would ever find it."""
-    monkeypatch.setattr("flows.runner.configured_server", lambda: None)
+    monkeypatch.setattr("flows.run_command.configured_server", lambda: None)
     words = [command, "digits", "-o", "place.train=gpu"]
     result = typer.testing.CliRunner().invoke(cli.app, words)
     assert isinstance(result.exception, ValueError)

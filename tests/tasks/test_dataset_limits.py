@@ -7,13 +7,13 @@ import pytest
 
 from configs.errors import Failed
 from configs.settings.data import Download
-from tasks.download.rows import Row, text_of_file
-from tasks.download.statistics import (
+from tasks.download.data_quality import (
     DownloadStatistics,
     check_data,
     shard_statistics,
     warn_of_captions,
 )
+from tasks.download.rows import Row, text_of_file
 
 
 def facts(pictures: list[int | None], planned: int = 100, host: str = "a") -> dict[str, Any]:

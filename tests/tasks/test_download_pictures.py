@@ -23,8 +23,8 @@ from artifacts.store import KeyParts, Store
 from configs.settings.recipe import Recipe
 from tasks import download
 from tasks.download import DownloadStage
+from tasks.download.data_quality import DownloadStatistics
 from tasks.download.decode import img2dataset_resizer
-from tasks.download.statistics import DownloadStatistics
 from tasks.encode.transform import bucket_sizes, transform
 from tasks.panels import PicturePanel
 

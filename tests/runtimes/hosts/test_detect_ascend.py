@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import host
+from runtimes import detect_hardware
 
 
 def test_a_machine_without_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "NPU_DEVICES", tmp_path)
+    monkeypatch.setattr(detect_hardware, "NPU_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "none"))
-    assert (host.count_npus(), host.cann_version()) == (0, None)
-    assert [words.split(" (")[0].split(":")[0] for words in host.missing_for_npu()] == [
+    assert (detect_hardware.count_npus(), detect_hardware.cann_version()) == (0, None)
+    assert [words.split(" (")[0].split(":")[0] for words in detect_hardware.missing_for_npu()] == [
         "no driver",
         "no CANN",
     ]
@@ -22,10 +22,10 @@ def test_a_host_of_two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / name).touch()
     said = "# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.0.0]\n"
     (tmp_path / "version.cfg").write_text(said)
-    monkeypatch.setattr(host, "NPU_DEVICES", tmp_path)
+    monkeypatch.setattr(detect_hardware, "NPU_DEVICES", tmp_path)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert (host.count_npus(), host.missing_for_npu()) == (2, [])
-    assert host.cann_version() == "8.0.0"
+    assert (detect_hardware.count_npus(), detect_hardware.missing_for_npu()) == (2, [])
+    assert detect_hardware.cann_version() == "8.0.0"
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_the_release_of_cann_is_reported(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(said)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    assert host.cann_version() == version
+    assert detect_hardware.cann_version() == version

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import host as runtimes_host
+from runtimes import detect_hardware as runtimes_host
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import host
-from runtimes.host import NvidiaGpu, find_gpus, usable_gpus
+from runtimes import detect_hardware
+from runtimes.detect_hardware import NvidiaGpu, find_gpus, usable_gpus
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_gpus_that_pytorch_does_not_use_do_not_count(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    monkeypatch.setattr(host, "torch_cuda_version", lambda: cuda)
-    monkeypatch.setattr(host, "find_gpus", lambda: [NvidiaGpu("a GPU", 1)])
+    monkeypatch.setattr(detect_hardware, "torch_cuda_version", lambda: cuda)
+    monkeypatch.setattr(detect_hardware, "find_gpus", lambda: [NvidiaGpu("a GPU", 1)])
     assert bool(usable_gpus()) == is_usable

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import host as module
-from runtimes.host import host_memory
+from runtimes import detect_hardware as module
+from runtimes.detect_hardware import host_memory
 
 
 def test_a_containers_limit_is_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

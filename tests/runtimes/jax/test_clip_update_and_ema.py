@@ -13,7 +13,7 @@ from runtimes.torch.step import Update
 jax = chips.importorskip("jax")
 from runtimes.jax.mesh import Mesh  # noqa: E402
 from runtimes.jax.step import Step  # noqa: E402
-from runtimes.optimizer_step import step_scalars  # noqa: E402
+from runtimes.optimizer_state import step_scalars  # noqa: E402
 
 WEIGHTS = {"unet.gain": (3, 4, 4), "text_encoder.bias": (3, 1, 1)}
 SETTINGS = Train(

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from runtimes.host import raise_open_file_limit
+from runtimes.detect_hardware import raise_open_file_limit
 
 
 def test_as_many_files_may_be_open_as_the_system_allows() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtimes.optimizer_step import owned_copies, shapes_of
+from runtimes.optimizer_state import owned_copies, shapes_of
 from runtimes.process import socket_writers
 from runtimes.process.launcher import Ranks
 from runtimes.process.socket_writers import LOOPBACK, SocketWriters

@@ -17,7 +17,7 @@ from bench import planned_and_real_memory
 from bench.planned_and_real_memory import VARIANTS, compare
 from configs.errors import Refused
 from configs.settings.train import Train
-from runtimes.host import peak_rss
+from runtimes.detect_hardware import peak_rss
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.process.questions import GpuStepRequest, StepMemory

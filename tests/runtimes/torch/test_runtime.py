@@ -24,7 +24,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.contract import WeightsLost
 from runtimes.objective.random_draws import Stream, generator
-from runtimes.optimizer_step import published
+from runtimes.optimizer_state import published
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.sampler import Sampler

@@ -16,11 +16,11 @@ from runtimes.data.loader import Holdout
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Stop
 from runtimes.torch.runtime import TheRuntime
-from runtimes.train import measurements
-from runtimes.train import measurements as train_measurements
+from runtimes.train import validation
+from runtimes.train import validation as train_measurements
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.train.measurements import CheckpointRanking, HeldOutLoss, scores_path
 from runtimes.train.training_loop import train
+from runtimes.train.validation import CheckpointRanking, HeldOutLoss, scores_path
 
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 #: A rising learning rate: the weights improve, then get worse.
@@ -168,16 +168,16 @@ def test_a_stop_request_during_the_last_validation_leaves_it_to_the_next_process
     whole, parts = (with_prompts(make_job(name, **settings)) for name in ("whole", "parts"))
     result, losses = run(whole)
     assert list(losses) == [2, 4, 5], "the last step is scored although it is not scheduled"
-    measure, heard = measurements.measure, RecordedEvents()
+    measure, heard = validation.measure, RecordedEvents()
 
     def interrupted(runtime: Any, holdout: Holdout, stopping: Any) -> HeldOutLoss | None:
         if len(heard.of("validation")) == 2:
             heard.stop.requested = True
         return measure(runtime, holdout, stopping)
 
-    monkeypatch.setattr(measurements, "measure", interrupted)
+    monkeypatch.setattr(validation, "measure", interrupted)
     assert not train(parts, heard, heard.stop), "the run has no result yet"
-    monkeypatch.setattr(measurements, "measure", measure)
+    monkeypatch.setattr(validation, "measure", measure)
     again, found = run(parts)
     assert list(found) == [5] and again["chosen_step"] == result["chosen_step"]
     assert outputs(parts) == outputs(whole)

@@ -19,9 +19,9 @@ from kiln_command import ROOT
 from store_servers import REMOTE, RequestsTo, UrlOf
 from training import newest
 
-from runtimes import optimizer_step as state_module
+from runtimes import optimizer_state as state_module
 from runtimes.contract import Owners, State
-from runtimes.optimizer_step import owned_copies, read_state_arrays, shapes_of
+from runtimes.optimizer_state import owned_copies, read_state_arrays, shapes_of
 from runtimes.process.collectives import free_port
 from runtimes.train import checkpoints as train_checkpoints
 from runtimes.train.checkpoints import CheckpointError, Checkpoints, array_files, files_by_rank
@@ -177,7 +177,7 @@ from runtimes.process.launcher import Ranks
 from runtimes.train import checkpoints as module
 from runtimes.train.checkpoints import CheckpointError
 from runtimes.train.checkpoints import Checkpoints
-from runtimes.optimizer_step import owned_copies, shapes_of
+from runtimes.optimizer_state import owned_copies, shapes_of
 
 join(Ranks.here())
 writers = HostCollectives(2).writers()

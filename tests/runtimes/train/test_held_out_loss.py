@@ -17,8 +17,8 @@ from runtimes.families import FAMILIES
 from runtimes.objective.noise_schedule import NoiseSchedule
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base
-from runtimes.train.measurements import HeldOutLoss
 from runtimes.train.training_loop import make_holdout, read_train_settings
+from runtimes.train.validation import HeldOutLoss
 
 WriteLatents = Callable[..., str]  # of conftest.py
 SCHEDULE = NoiseSchedule.from_config({"beta_schedule": "scaled_linear"})

@@ -12,9 +12,9 @@ from training import RecordedEvents
 
 from runtimes.contract import ImagesNotFinite, WeightsLost
 from runtimes.process.job import SilentEvents, TrainJob
-from runtimes.train import measurements
-from runtimes.train.measurements import Samples
+from runtimes.train import validation
 from runtimes.train.trackers import Trackers
+from runtimes.train.validation import Samples
 
 
 class Draws:
@@ -80,7 +80,7 @@ def test_pictures_that_cannot_be_written(make_job: MakeJob, together: bool) -> N
 def test_scores_that_never_come_cost_a_warning(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurements, "WAIT_SECONDS", -1.0)
+    monkeypatch.setattr(validation, "WAIT_SECONDS", -1.0)
     heard = RecordedEvents()
     drawn = Samples(make_job(), Draws(True, False), heard, Trackers([]), writes=True)  # type: ignore[arg-type]
     assert drawn.scores(3, lambda: False) == {}

@@ -27,7 +27,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
 from runtimes.torch.step import Update
-from runtimes.train import measurements, training_run
+from runtimes.train import training_run, validation
 from runtimes.train.checkpoints import CheckpointError, Checkpoints
 from runtimes.train.training_loop import train
 from runtimes.train.training_run import Profiling, Saver
@@ -263,7 +263,7 @@ def stop_in_measurement(
     job: TrainJob, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> RecordedEvents:
     """Train until a stop request in the held-out loss of this number, from 1."""
-    measure, heard, count = measurements.measure, RecordedEvents(), itertools.count(1)
+    measure, heard, count = validation.measure, RecordedEvents(), itertools.count(1)
 
     def interrupted(runtime: Any, holdout: Any, stopping: Any) -> Any:
         if next(count) == number:
@@ -271,7 +271,7 @@ def stop_in_measurement(
         return measure(runtime, holdout, stopping)
 
     with monkeypatch.context() as patch:
-        patch.setattr(measurements, "measure", interrupted)
+        patch.setattr(validation, "measure", interrupted)
         assert not train(job, heard, heard.stop)
     return heard
 

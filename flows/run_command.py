@@ -33,8 +33,8 @@ from rich.progress import (
 )
 
 from configs.errors import Failed, Refused
-from configs.findings import enter
 from configs.load_recipe import load_recipe, load_trials
+from configs.preflight import enter
 from configs.secrets import hide_secrets, one_line, without_secrets
 from configs.settings.generate import Generate, read_settings
 from configs.settings.recipe import STAGES, Recipe, StageName

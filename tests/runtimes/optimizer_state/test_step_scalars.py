@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from configs.settings.train import Train
-from runtimes.optimizer_step import step_scalars
+from runtimes.optimizer_state import step_scalars
 
 
 @pytest.mark.parametrize("decay", [0.999, 0.9999, 0.99999])
