@@ -25,20 +25,8 @@ from typing import Any
 
 import yaml
 
+from artifacts import filesystems
 from artifacts.compare_and_swap import read, remove, remove_checked, swap
-from artifacts.filesystems import (
-    Entry,
-    ask_at_once,
-    checksum,
-    delete_tree,
-    entries,
-    file_info,
-    files,
-    modified,
-    name_of,
-    present_time,
-    size_of,
-)
 from artifacts.lock import (
     LockLost,
     hold,
@@ -116,14 +104,14 @@ def runs(store: Store) -> Iterator[RunRecord]:
 
     Raises Refused if a record is damaged, and as the filesystem does.
     """
-    listed = entries(store.fs, f"{store.root}/{RUNS}")
+    listed = filesystems.entries(store.fs, f"{store.root}/{RUNS}")
     record_files = {entry["name"]: entry for entry in listed if entry["name"].endswith(".json")}
-    records = ask_at_once(store.fs, partial(_read, store), record_files)
+    records = filesystems.ask_at_once(store.fs, partial(_read, store), record_files)
     for (path, entry), record in zip(record_files.items(), records, strict=True):
         if record is not None:
             keys = {(stage, key) for stage, keys in record["stages"].items() for key in keys}
             model = record.get("model")
-            yield RunRecord(path, modified(entry), keys, _recipe_name(record), model)
+            yield RunRecord(path, filesystems.modified(entry), keys, _recipe_name(record), model)
 
 
 def _recipe_name(record: dict[str, Any]) -> str | None:
@@ -157,7 +145,7 @@ def record_registry(store: Store, registry: Store) -> None:
 
 def registries(store: Store) -> Iterator[tuple[str, str]]:
     """(path of the record, URL) of every registry outside the store that holds its models."""
-    for entry in entries(store.fs, f"{store.root}/{REGISTRIES}"):
+    for entry in filesystems.entries(store.fs, f"{store.root}/{REGISTRIES}"):
         path = entry["name"]
         if path.endswith(".json"):
             try:
@@ -202,7 +190,7 @@ def mark(store: Store, published: Iterable[dict[str, Any]], days: float) -> Mark
     Raises:
         Refused: a record is damaged, so what it needs is unknown.
     """
-    now = present_time(store.fs, store.root)
+    now = filesystems.present_time(store.fs, store.root)
     held = {key for key in store.artifact_keys() if is_held(store, key, now)}
     roots = set(held)
     expired = set()
@@ -245,8 +233,12 @@ def needed_by(store: Store, roots: Iterable[Key]) -> dict[Key, Artifact]:
 def is_held(store: Store, key: Key, now: float) -> bool:
     """Whether a builder holds an artifact's lock; a day without a heartbeat means no owner."""
     folder = f"{store.root}/{'/'.join(key)}"
-    locks = [entry for entry in entries(store.fs, folder) if name_of(entry).startswith(LOCK)]
-    if not any(now - modified(entry) < DAY for entry in locks):
+    locks = [
+        entry
+        for entry in filesystems.entries(store.fs, folder)
+        if filesystems.name_of(entry).startswith(LOCK)
+    ]
+    if not any(now - filesystems.modified(entry) < DAY for entry in locks):
         return False
     owner = read_owner(store.fs, f"{folder}/{LOCK}")
     return owner is not None and not is_dead(owner)
@@ -297,7 +289,7 @@ class Collector:
         self._mark = mark
         self._days = days
         self._min_age = min_age
-        self._now = present_time(store.fs, store.root)
+        self._now = filesystems.present_time(store.fs, store.root)
         self._runs: set[RunFacts] = set()
         self._busy: set[str] = set()  # stages whose shards stay
         self._named: set[tuple[str, str, str]] = set()  # (stage, key, digest): its shards are known
@@ -327,20 +319,22 @@ class Collector:
         for stage in sorted(named):  # a lock without a heartbeat for a day has no owner
             for entry in self._files(f"{stage}/{LOCKS}"):
                 if self._is_old([entry], DAY):
-                    yield _garbage(stage, name_of(entry), "leftover", [entry])
+                    yield _garbage(stage, filesystems.name_of(entry), "leftover", [entry])
         for folder in ("", RUNS, REGISTRIES, *(f"{stage}/{SHARDS}" for stage in named)):
             yield from self._leftovers(folder, self._entries(folder))
         for entry in self._entries("registry"):
-            folder = f"registry/{name_of(entry)}"
+            folder = f"registry/{filesystems.name_of(entry)}"
             yield from self._leftovers(folder, self._entries(folder))
         for file in self._files("compiled"):
             if self._is_old([file], self._days * DAY):
-                yield _garbage("compiled", name_of(file), "compiled", [file])
+                yield _garbage("compiled", filesystems.name_of(file), "compiled", [file])
         if not self._models_in_use:
             yield from self._models()
         for entry in self._entries(RUNS):  # the lineage of a published model is in its manifest
             if entry["name"] in self._marks.expired and self._is_old([entry]):
-                yield _garbage(RUNS, name_of(entry).removesuffix(".json"), "run", [entry])
+                yield _garbage(
+                    RUNS, filesystems.name_of(entry).removesuffix(".json"), "run", [entry]
+                )
 
     def delete(self, items: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete items, and yield each that was deleted: what is needed by now stays."""
@@ -356,11 +350,13 @@ class Collector:
                 deleted = [item for item in batch if self._deleted(item, collection.check)]
             yield from deleted  # without the lock: the caller prints, and may wait for a reader
 
-    def _folder(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
+    def _folder(self, stage: str, key: str, held: list[filesystems.Entry]) -> Iterator[Garbage]:
         """An artifact, finished or not; its lock stays for a day, others may be about to use it."""
         folder = f"{self._store.root}/{stage}/{key}"
-        size = size_of(held)
-        present = {name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")}
+        size = filesystems.size_of(held)
+        present = {
+            filesystems.name_of(entry): entry["name"] for entry in self._entries(f"{stage}/{key}")
+        }
         own = [path for name, path in present.items() if not name.startswith((LOCK, MANIFEST))]
         if not any(name.startswith(LOCK) for name in present):  # the manifest may not be ours
             self._load(stage, key)
@@ -396,19 +392,19 @@ class Collector:
                 "rebuild it, or move it away if another program wrote it"
             ) from None
 
-    def _within(self, stage: str, key: str, held: list[Entry]) -> Iterator[Garbage]:
+    def _within(self, stage: str, key: str, held: list[filesystems.Entry]) -> Iterator[Garbage]:
         """Checkpoints of a finished training run, useful only if its result is damaged."""
         place = f"/{key}/{CHECKPOINTS}/"
         resumable = [file for file in held if place in file["name"]]
         if resumable and (stage, key) in self._marks.artifacts and self._is_old(resumable):
             folder = f"{self._store.root}/{stage}/{key}/{CHECKPOINTS}"
-            yield Garbage(stage, key, "checkpoints", [folder], size_of(resumable))
+            yield Garbage(stage, key, "checkpoints", [folder], filesystems.size_of(resumable))
         yield from self._leftovers(stage, [f for f in held if place not in f["name"]])
 
     def _shards(self, stage: str, named: set[str]) -> Iterator[Garbage]:
-        groups: dict[str, dict[str, Entry]] = {}
+        groups: dict[str, dict[str, filesystems.Entry]] = {}
         for entry in self._entries(f"{stage}/{SHARDS}"):
-            name = name_of(entry)
+            name = filesystems.name_of(entry)
             if not _is_leftover(entry):
                 groups.setdefault(name.partition(".")[0], {})[name] = entry
         for key, group in sorted(groups.items()):
@@ -433,7 +429,7 @@ class Collector:
 
     def _models(self) -> Iterator[Garbage]:
         """Base models copied for other machines; the record beside each says that it is whole."""
-        present = {name_of(entry): entry for entry in self._entries("models")}
+        present = {filesystems.name_of(entry): entry for entry in self._entries("models")}
         for name, entry in sorted(present.items()):
             if entry["type"] == "directory" and is_key(name):
                 copied = self._files(f"models/{name}")
@@ -441,23 +437,27 @@ class Collector:
                 age = self._min_age if record is None else self._days * DAY
                 if self._is_old([*copied, *([record] if record else [])], age):
                     path = record["name"] if record else None
-                    yield Garbage("models", name, "model", [entry["name"]], size_of(copied), path)
+                    yield Garbage(
+                        "models", name, "model", [entry["name"]], filesystems.size_of(copied), path
+                    )
 
-    def _leftovers(self, stage: str, entries: Iterable[Entry]) -> Iterator[Garbage]:
+    def _leftovers(self, stage: str, entries: Iterable[filesystems.Entry]) -> Iterator[Garbage]:
         """Temporary files of killed processes; no write takes a day."""
         for entry in entries:
             if _is_leftover(entry) and self._is_old([entry], DAY):
-                yield _garbage(stage.partition("/")[0], name_of(entry), "leftover", [entry])
+                yield _garbage(
+                    stage.partition("/")[0], filesystems.name_of(entry), "leftover", [entry]
+                )
 
-    def _entries(self, path: str) -> list[Entry]:
-        return entries(self._store.fs, f"{self._store.root}/{path}")
+    def _entries(self, path: str) -> list[filesystems.Entry]:
+        return filesystems.entries(self._store.fs, f"{self._store.root}/{path}")
 
-    def _files(self, path: str) -> list[Entry]:
-        return list(files(self._store.fs, f"{self._store.root}/{path}"))
+    def _files(self, path: str) -> list[filesystems.Entry]:
+        return list(filesystems.files(self._store.fs, f"{self._store.root}/{path}"))
 
-    def _is_old(self, held: Iterable[Entry], age: float | None = None) -> bool:
+    def _is_old(self, held: Iterable[filesystems.Entry], age: float | None = None) -> bool:
         least = self._min_age if age is None else age
-        return all(self._now - modified(entry) >= least for entry in held)
+        return all(self._now - filesystems.modified(entry) >= least for entry in held)
 
     @contextmanager
     def _alone(self, item: Garbage) -> Iterator[Callable[[], None] | None]:
@@ -503,7 +503,7 @@ class Collector:
         for path in item.paths:
             check()  # what a builder has written since is not ours to delete
             with suppress(FileNotFoundError):
-                delete_tree(fs, path)
+                filesystems.delete_tree(fs, path)
         if item.kind == "run":
             self._runs = {run for run in self._runs if run[0] != f"{item.key}.json"}
         return True
@@ -518,7 +518,7 @@ class Collector:
         """
         fs = self._store.fs
         with suppress(FileNotFoundError):
-            old = remove(fs, path, lambda _: self._is_old([file_info(fs, path)], DAY))
+            old = remove(fs, path, lambda _: self._is_old([filesystems.file_info(fs, path)], DAY))
             return old is not None
         return False
 
@@ -549,7 +549,15 @@ class Collector:
     def _run_records(self) -> set[RunFacts]:
         """Each run's record, with what changes when it is written again."""
         records = self._entries(RUNS)
-        return {(name_of(e), int(e["size"] or 0), modified(e), checksum(e)) for e in records}
+        return {
+            (
+                filesystems.name_of(e),
+                int(e["size"] or 0),
+                filesystems.modified(e),
+                filesystems.checksum(e),
+            )
+            for e in records
+        }
 
     def _mark_after(self, records: set[RunFacts]) -> None:
         time.sleep(TICK)  # a record that is written after the marking has another time stamp
@@ -558,19 +566,21 @@ class Collector:
 
 
 def _garbage(
-    stage: str, key: str, kind: str, listing: list[Entry], record: str | None = None
+    stage: str, key: str, kind: str, listing: list[filesystems.Entry], record: str | None = None
 ) -> Garbage:
-    return Garbage(stage, key, kind, [entry["name"] for entry in listing], size_of(listing), record)
+    return Garbage(
+        stage, key, kind, [entry["name"] for entry in listing], filesystems.size_of(listing), record
+    )
 
 
-def _is_of_a_store(held: Iterable[Entry], key: str) -> bool:
+def _is_of_a_store(held: Iterable[filesystems.Entry], key: str) -> bool:
     """Whether the files in a folder with a key as its name belong to an artifact, finished or not.
 
     Every builder leaves its lock.
     """
-    own = (file for file in held if file["name"].endswith(f"/{key}/{name_of(file)}"))
-    return any(name_of(file).startswith((LOCK, MANIFEST)) for file in own)
+    own = (file for file in held if file["name"].endswith(f"/{key}/{filesystems.name_of(file)}"))
+    return any(filesystems.name_of(file).startswith((LOCK, MANIFEST)) for file in own)
 
 
-def _is_leftover(entry: Entry) -> bool:
-    return LEFTOVER.fullmatch(name_of(entry)) is not None
+def _is_leftover(entry: filesystems.Entry) -> bool:
+    return LEFTOVER.fullmatch(filesystems.name_of(entry)) is not None

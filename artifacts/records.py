@@ -26,16 +26,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts import filesystems
 from artifacts.errors import is_of_client, refusals
-from artifacts.filesystems import (
-    AT_ONCE,
-    ask_at_once,
-    checksum,
-    file_info,
-    make_folder_of,
-    read_small_file,
-    replacing,
-)
 from configs.errors import Failed
 
 #: Seconds of a tick of the clock that the kernel stamps files by, at the least.
@@ -57,8 +49,8 @@ def present_stamp(fs: AbstractFileSystem, path: str) -> tuple[str | None, int | 
         status = os.stat(path)
         return _stamp(status), status.st_size
     fs.invalidate_cache(path.rpartition("/")[0])  # a listing made earlier says what was there then
-    info = file_info(fs, path)
-    return checksum(info), info.get("size")
+    info = filesystems.file_info(fs, path)
+    return filesystems.checksum(info), info.get("size")
 
 
 def restore_stamp(fs: AbstractFileSystem, path: str, seen: str | None, committed: str) -> None:
@@ -204,12 +196,12 @@ def put_atomic(
     Returns the time stamp of the copy if it is local.
     """
     if isinstance(fs, LocalFileSystem):
-        with replacing(path, check) as beside:
+        with filesystems.replacing(path, check) as beside:
             shutil.copyfile(local, beside)
             return time_stamp(beside)  # now: once it is in place it may be another builder's
     if check is not None:
         check()
-    make_folder_of(fs, path)
+    filesystems.make_folder_of(fs, path)
     fs.put_file(local, path)
     return None
 
@@ -219,13 +211,13 @@ def write_atomic(
 ) -> str | None:
     """As `put_atomic`, with the bytes of the file."""
     if isinstance(fs, LocalFileSystem):
-        with replacing(path, check) as beside:
+        with filesystems.replacing(path, check) as beside:
             with open(beside, "wb") as stream:
                 stream.write(data)
             return time_stamp(beside)
     if check is not None:
         check()
-    make_folder_of(fs, path)
+    filesystems.make_folder_of(fs, path)
     fs.pipe_file(path, data)
     return None
 
@@ -283,7 +275,7 @@ def read_record(
     """
     try:
         with refusals():
-            data = read_small_file(fs, path)
+            data = filesystems.read_small_file(fs, path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -349,7 +341,7 @@ def stamped(fs: AbstractFileSystem, root: str, entries: Iterable[FileEntry]) -> 
     if isinstance(fs, LocalFileSystem):
         time.sleep(TICK)  # a change within the same tick would leave the time stamp as it is
         return list(entries)
-    return list(ask_at_once(fs, partial(_with_checksum, fs, root), entries))
+    return list(filesystems.ask_at_once(fs, partial(_with_checksum, fs, root), entries))
 
 
 def _with_checksum(fs: AbstractFileSystem, root: str, entry: FileEntry) -> FileEntry:
@@ -375,7 +367,13 @@ def first_fault(
     """
     check = partial(file_fault, fs, root, deep=deep)
     return next(
-        filter(None, ask_at_once(fs, check, files, DEEP_AT_ONCE if deep else AT_ONCE)), None
+        filter(
+            None,
+            filesystems.ask_at_once(
+                fs, check, files, DEEP_AT_ONCE if deep else filesystems.AT_ONCE
+            ),
+        ),
+        None,
     )
 
 
@@ -462,7 +460,7 @@ def copy_checked(
 ) -> str | None:
     """Copy a committed file to `path`, as `put_atomic`. Raises Damaged as `open_checked`."""
     if isinstance(fs, LocalFileSystem):
-        with replacing(path, check) as beside:
+        with filesystems.replacing(path, check) as beside:
             with open_checked(url, sha256) as source, open(beside, "wb") as sink:
                 shutil.copyfileobj(source, sink, 2**22)
             return time_stamp(beside)

@@ -25,37 +25,9 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts import filesystems, records
 from artifacts.compare_and_swap import create, remove, remove_checked
-from artifacts.filesystems import (
-    ask_at_once,
-    make_folder_of,
-    new_probe,
-    protocols,
-    subfolders,
-    sync_tree,
-)
 from artifacts.lock import Lock, hold, is_alive
-from artifacts.records import (
-    FORMAT,
-    SMALL,
-    Damaged,
-    FileEntry,
-    decode_record,
-    digest_bytes,
-    digest_files,
-    digest_json,
-    encode_record,
-    first_fault,
-    hash_file,
-    hash_local,
-    present_stamp,
-    put_atomic,
-    read_checked,
-    read_record,
-    stamped,
-    write_atomic,
-    write_record,
-)
 from configs.errors import Refused
 from configs.secrets import check_stored_url, check_unchained, one_line, without_secrets
 
@@ -79,7 +51,7 @@ class KeyParts:
 
     @property
     def key(self) -> str:
-        return digest_json(self.as_dict())
+        return records.digest_json(self.as_dict())
 
 
 MANIFEST = "manifest.json"
@@ -116,7 +88,7 @@ class Artifact:
         return str(self.manifest["digest"])
 
     @property
-    def files(self) -> list[FileEntry]:
+    def files(self) -> list[records.FileEntry]:
         """Its files, paths relative to the artifact's folder (shards begin with `../shards/`)."""
         return list(self.manifest["files"])
 
@@ -136,7 +108,7 @@ class Artifact:
         committed = next((e.sha256 for e in self.manifest["files"] if e.path == path), None)
         if committed is None:
             return bytes(self.store.fs.cat_file(f"{self.path}/{path}"))
-        return read_checked(self.store.fs, self.path, path, committed)
+        return records.read_checked(self.store.fs, self.path, path, committed)
 
 
 @dataclass
@@ -149,7 +121,7 @@ class Draft:
     store: Store
     parts: KeyParts
     lock: Lock | None = None
-    files: dict[str, FileEntry] = field(default_factory=dict)
+    files: dict[str, records.FileEntry] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -174,19 +146,21 @@ class Draft:
     def write(self, path: str, data: bytes, **meta: Any) -> None:
         """Write one of its own files."""
         etag = self._replace(f"{self.path}/{path}", data)
-        self.files[path] = FileEntry(path, len(data), digest_bytes(data), meta, etag)
+        self.files[path] = records.FileEntry(
+            path, len(data), records.digest_bytes(data), meta, etag
+        )
 
     def upload(self, local: str, path: str, **meta: Any) -> None:
         """Copy a local file in as one of its own files."""
         target = f"{self.path}/{path}"
-        if self.store.is_local or os.path.getsize(local) > SMALL:
-            etag = put_atomic(self.store.fs, local, target, self._check)
+        if self.store.is_local or os.path.getsize(local) > records.SMALL:
+            etag = records.put_atomic(self.store.fs, local, target, self._check)
         else:
             with open(local, "rb") as stream:
                 etag = self._replace(target, stream.read())
-        self.files[path] = replace(hash_local(local, path, meta), etag=etag)
+        self.files[path] = replace(records.hash_local(local, path, meta), etag=etag)
 
-    def add(self, file: FileEntry) -> None:
+    def add(self, file: records.FileEntry) -> None:
         """Name a file that another process wrote to the artifact's folder.
 
         Args:
@@ -197,22 +171,24 @@ class Draft:
             LockLost: they are another builder's.
         """
         if self.store.is_local:
-            sync_tree(self.path, file.path)
+            filesystems.sync_tree(self.path, file.path)
         place = f"{self.path}/{file.path}"
-        etag, _ = present_stamp(self.store.fs, place)  # first: a change while it is read is found
-        stored = hash_file(self.store.fs, self.path, file.path)
+        etag, _ = records.present_stamp(
+            self.store.fs, place
+        )  # first: a change while it is read is found
+        stored = records.hash_file(self.store.fs, self.path, file.path)
         if stored.content() != file.content():
             if self.lock is not None:
                 self.lock.renew()
                 self.lock.check()
-            raise Damaged(
+            raise records.Damaged(
                 f"{place} is damaged: its sha256 differs from that of what was written; run again"
             )
         self.files[file.path] = replace(file, etag=etag)
 
     def read(self, path: str) -> bytes:
         """The bytes of one of its files. Raises Damaged if they are not those that were written."""
-        return read_checked(self.store.fs, self.path, path, self.files[path].sha256)
+        return records.read_checked(self.store.fs, self.path, path, self.files[path].sha256)
 
     def add_shard(self, shard: Shard) -> None:
         """Name a shard's files; the shard stays where it is, shared.
@@ -227,18 +203,18 @@ class Draft:
     def commit(self, summary: dict[str, Any], run: dict[str, Any]) -> Artifact:
         """Write the manifest, which makes the artifact exist."""
         entries = (self.files[path] for path in sorted(self.files))
-        files = stamped(self.store.fs, self.path, entries)
+        files = records.stamped(self.store.fs, self.path, entries)
         manifest = {
-            "format": FORMAT,
+            "format": records.FORMAT,
             "key": self.parts.key,
             **self.parts.as_dict(),
-            "digest": digest_files(files),
+            "digest": records.digest_files(files),
             "files": files,
             "summary": summary,
             "run": run,
         }
         path = f"{self.path}/{MANIFEST}"
-        data = encode_record(manifest)
+        data = records.encode_record(manifest)
         self._check()
         if not create(self.store.fs, path, data):
             # A damaged manifest, or that of a builder that took the lock over.
@@ -250,7 +226,7 @@ class Draft:
 
     def _replace(self, path: str, data: bytes) -> str | None:
         if self.lock is None or self.store.is_local:
-            return write_atomic(self.store.fs, path, data, self._check)
+            return records.write_atomic(self.store.fs, path, data, self._check)
         self.lock.write(path, data)
         return None
 
@@ -264,7 +240,7 @@ class Shard:
     """A committed shard: its key, its files (paths inside the shards folder), and its facts."""
 
     key: str
-    files: list[FileEntry]
+    files: list[records.FileEntry]
     meta: dict[str, Any]
     is_new: bool = field(default=False, compare=False)  # built by this call of commit_shard
 
@@ -320,15 +296,15 @@ class Store:
         Some servers that speak S3 ignore the conditions of a write: locks would exclude nobody.
         A bucket that does not exist is a Refused, too: nobody creates a misspelt bucket.
         """
-        probe = new_probe(self.fs, self.root)
+        probe = filesystems.new_probe(self.fs, self.root)
         try:
-            make_folder_of(self.fs, probe)
+            filesystems.make_folder_of(self.fs, probe)
             create(self.fs, probe, b"kiln")
             exclusive = not create(self.fs, probe, b"twice")
         except Refused as error:
             raise Refused(f"store {self.url}: {error}") from None
         except FileNotFoundError:
-            if not protocols(self.fs) & {"gs", "s3"}:
+            if not filesystems.protocols(self.fs) & {"gs", "s3"}:
                 raise
             raise Refused(
                 f"store {self.url}: its bucket does not exist: correct the name, or create it"
@@ -344,7 +320,7 @@ class Store:
             with_files: whether the manifest has its files; without them it is small.
         """
         path = f"{self.root}/{stage}/{key}/{MANIFEST}"
-        manifest = read_record(self.fs, path, with_files=with_files)
+        manifest = records.read_record(self.fs, path, with_files=with_files)
         if manifest and (manifest.get("stage"), manifest.get("key")) != (stage, key):
             raise ValueError(f"{path} is of another artifact")
         if manifest and not (manifest.get("digest") and isinstance(manifest.get("summary"), dict)):
@@ -356,7 +332,7 @@ class Store:
 
         Otherwise a file is hashed only if its size or stamp is not as it was committed.
         """
-        return first_fault(self.fs, artifact.path, artifact.files, deep=deep)
+        return records.first_fault(self.fs, artifact.path, artifact.files, deep=deep)
 
     def find(self, stage: str, key: str) -> Artifact | None:
         """The artifact if it is there and whole; a damaged artifact is a miss, with a warning."""
@@ -414,10 +390,10 @@ class Store:
         path = f"{root}/{key}.json"
         record = None
         try:
-            record = read_record(self.fs, path)
+            record = records.read_record(self.fs, path)
             if record and not isinstance(record.get("meta"), dict):
                 raise ValueError("its record has no facts")
-            fault = None if record is None else first_fault(self.fs, root, record["files"])
+            fault = None if record is None else records.first_fault(self.fs, root, record["files"])
         except ValueError as error:
             fault = str(error)
         if fault is not None:
@@ -436,8 +412,8 @@ class Store:
 
         def is_same(data: bytes) -> bool:
             try:
-                return decode_record(data, path) == record
-            except Damaged:
+                return records.decode_record(data, path) == record
+            except records.Damaged:
                 return record is None
 
         try:
@@ -455,10 +431,10 @@ class Store:
         root = self.shards_path(stage)
 
         def committed(key: str) -> Shard | None:
-            record = read_record(self.fs, f"{root}/{key}.json")
+            record = records.read_record(self.fs, f"{root}/{key}.json")
             return None if record is None else Shard(key, record["files"], record["meta"])
 
-        return ask_at_once(self.fs, committed, keys)
+        return filesystems.ask_at_once(self.fs, committed, keys)
 
     def commit_shard(
         self, stage: str, key: str, local: dict[str, str], meta: dict[str, Any]
@@ -470,20 +446,22 @@ class Store:
         root = self.shards_path(stage)
         files = []
         for suffix, path in sorted(local.items()):
-            entry = hash_local(path, "")
+            entry = records.hash_local(path, "")
             files.append(self._put_shard(root, path, f"{key}.{entry.sha256}{suffix}", entry))
-        files = stamped(self.fs, root, files)
-        record = {"format": FORMAT, "files": files, "meta": meta}
-        write_record(self.fs, f"{root}/{key}.json", record)
+        files = records.stamped(self.fs, root, files)
+        record = {"format": records.FORMAT, "files": files, "meta": meta}
+        records.write_record(self.fs, f"{root}/{key}.json", record)
         return Shard(key, files, meta, is_new=True)
 
-    def _put_shard(self, root: str, local: str, name: str, entry: FileEntry) -> FileEntry:
+    def _put_shard(
+        self, root: str, local: str, name: str, entry: records.FileEntry
+    ) -> records.FileEntry:
         if self.is_local:
             with suppress(OSError):  # missing, or not to be read
-                stored = hash_file(self.fs, root, name)
+                stored = records.hash_file(self.fs, root, name)
                 if stored.sha256 == entry.sha256:
                     return stored  # others have recorded its time stamp
-        etag = put_atomic(self.fs, local, f"{root}/{name}")
+        etag = records.put_atomic(self.fs, local, f"{root}/{name}")
         return replace(entry, path=name, etag=etag)
 
     def artifacts(self) -> Iterator[Artifact]:
@@ -496,9 +474,9 @@ class Store:
 
     def artifact_keys(self) -> Iterator[tuple[str, str]]:
         """(stage, key) of every artifact's folder, finished or not. Raises as the filesystem."""
-        for stage in subfolders(self.fs, self.root):
+        for stage in filesystems.subfolders(self.fs, self.root):
             if stage not in NO_STAGES:
-                for key in subfolders(self.fs, f"{self.root}/{stage}"):
+                for key in filesystems.subfolders(self.fs, f"{self.root}/{stage}"):
                     if is_key(key):
                         yield stage, key
 

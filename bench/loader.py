@@ -20,11 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from artifacts.latent_shards import (
-    LatentShard,
-    open_latents,
-    stack_rows,
-)
+from artifacts import latent_shards
 from bench.benchmark_inputs import MODELS, write_random_latents
 from bench.report import Rounds, Row, finish, log, option_parser, spread
 from runtimes.data.loader import BatchReader, Loader, latent_moments
@@ -98,7 +94,7 @@ def our_batches(url: str, size: int, steps: int) -> Epoch:
     """Epochs of our loader, without noise."""
     objective = Objective(NoiseSchedule.from_config({}), LatentScale(0.13025), seed=0)
     family = FAMILIES["sdxl"]
-    reader = BatchReader(open_latents(url), family, objective)
+    reader = BatchReader(latent_shards.open_latents(url), family, objective)
     loader = Loader(reader, batch_size=size, seed=0, window=4)
 
     def epoch() -> Iterator[Batch]:
@@ -171,8 +167,8 @@ def grain_batches(url: str, folder: Path, size: int) -> Epoch:
 
 def _shards(url: str) -> Iterator[list[Rows]]:
     """The samples of each shard of an artifact."""
-    for ref in open_latents(url).shards:
-        shard = LatentShard(ref.url)
+    for ref in latent_shards.open_latents(url).shards:
+        shard = latent_shards.LatentShard(ref.url)
         ((group, count),) = shard.groups.items()
         samples = [shard.sample(group, row) for row in range(count)]
         rows = [sample.caption_rows[0] for sample in samples]
@@ -189,7 +185,7 @@ def _shards(url: str) -> Iterator[list[Rows]]:
 
 def _stack(rows: Sequence[Rows]) -> Batch:
     """The arrays of a batch, as the objective and the denoiser need them."""
-    return {name: stack_rows([row[name] for row in rows]) for name in NAMES}
+    return {name: latent_shards.stack_rows([row[name] for row in rows]) for name in NAMES}
 
 
 if __name__ == "__main__":

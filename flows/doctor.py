@@ -37,17 +37,6 @@ from flows.checks import checks_of
 from flows.run_command import check_home, check_server, configured_server
 from runtimes import detect_hardware
 from runtimes.contract import Probe
-from runtimes.detect_hardware import (
-    NvidiaGpu,
-    cann_version,
-    count_npus,
-    find_c_compiler,
-    find_gpus,
-    missing_for_npu,
-    nvidia_driver_version,
-    torch_cuda_version,
-    torch_npu_version,
-)
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
@@ -119,13 +108,13 @@ def nvidia_driver(
         torch: installed version of PyTorch; None without it.
         wanted: whether a recipe asks for CUDA; otherwise a CPU build is no problem.
     """
-    gpus = find_gpus()
-    driver = nvidia_driver_version()
+    gpus = detect_hardware.find_gpus()
+    driver = detect_hardware.nvidia_driver_version()
     if not gpus and driver is None:
         return
     if not gpus:
         yield note(f"NVIDIA driver {driver} lists no GPU", "check `nvidia-smi`; it must be on PATH")
-    cuda = torch_cuda_version()
+    cuda = detect_hardware.torch_cuda_version()
     if torch is not None and cuda is None:
         tell = problem if wanted else note
         yield tell(f"PyTorch {torch} is a CPU build beside an NVIDIA driver", CPU_BUILD)
@@ -138,7 +127,7 @@ def nvidia_driver(
     yield from _fitting(gpus)
 
 
-def _fitting(gpus: Sequence[NvidiaGpu]) -> Iterator[Finding]:
+def _fitting(gpus: Sequence[detect_hardware.NvidiaGpu]) -> Iterator[Finding]:
     """One line for equal GPUs: the recipes that fit, with the hours of training."""
     for gpu, same in groupby(enumerate(gpus), lambda numbered: numbered[1]):
         numbers = [number for number, _ in same]
@@ -153,7 +142,7 @@ def _fitting(gpus: Sequence[NvidiaGpu]) -> Iterator[Finding]:
         yield fine(f"{name} {gpu.name}, {gib(gpu.memory, 1)}: {words}")
 
 
-def _timed(plan: RecipeMemory, gpu: NvidiaGpu) -> str:
+def _timed(plan: RecipeMemory, gpu: detect_hardware.NvidiaGpu) -> str:
     spec = known_gpu(gpu.name)
     hours = None if spec is None else plan.hours(spec)
     return plan.recipe if hours is None or hours < 0.1 else f"{plan.recipe} ({hours:,.1f} h)"
@@ -161,7 +150,7 @@ def _timed(plan: RecipeMemory, gpu: NvidiaGpu) -> str:
 
 def compiler() -> Iterator[Finding]:
     """Whether torch.compile can work; nothing else here needs a compiler."""
-    if find_c_compiler() is None:
+    if detect_hardware.find_c_compiler() is None:
         yield note(
             "no C compiler: train.compile=auto trains uncompiled, and other values are refused",
             "apt install g++ (Debian, Ubuntu), or xcode-select --install (macOS)",
@@ -247,10 +236,10 @@ def _facts(probes: dict[str, Probe], installed: dict[str, str], server: str) -> 
         "versions": {name: installed.get(name) for name in PINNED},
         "runtimes": {n: {f: getattr(probe, f) for f in fields} for n, probe in probes.items()},
         "ascend": {
-            "npus": count_npus(),
-            "cann": cann_version(),
-            "torch_npu": torch_npu_version(),
-            "lacking": missing_for_npu(),
+            "npus": detect_hardware.count_npus(),
+            "cann": detect_hardware.cann_version(),
+            "torch_npu": detect_hardware.torch_npu_version(),
+            "lacking": detect_hardware.missing_for_npu(),
         },
         "gaudi": {
             "hpus": detect_hardware.count_hpus(),

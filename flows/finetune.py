@@ -18,19 +18,8 @@ from configs.errors import Away, Failed
 from configs.load_recipe import load_recipe
 from configs.secrets import redacted_errors
 from configs.settings.recipe import STAGES, StageName
+from flows import prefect_run
 from flows.checks import check_gate_rules, prepare
-from flows.prefect_run import (
-    NO_OVERRIDES,
-    Overrides,
-    RecipeName,
-    emit_published,
-    prepare_process,
-    rejected,
-    revealed,
-    run_name,
-    stage_task,
-    without_edges,
-)
 from flows.run import Run
 from flows.send_stage import run_task
 from tasks.download import DownloadStage
@@ -52,7 +41,7 @@ SHOWS = {
 reports: list[dict[str, Any]] = []
 
 
-@task(**stage_task("download"))
+@task(**prefect_run.stage_task("download"))
 @redacted_errors()
 def download(run: Run) -> StageResult:
     """Fetch, check and resize the pictures of the source to image shards."""
@@ -61,7 +50,7 @@ def download(run: Run) -> StageResult:
     return run.ended(run.build(stage, [plan.artifact]), stage.show)
 
 
-@task(**stage_task("encode"))
+@task(**prefect_run.stage_task("encode"))
 @redacted_errors()
 def encode(run: Run, images: StageResult) -> StageResult:
     """Encode pictures and captions with the base's encoders to latent shards."""
@@ -69,7 +58,7 @@ def encode(run: Run, images: StageResult) -> StageResult:
     return run.ended(run.build(stage, [images]), stage.show)
 
 
-@task(**stage_task("train"))
+@task(**prefect_run.stage_task("train"))
 @redacted_errors()
 def train(run: Run, latents: StageResult) -> StageResult:
     """Fine-tune the base; a retry resumes from the newest checkpoint."""
@@ -83,7 +72,7 @@ def train(run: Run, latents: StageResult) -> StageResult:
     return run.ended(run.build(stage, [latents]), stage.show)
 
 
-@task(**stage_task("evaluate"))
+@task(**prefect_run.stage_task("evaluate"))
 @redacted_errors()
 def evaluate(
     run: Run, images: StageResult, latents: StageResult, trained: StageResult
@@ -115,7 +104,7 @@ def _measure_champion(
         raise Away(f"another model became the champion meanwhile: {error}") from error
 
 
-@task(**stage_task("publish"))
+@task(**prefect_run.stage_task("publish"))
 @redacted_errors()
 def publish(
     run: Run,
@@ -134,21 +123,25 @@ def publish(
     try:
         result = run.build(stage)
     except Rejected as rejection:
-        return rejected(run.model_name, run.build(VerdictStage(stage, rejection)), rejection)
+        return prefect_run.rejected(
+            run.model_name, run.build(VerdictStage(stage, rejection)), rejection
+        )
     with failing(stage.name), storing(run.store):
         compared = compared_metrics(read_metrics(result.load(run.store)))
     registered = register(run.recipe, run.base, run.store, (*before, result), SHOWS, run.start)
     if registered.pop("promoted"):  # not again for a model that is reused
-        emit_published(run.model_name, registered["model"], evaluated.facts.get("metrics", {}))
+        prefect_run.emit_published(
+            run.model_name, registered["model"], evaluated.facts.get("metrics", {})
+        )
     version = partial(show_version, run.model_name, registered)
     show_in_prefect(artifact_key(run.model_name, "model"), run.model_name, version)
     return run.ended(replace(result, facts=registered | compared), stage.show)
 
 
-@flow(name="finetune", flow_run_name=run_name("finetune {recipe}"))
+@flow(name="finetune", flow_run_name=prefect_run.run_name("finetune {recipe}"))
 def finetune(
-    recipe: RecipeName = "digits",
-    overrides: Overrides = NO_OVERRIDES,
+    recipe: prefect_run.RecipeName = "digits",
+    overrides: prefect_run.Overrides = prefect_run.NO_OVERRIDES,
     until: StageName = "publish",
     retry_failed: bool = False,
     force: str | None = None,
@@ -166,10 +159,10 @@ def finetune(
     model adds the `champion` and its last move, a rejected model the verdicts of the `gate` and the
     artifact `verdict` with every number.
     """
-    prepare_process()
+    prefect_run.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, revealed(overrides))
+        checked = load_recipe(recipe, prefect_run.revealed(overrides))
         run = prepare(checked, until=until, run_id=run_id, retry_failed=retry_failed, force=force)
     states = list(islice(stages_of(run), 1 + STAGES.index(until)))
     return final_state(report_of([state.result() for state in states]), states[-1])
@@ -178,7 +171,7 @@ def finetune(
 def stages_of(run: Run) -> Iterator[Any]:
     """The final state of each stage, in order."""
     place = run.recipe.place
-    run_argument = without_edges(run)
+    run_argument = prefect_run.without_edges(run)
     yield (images := run_task(download, place, run_argument))
     yield (latents := run_task(encode, place, run_argument, images))
     yield (trained := run_task(train, place, run_argument, latents))

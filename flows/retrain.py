@@ -19,18 +19,9 @@ from artifacts.lock import hold, owner_in_words
 from artifacts.store import Artifact
 from configs.load_recipe import load_recipe
 from configs.secrets import one_line, redacted_errors
+from flows import prefect_run
 from flows.checks import check_gate_rules, prepare
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.prefect_run import (
-    NO_OVERRIDES,
-    Overrides,
-    RecipeName,
-    prepare_process,
-    revealed,
-    run_name,
-    stage_task,
-    without_edges,
-)
 from flows.run import Retraining, Run
 from flows.send_stage import run_task
 from tasks import download as download_stage
@@ -61,7 +52,7 @@ class Compared(NamedTuple):
     unchanged: str | None
 
 
-@task(**stage_task("compare"))
+@task(**prefect_run.stage_task("compare"))
 @redacted_errors()
 def compare(run: Run) -> Compared:
     """Compare the source with the champion's rows, and with the decisions made before."""
@@ -88,7 +79,7 @@ def compare(run: Run) -> Compared:
     return Compared(champion, changes, why)
 
 
-@task(**stage_task("train"))
+@task(**prefect_run.stage_task("train"))
 @redacted_errors()
 def continue_from_champion(run: Retraining, latents: StageResult) -> StageResult:
     """Train from the champion's weights, on the new samples and a replay of the old samples."""
@@ -106,7 +97,7 @@ def continue_from_champion(run: Retraining, latents: StageResult) -> StageResult
     return run.ended(run.build(stage, [latents]), stage.show)
 
 
-@task(**stage_task("conclude"))
+@task(**prefect_run.stage_task("conclude"))
 @redacted_errors()
 def conclude(run: Run, champion: Champion | None, changes: Changes, report: dict[str, Any]) -> None:
     """Record the decision, with the evaluation and the verdict as its parents."""
@@ -120,8 +111,11 @@ def conclude(run: Run, champion: Champion | None, changes: Changes, report: dict
     run.build(DecisionStage(run.recipe, changes, champion, models, report, there))
 
 
-@flow(name="retrain", flow_run_name=run_name("retrain {recipe}"))
-def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
+@flow(name="retrain", flow_run_name=prefect_run.run_name("retrain {recipe}"))
+def retrain(
+    recipe: prefect_run.RecipeName = "digits",
+    overrides: prefect_run.Overrides = prefect_run.NO_OVERRIDES,
+) -> Any:
     """Train on new rows of the source, from the champion; the gate decides on the promotion.
 
     Args:
@@ -132,10 +126,10 @@ def retrain(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) 
     unchanged), `why` of an unchanged model, `changes` of the source, `start` (the champion), and
     what `finetune` reports.
     """
-    prepare_process()
+    prefect_run.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        checked = load_recipe(recipe, revealed(overrides))
+        checked = load_recipe(recipe, prefect_run.revealed(overrides))
         run = prepare(checked, run_id=run_id)
         with one_at_a_time(registry_of(run.recipe)):
             return _retrain(run)
@@ -147,7 +141,7 @@ def _retrain(run: Run) -> Any:
     facts = {"changes": asdict(changes), "start": champion and champion.version}
     if unchanged is not None:
         return _unchanged(run, champion, changes, unchanged, facts)
-    run_argument = without_edges(run)
+    run_argument = prefect_run.without_edges(run)
     images = run_task(download, run.recipe.place, run_argument)
     latents = run_task(encode, run.recipe.place, run_argument, images)
     if champion is not None and not _has_new_samples(run, champion, latents.result()):

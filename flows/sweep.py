@@ -15,30 +15,12 @@ from configs.errors import Failed, UserError
 from configs.load_recipe import Trial, load_trials
 from configs.secrets import one_line, redacted_errors
 from configs.settings.recipe import STAGES
+from flows import prefect_run
 from flows.checks import prepare
 from flows.finetune import download, encode, evaluate, final_state, publish, report_of, train
-from flows.prefect_run import (
-    NO_OVERRIDES,
-    Overrides,
-    RecipeName,
-    each_line_once,
-    prepare_process,
-    revealed,
-    run_name,
-    without_edges,
-)
 from flows.run import Run
 from flows.send_stage import run_task
-from tasks.compare_sweep_trials import (
-    STAGE,
-    check_comparable,
-    check_metric,
-    choose_best,
-    mode_of,
-    read_curve,
-    show,
-    tuned_metrics,
-)
+from tasks import compare_sweep_trials
 from tasks.panels import Panel
 from tasks.progress import artifact_key, show_in_prefect, stage_links
 from tasks.stage import failing
@@ -46,8 +28,11 @@ from tasks.stage import failing
 log = logging.getLogger("kiln")
 
 
-@flow(name="sweep", flow_run_name=run_name("sweep {recipe}"))
-def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) -> Any:
+@flow(name="sweep", flow_run_name=prefect_run.run_name("sweep {recipe}"))
+def sweep(
+    recipe: prefect_run.RecipeName = "digits",
+    overrides: prefect_run.Overrides = prefect_run.NO_OVERRIDES,
+) -> Any:
     """Train and evaluate a recipe with several values of its settings; publish the best model.
 
     Args:
@@ -57,19 +42,19 @@ def sweep(recipe: RecipeName = "digits", overrides: Overrides = NO_OVERRIDES) ->
     Returns a report (as `kiln sweep --json` prints it): `trials`, the number of the `best` one, and
     what `finetune` reports of it.
     """
-    prepare_process()
+    prefect_run.prepare_process()
     run_id = runtime.flow_run.id
     with redacted_errors():
-        trials = load_trials(recipe, revealed(overrides))
+        trials = load_trials(recipe, prefect_run.revealed(overrides))
         runs = prepared(trials, run_id)
-        check_metric(runs[0].recipe)
-        check_comparable([run.recipe for run in runs], runs[0].base)
+        compare_sweep_trials.check_metric(runs[0].recipe)
+        compare_sweep_trials.check_comparable([run.recipe for run in runs], runs[0].base)
         return _sweep(trials, runs)
 
 
 def prepared(trials: Sequence[Trial], run_id: str) -> list[Run]:
     """The checked trials, as `prepare` raises; a warning that concerns several is logged once."""
-    with each_line_once():
+    with prefect_run.each_line_once():
         return [prepare(trial.recipe, run_id=run_id) for trial in trials]
 
 
@@ -77,13 +62,13 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
     first = replace(runs[0], trials=[run.recipe for run in runs])
     settings = first.recipe.sweep
     place = first.recipe.place
-    run_argument = without_edges(first)
+    run_argument = prefect_run.without_edges(first)
     images = run_task(download, place, run_argument)
     latents = run_task(encode, place, run_argument, images)
     data = [images, latents]
-    with failing(STAGE):
+    with failing(compare_sweep_trials.STAGE):
         opened = retrying(lambda: open_latents(latents.result().load(first.store).uri))
-        check_metric(first.recipe, held_out=opened.held_out)
+        compare_sweep_trials.check_metric(first.recipe, held_out=opened.held_out)
     outcomes: list[dict[str, Any]] = []
     measured: dict[int, list[Any]] = {}
     for number, (trial, run) in enumerate(zip(trials, runs, strict=True)):
@@ -91,10 +76,10 @@ def _sweep(trials: Sequence[Trial], runs: Sequence[Run]) -> Any:
         outcome, measured[number] = _try(number + 1, trial, run, images, latents)
         outcomes.append(outcome)
         _show(first, outcomes, {"trials": f"{number + 1} of {len(trials)}"})
-    best = choose_best(outcomes, settings)
+    best = compare_sweep_trials.choose_best(outcomes, settings)
     if best is None:
         raise Failed(f"sweep: all trials failed, the first one: {outcomes[0]['error']}")
-    winner = without_edges(runs[best])
+    winner = prefect_run.without_edges(runs[best])
     published = run_task(publish, place, winner, images, latents, *measured[best])
     report = report_of([stage.result() for stage in (*data, *measured[best], published)])
     report |= {"sweep": settings.model_dump(mode="json"), "trials": outcomes, "best": best + 1}
@@ -110,13 +95,13 @@ def _try(
     outcome: dict[str, Any] = {"label": trial.label, "settings": trial.settings}
     outcome |= {"status": "failed", "error": None, "metrics": {}, "curve": [], "stages": {}}
     try:
-        run_argument = without_edges(run)
+        run_argument = prefect_run.without_edges(run)
         trained = run_task(train, run.recipe.place, run_argument, latents, name=f"train {number}")
         inputs = (run_argument, images, latents, trained)
         evaluated = run_task(evaluate, run.recipe.place, *inputs, name=f"evaluate {number}")
         report = report_of([trained.result(), evaluated.result()])
-        metrics = tuned_metrics(report["metrics"], run.recipe.sweep)
-        curve = retrying(lambda: read_curve(trained.result().load(run.store)))
+        metrics = compare_sweep_trials.tuned_metrics(report["metrics"], run.recipe.sweep)
+        curve = retrying(lambda: compare_sweep_trials.read_curve(trained.result().load(run.store)))
     except Exception as error:  # a failed trial does not end the others
         # The message of our own error says what to do; any other error is a bug.
         text = one_line(error)
@@ -130,11 +115,16 @@ def _try(
 
 def _show(run: Run, outcomes: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
     settings = run.recipe.sweep
-    facts = {**facts, "metric": f"{settings.metric} ({mode_of(settings)})"}
+    facts = {**facts, "metric": f"{settings.metric} ({compare_sweep_trials.mode_of(settings)})"}
     built = {"download", "encode", *(stage for outcome in outcomes for stage in outcome["stages"])}
     stages = STAGES if "status" in facts else [stage for stage in STAGES if stage in built]
 
     def panels() -> list[Panel]:
-        return [*show(outcomes, settings, facts), stage_links(run.model_name, stages)]
+        return [
+            *compare_sweep_trials.show(outcomes, settings, facts),
+            stage_links(run.model_name, stages),
+        ]
 
-    show_in_prefect(artifact_key(run.model_name, STAGE), f"{run.model_name}: sweep", panels)
+    show_in_prefect(
+        artifact_key(run.model_name, compare_sweep_trials.STAGE), f"{run.model_name}: sweep", panels
+    )

@@ -26,16 +26,9 @@ from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import redacted_errors
 from configs.settings.recipe import Place, PlacedStage
+from flows import prefect_run
 from flows.checks import prepare
 from flows.finetune import download, encode, evaluate, report_of
-from flows.prefect_run import (
-    ACCELERATOR,
-    REUSED,
-    prepare_process,
-    put_automation,
-    revealed,
-    without_edges,
-)
 from flows.retrain import training_task
 from flows.run import Run, Sent
 from flows.run_command import check_server, lasting_server
@@ -68,9 +61,9 @@ def run_stage(
     Returns a report, as `finetune` does. The state's name tells the sender whether the artifact
     was there.
     """
-    prepare_process()
+    prefect_run.prepare_process()
     with redacted_errors():
-        recipe = received_recipe(revealed(settings))
+        recipe = received_recipe(prefect_run.revealed(settings))
         sent = Sent(stage, key, before)
 
         def check() -> tuple[Run, list[StageResult]]:
@@ -79,10 +72,10 @@ def run_stage(
             return run, [] if stage == "download" else sent.results_before(run)
 
         run, results = retrying(check)
-    state = _task(run, stage)(without_edges(run), *results)
+    state = _task(run, stage)(prefect_run.without_edges(run), *results)
     report = report_of([*results, state.result()])
-    if state.name == REUSED:
-        return Completed(name=REUSED, message=state.message, data=report)
+    if state.name == prefect_run.REUSED:
+        return Completed(name=prefect_run.REUSED, message=state.message, data=report)
     return report
 
 
@@ -133,7 +126,7 @@ def deploy_stages(place: Place, folder: str | None, accelerators: int | None) ->
         _detect_lost(client)
         print(f"automation: {LOST}")
         if accelerators is not None:
-            client.create_concurrency_limit(ACCELERATOR, accelerators)
+            client.create_concurrency_limit(prefect_run.ACCELERATOR, accelerators)
             print(f"limit: {accelerators} stages with an accelerator at a time")
 
 
@@ -187,4 +180,4 @@ def _detect_lost(client: SyncPrefectClient) -> None:
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat")],
     )
-    put_automation(client, made)
+    prefect_run.put_automation(client, made)

@@ -37,19 +37,8 @@ from artifacts.models import resolve_model
 from configs.errors import Away, Refused, UserError
 from configs.settings.train import Train
 from runtimes.detect_hardware import collect_garbage_rarely, raise_open_file_limit
+from runtimes.process import launcher
 from runtimes.process.job import Events, Job, TrainJob, read_job
-from runtimes.process.launcher import (
-    STOPPED,
-    Launcher,
-    LostRank,
-    Ranks,
-    Stop,
-    adopt_mpi,
-    is_follower,
-    is_msrun_scheduler,
-    launched,
-    leave,
-)
 from runtimes.process.questions import answer
 from runtimes.registry import check_settings_here, probe_here
 from runtimes.sample.generate_job import generate
@@ -81,18 +70,18 @@ def main(arguments: list[str]) -> int:
         print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)
         return 2
     events = Events()
-    stop = Stop()
+    stop = launcher.Stop()
     try:
-        adopt_mpi()
+        launcher.adopt_mpi()
     except Refused as error:
         return _fail(events, str(error), 2, wrong_input=True)
-    if is_msrun_scheduler():
+    if launcher.is_msrun_scheduler():
         from runtimes.mindspore import parallel
 
         parallel.serve()
         return 0
     stop.listen()
-    prefix = f"process {Ranks.here().rank}: " if is_follower() else ""
+    prefix = f"process {launcher.Ranks.here().rank}: " if launcher.is_follower() else ""
     logging.basicConfig(format=f"{prefix}%(message)s", level=logging.WARNING)
     logging.getLogger("kiln").addHandler(_ToEvents(events))
     try:
@@ -105,7 +94,7 @@ def main(arguments: list[str]) -> int:
         return _fail(events, str(error), 1, errno=number, file=file, away=is_outage(error))
     except UserError as error:
         return _fail(events, str(error), 1, away=isinstance(error, Away))
-    except LostRank as error:
+    except launcher.LostRank as error:
         return _fail_for(error, events)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
@@ -113,18 +102,21 @@ def main(arguments: list[str]) -> int:
         return _fail(events, message, 1, away=is_outage(error), traceback=trace)
 
 
-def _run(job: Job, path: Path, events: Events, stop: Stop) -> int:
+def _run(job: Job, path: Path, events: Events, stop: launcher.Stop) -> int:
     job = _with_local_models(job)
     if not isinstance(job, TrainJob):
         events.emit("result", **generate(job, events))
         return 0
-    if not Ranks.here().first:
+    if not launcher.Ranks.here().first:
         done = train(job, events, stop)
         events.emit("result")  # tells the launcher that this process ended normally
     else:
-        with only_writer(job.work), Launcher(path, _processes(job), partial(_give_up, events)):
+        with (
+            only_writer(job.work),
+            launcher.Launcher(path, _processes(job), partial(_give_up, events)),
+        ):
             done = train(job, events, stop)
-    return 0 if done else STOPPED
+    return 0 if done else launcher.STOPPED
 
 
 def _with_local_models(job: Job) -> Job:
@@ -139,8 +131,8 @@ def _with_local_models(job: Job) -> Job:
 def _processes(job: TrainJob) -> int:
     """Number of processes for the launcher, this one included. Raises Refused."""
     settings = read_train_settings(job)
-    started = launched()
-    count = Ranks.here().world if started else settings.processes
+    started = launcher.launched()
+    count = launcher.Ranks.here().world if started else settings.processes
     if settings.global_batch_size % count:
         raise Refused(
             f"train.global_batch_size {settings.global_batch_size} cannot be shared by {count} "
@@ -149,16 +141,16 @@ def _processes(job: TrainJob) -> int:
     return 1 if started else count
 
 
-def _give_up(events: Events, lost: LostRank) -> None:
+def _give_up(events: Events, lost: launcher.LostRank) -> None:
     """End this process from another thread: the main thread waits in a collective for ever."""
     code = _fail_for(lost, events)
     sys.stderr.flush()
     os._exit(code)
 
 
-def _fail_for(lost: LostRank, events: Events) -> int:
-    if lost.code == STOPPED:  # it received a stop request before its first checkpoint
-        return STOPPED
+def _fail_for(lost: launcher.LostRank, events: Events) -> int:
+    if lost.code == launcher.STOPPED:  # it received a stop request before its first checkpoint
+        return launcher.STOPPED
     return _fail(events, str(lost), lost.code, **lost.facts)
 
 
@@ -171,7 +163,7 @@ def _fail(events: Events, message: str, code: int, **facts: Any) -> int:
     unset = {"wrong_input": False, "errno": None, "file": None, "away": False, "traceback": ""}
     fields = unset | facts
     events.emit("error", message=message, **fields)
-    if not is_follower():
+    if not launcher.is_follower():
         print(f"{fields['traceback']}error: {message}", file=sys.stderr)
     return code
 
@@ -206,4 +198,4 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except SystemExit as stopped:  # by a signal before the first step
         code = stopped.code if isinstance(stopped.code, int) else 1
-    leave(code)
+    launcher.leave(code)

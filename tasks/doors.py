@@ -33,15 +33,7 @@ from runtimes.detect_hardware import host_memory, usable_gpus
 from runtimes.torch_models.gpu_specs import GIB
 from runtimes.train.trackers import check_wandb
 from tasks import download, tpu
-from tasks.beam.workers import (
-    BEAM_STAGES,
-    Workers,
-    beam_options,
-    check_places,
-    check_workers,
-    is_hub_id,
-    workers_of,
-)
+from tasks.beam import workers
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.metrics import metric_names, sample_metrics
 from tasks.open_models import Models
@@ -89,7 +81,7 @@ class Doors:
         """Store, registry, source, work pools and Beam's workers."""
         recipe = self.recipe
         yield Check("store", self._stores)
-        yield Check("work pools", partial(check_places, recipe, self.built))
+        yield Check("work pools", partial(workers.check_places, recipe, self.built))
         if "download" in self.built:  # a work pool that is sent to may not reach the source
             yield Check("source", self._source, remote=_is_remote(recipe.source))
         yield Check("workers", self._workers, remote=True)
@@ -131,11 +123,13 @@ class Doors:
         yield fine(f"source: {without_secrets(str(where))} opens")
 
     def _workers(self) -> None:
-        for options in filter(None, (beam_options(self.recipe, stage) for stage in BEAM_STAGES)):
+        for options in filter(
+            None, (workers.beam_options(self.recipe, stage) for stage in workers.BEAM_STAGES)
+        ):
             from tasks.beam.pipeline import check_options  # seconds to import
 
             check_options(options)
-        check_workers(self.recipe, self.here)
+        workers.check_workers(self.recipe, self.here)
 
     def _runtime(self) -> None:
         recipe = self.recipe
@@ -214,7 +208,10 @@ def stages_without_pool(place: Place, stages: Sequence[StageName] = STAGES) -> l
 def devices_here(recipe: Recipe, stages: Sequence[StageName]) -> dict[str, str]:
     """Setting -> device of the stages that compute on this machine."""
     computing = [stage for stage in stages if stage in ("encode", "train", "evaluate")]
-    if "encode" in computing and workers_of(beam_options(recipe, "encode")) is Workers.REMOTE:
+    if (
+        "encode" in computing
+        and workers.workers_of(workers.beam_options(recipe, "encode")) is workers.Workers.REMOTE
+    ):
         computing.remove("encode")  # its device is on machines that cannot be asked
     return {f"{stage}.device": getattr(recipe, stage).device for stage in computing}
 
@@ -249,7 +246,7 @@ def check_monitoring(recipe: Recipe) -> None:
 
 def _is_remote(source: Source) -> bool:
     path = getattr(source, "path", "")
-    return "://" in path or (source.kind == "dataset" and is_hub_id(path))
+    return "://" in path or (source.kind == "dataset" and workers.is_hub_id(path))
 
 
 def _must_fit_one_gpu(runtime: RuntimeName, settings: Train) -> bool:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from artifacts.models import (
-    check_file_available,
-    check_model_available,
-    local_model,
-    resolve_file,
-    resolve_model,
-)
+from artifacts import models
 from configs.errors import Refused, naming
 from configs.preflight import Check, Finding, fine, note
 from configs.secrets import without_secrets
@@ -23,11 +17,7 @@ from configs.settings.train import Train
 from configs.settings.train_parts import HOLDOUT_LOSS
 from runtimes import registry
 from runtimes.families.extra_inputs import ExtraInputs
-from runtimes.objective.noise_schedule import (
-    ResolutionShift,
-    schedule_facts,
-    scheduler_config,
-)
+from runtimes.objective import noise_schedule
 from runtimes.objective.training_objective import LatentScale, Objective
 from runtimes.pipeline_folder.folder import Base, replacement_config
 from runtimes.pipeline_folder.weights import check_tokenizers, check_weights, stored_weight_files
@@ -82,7 +72,7 @@ class Models:
         inception = self.recipe.evaluate.inception
         encoder = "evaluate.image_encoder"
         with naming("evaluate.inception"):
-            weights = None if inception is None else resolve_file(inception)
+            weights = None if inception is None else models.resolve_file(inception)
         return MeasuringModels(
             self._folder("evaluate.clip"),
             self._folder(encoder) if encoder in self._places else None,
@@ -94,7 +84,7 @@ class Models:
         """Whether the models of a section, `model` or `evaluate`, may be opened."""
         named = [place for name, place in self._places.items() if name.startswith(f"{section}.")]
         try:
-            return self.fetch or all(local_model(path) is not None for path, _ in named)
+            return self.fetch or all(models.local_model(path) is not None for path, _ in named)
         except Refused:  # of `_check_place`
             return False
 
@@ -116,13 +106,13 @@ class Models:
     def _folder(self, setting: str) -> Path:
         path, revision = self._places[setting]
         with naming(setting):
-            return resolve_model(path, revision=revision)
+            return models.resolve_model(path, revision=revision)
 
     def _check_place(self, setting: str) -> Iterator[Finding]:
         path, revision = self._places[setting]
         if not self.fetch:
             with naming(setting, f"set {setting} to a folder, URL or hub id"):
-                where = check_model_available(path, revision=revision)
+                where = models.check_model_available(path, revision=revision)
             yield fine(f"{setting}: {without_secrets(path)} ({where})")
 
     def _check_base(self) -> Iterator[Finding]:
@@ -140,7 +130,10 @@ class Models:
         _check_weights(base)
         check_tokenizers(base)
         _check_objective(recipe, base)
-        for config in (base.scheduler, scheduler_config(base.scheduler, recipe.train)):
+        for config in (
+            base.scheduler,
+            noise_schedule.scheduler_config(base.scheduler, recipe.train),
+        ):
             registry.check_scheduler(
                 recipe.runtime, config, drawn.scheduler, drawn.num_inference_steps
             )
@@ -151,7 +144,7 @@ class Models:
 
     def _check_inception(self, named: str) -> Iterator[Finding]:
         with naming("evaluate.inception"):
-            where = check_file_available(named)
+            where = models.check_file_available(named)
         yield fine(f"evaluate.inception: {without_secrets(named)} ({where})")
         if "evaluate" in self.stages:
             fidelity_folder()
@@ -218,12 +211,12 @@ def _check_weights(base: Base) -> None:
 def _check_objective(recipe: Recipe, base: Base) -> None:
     """Raise Refused for train settings that contradict the base or each other."""
     patch = base.family.latent_multiple(base.denoiser)
-    shift = ResolutionShift.from_config(base.scheduler, patch)
+    shift = noise_schedule.ResolutionShift.from_config(base.scheduler, patch)
     tuned = base.schedule(recipe.train)
     Objective.of(recipe.train, tuned, LatentScale(1.0), shift)
     if recipe.encode.holdout:  # evaluation computes the base's loss
         Objective(base.schedule(), LatentScale(1.0), seed=0)
-    if schedule_facts(base.schedule()) != schedule_facts(tuned):
+    if noise_schedule.schedule_facts(base.schedule()) != noise_schedule.schedule_facts(tuned):
         why = "the scheduler (train.prediction_type or train.zero_terminal_snr)"
     elif base.extras != ExtraInputs.from_settings(recipe.train):
         why = "the inputs (train.inpainting or train.aesthetic_score)"

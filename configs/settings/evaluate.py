@@ -9,15 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import PositiveInt, model_validator
 
-from configs.settings.base_section import (
-    Dtype,
-    Fraction,
-    ModelPlace,
-    NullDrops,
-    ReadFile,
-    Section,
-    setting,
-)
+from configs.settings import base_section
 
 SchedulerName = Literal[
     "ddim",
@@ -32,12 +24,12 @@ SchedulerName = Literal[
 ]
 
 
-class Prompts(Section):
+class Prompts(base_section.Section):
     """Prompts, listed or from a text file."""
 
     prompts: tuple[str, ...] = ()
     """Prompts, in order."""
-    file: ReadFile | None = setting(None, not_in_key="content")
+    file: base_section.ReadFile | None = base_section.setting(None, not_in_key="content")
     """Text file with one prompt per line, instead of `prompts`."""
 
     @model_validator(mode="after")
@@ -57,12 +49,12 @@ class Prompts(Section):
         return self
 
 
-class Sampling(Section):
+class Sampling(base_section.Section):
     """Sampler and size of pictures."""
 
     scheduler: SchedulerName | None = None
     """Sampling scheduler; null: the model's own."""
-    true_cfg_scale: float = setting(1.0, ge=1)
+    true_cfg_scale: float = base_section.setting(1.0, ge=1)
     """Classifier-free guidance scale of FLUX, whose guidance_scale is an input of the denoiser or
     without effect; 1 turns it off."""
     height: PositiveInt | None = None
@@ -73,9 +65,9 @@ class Sampling(Section):
     """Aesthetic score, for a model trained with train.aesthetic_score."""
     negative_aesthetic_score: float = 2.5
     """Aesthetic score of the negative prompt, for the same models."""
-    dtype: Dtype = "float32"
+    dtype: base_section.Dtype = "float32"
     """Precision of the sampling pipeline."""
-    offload: bool = setting(
+    offload: bool = base_section.setting(
         False, not_in_key="execution", aka="enable_model_cpu_offload (D): layer by layer"
     )
     """Keep the weights of denoiser and text encoders in the host's memory, and copy each layer to
@@ -95,61 +87,61 @@ class PromptSet(Prompts):
     pictures. Use false for subjects absent from the held-out pictures."""
 
 
-class PreferenceModel(Section):
+class PreferenceModel(base_section.Section):
     """A judge: a CLIPModel tuned on people's choices, such as PickScore or HPSv2."""
 
-    name: str = setting(pattern=r"^[a-z][a-z0-9_]*$")
+    name: str = base_section.setting(pattern=r"^[a-z][a-z0-9_]*$")
     """Name of the metric."""
-    path: ModelPlace
+    path: base_section.ModelPlace
     """CLIPModel folder: hub id, local path or fsspec URL."""
 
 
-class Memorization(Section):
+class Memorization(base_section.Section):
     """The search for training pictures among the samples."""
 
     pictures: PositiveInt = 5000
     """Maximum number of training pictures to search."""
-    similarity: Fraction = 0.95
+    similarity: base_section.Fraction = 0.95
     """A sample counts in `memorized` from this cosine of features on, to its nearest training
     picture."""
-    pixel_similarity: Fraction = 0.95
+    pixel_similarity: base_section.Fraction = 0.95
     """A sample counts in `memorized_pixels` from this correlation of pixels on."""
 
 
 class Evaluate(Sampling):
     """Compare the tuned model with its base on equal prompts and noise."""
 
-    prompts: Annotated[dict[str, PromptSet], NullDrops] = setting(
+    prompts: Annotated[dict[str, PromptSet], base_section.NullDrops] = base_section.setting(
         min_length=1,
         not_in_key="content",
         aka="validation_prompt validation_prompts sample_prompts (DKS)",
     )
     """Named prompt sets; null instead of one drops that of the extended recipe."""
-    clip: ModelPlace = setting(not_in_key="content")
+    clip: base_section.ModelPlace = base_section.setting(not_in_key="content")
     """CLIPModel folder for clip_score and cmmd: hub id, local path or fsspec URL."""
-    image_encoder: ModelPlace | None = setting(None, not_in_key="content")
+    image_encoder: base_section.ModelPlace | None = base_section.setting(None, not_in_key="content")
     """Vision model of transformers (such as DINOv2) for fd, kid, precision, recall and memorized:
     hub id, local path or fsspec URL; null: `clip`."""
-    inception: ModelPlace | None = setting(None, not_in_key="content")
+    inception: base_section.ModelPlace | None = base_section.setting(None, not_in_key="content")
     """Weights file of torch-fidelity's InceptionV3 for fd_inception and kid_inception: local path
     or fsspec URL; null: without these metrics."""
-    judges: tuple[JudgeName | PreferenceModel, ...] = setting((), not_in_key="content")
+    judges: tuple[JudgeName | PreferenceModel, ...] = base_section.setting((), not_in_key="content")
     """Additional judges of the pictures: names, or preference models."""
     memorization: Memorization = Memorization()
     num_inference_steps: PositiveInt = 30
     """Denoising steps."""
-    guidance_scale: float = setting(5.0, ge=0)
+    guidance_scale: float = base_section.setting(5.0, ge=0)
     """Classifier-free guidance scale; 1 or less turns guidance off (for Z-Image 0). For FLUX.1 dev
     it is an input of the denoiser."""
-    batch_size: PositiveInt = setting(4, not_in_key="execution")
+    batch_size: PositiveInt = base_section.setting(4, not_in_key="execution")
     """Pictures per sampling batch."""
-    seed: int = setting(0, ge=0, lt=2**63)
+    seed: int = base_section.setting(0, ge=0, lt=2**63)
     """Seed of the initial noise, the loss noise and the bootstrap."""
     bootstrap: PositiveInt = 1000
     """Resamples per confidence interval."""
     holdout_samples: PositiveInt = 256
     """Maximum number of held-out samples for the loss, at 8 noise levels each."""
-    device: str = setting("auto", not_in_key="execution")
+    device: str = base_section.setting("auto", not_in_key="execution")
     """Device: see train.device."""
 
     @model_validator(mode="after")

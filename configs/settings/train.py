@@ -16,19 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from configs.settings import train_parts
 from configs.settings.base_section import Fraction, Section, setting
-from configs.settings.train_parts import (
-    BestCheckpoint,
-    HoldoutLoss,
-    Hpu,
-    Lora,
-    LossScale,
-    MindSpore,
-    OnDivergence,
-    Profile,
-    TimestepSampling,
-    Wandb,
-)
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -43,7 +32,9 @@ class Train(Section):
         aka="network_module lora_type model_type (KS): `full` or `lora`",
     )
     """Train all weights of the denoiser (full) or LoRA adapters (lora)."""
-    lora: Lora = setting(Lora(), needs="method == lora", fixed_by_weights=True, plan="gpu tpu")
+    lora: train_parts.Lora = setting(
+        train_parts.Lora(), needs="method == lora", fixed_by_weights=True, plan="gpu tpu"
+    )
     train_text_encoder: bool = setting(
         False, fixed_by_weights=True, plan="gpu tpu", aka="train_text_encoder (DKS)"
     )
@@ -179,7 +170,7 @@ class Train(Section):
     """Scale of a random per-channel offset of the noise; 0: none."""
     input_perturbation: float = setting(0.0, ge=0, aka="input_perturbation ip_noise_gamma (DKS)")
     """Scale of extra noise on the model's input (arXiv 2301.11706)."""
-    timesteps: TimestepSampling = TimestepSampling()
+    timesteps: train_parts.TimestepSampling = train_parts.TimestepSampling()
     guidance_scale: float = setting(
         1.0,
         ge=0,
@@ -204,7 +195,7 @@ class Train(Section):
     )
     """Precision of forward and backward; trained weights stay float32. fp16 requires runtime
     mindspore."""
-    loss_scale: LossScale = LossScale()
+    loss_scale: train_parts.LossScale = train_parts.LossScale()
     gradient_checkpointing: Literal["none", "blocks", "selective"] = setting(
         "none", not_in_key="execution", plan="gpu tpu", aka="gradient_checkpointing (DKS): `blocks`"
     )
@@ -240,8 +231,8 @@ class Train(Section):
         1, not_in_key="execution", in_key_with="lora.dropout", plan="run", aka="num_processes (DKS)"
     )
     """Training processes on this machine, one per GPU or NPU."""
-    mindspore: MindSpore = setting(MindSpore(), not_in_key="execution")
-    hpu: Hpu = setting(Hpu(), not_in_key="execution")
+    mindspore: train_parts.MindSpore = setting(train_parts.MindSpore(), not_in_key="execution")
+    hpu: train_parts.Hpu = setting(train_parts.Hpu(), not_in_key="execution")
     fsdp: PositiveInt | Literal["all"] = setting(
         1,
         not_in_key="execution",
@@ -273,7 +264,7 @@ class Train(Section):
     """Maximum number of checkpoints; the oldest are deleted."""
     keep_best: int = setting(0, ge=0, not_in_key="execution")
     """Extra checkpoints to keep, the best by `best_checkpoint` or, without it, by held-out loss."""
-    best_checkpoint: BestCheckpoint | None = setting(
+    best_checkpoint: train_parts.BestCheckpoint | None = setting(
         None,
         aka="load_best_model_at_end metric_for_best_model (T): `metric`; `{}` is the lowest "
         "held-out loss",
@@ -294,14 +285,16 @@ class Train(Section):
         aka="validation_steps validation_epochs sample_every_n_steps sample_every_n_epochs (DKS)",
     )
     """Steps between sample pictures; 0: no samples."""
-    holdout_loss: HoldoutLoss = setting(
-        HoldoutLoss(), not_in_key="execution", in_key_with="best_checkpoint.metric == holdout_loss"
+    holdout_loss: train_parts.HoldoutLoss = setting(
+        train_parts.HoldoutLoss(),
+        not_in_key="execution",
+        in_key_with="best_checkpoint.metric == holdout_loss",
     )
-    divergence: OnDivergence = OnDivergence()
-    profile: Profile = setting(Profile(), not_in_key="execution")
+    divergence: train_parts.OnDivergence = train_parts.OnDivergence()
+    profile: train_parts.Profile = setting(train_parts.Profile(), not_in_key="execution")
     peak_tflops: PositiveFloat | None = setting(None, not_in_key="execution")
     """Peak of one chip in TFLOP/s, for MFU; null: the built-in table."""
-    wandb: Wandb | None = setting(
+    wandb: train_parts.Wandb | None = setting(
         None,
         not_in_key="execution",
         aka="report_to log_with (DKS): TensorBoard files are always written",
@@ -327,7 +320,7 @@ class Train(Section):
     def _check_combinations(self) -> Train:
         if self.snr_gamma is not None and self.debiased_estimation_loss:
             raise ValueError("snr_gamma and debiased_estimation_loss exclude each other: set one")
-        if self.mixed_precision != "fp16" and self.loss_scale != LossScale():
+        if self.mixed_precision != "fp16" and self.loss_scale != train_parts.LossScale():
             raise ValueError("loss_scale requires mixed_precision: fp16")
         if self.method == "lora" and self.init == "random":
             raise ValueError("init: random requires method: full")

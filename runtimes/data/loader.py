@@ -17,16 +17,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts import latent_shards
 from artifacts.errors import is_outage
 from artifacts.filesystems import REAL, Clock
-from artifacts.latent_shards import (
-    Latents,
-    LatentSample,
-    LatentShard,
-    flipped_group,
-    open_latents,
-    stack_rows,
-)
 from configs.errors import Refused
 from runtimes.contract import StepBatch
 from runtimes.data.bucketed_sample_order import Order, SampleIndex, Window, evenly_spaced
@@ -167,7 +160,7 @@ class BatchReader:
 
     def __init__(
         self,
-        latents: Latents,
+        latents: latent_shards.Latents,
         family: Family,
         objective: Objective,
         *,
@@ -262,8 +255,8 @@ class BatchReader:
         if self._extras.inpainting:
             masked = [sample.masked for sample in samples if sample.masked is not None]
             at = [int(c.mask * len(m.masks)) for m, c in zip(masked, chosen, strict=True)]
-            masks = stack_rows([m.masks[k] for m, k in zip(masked, at, strict=True)])
-            means = stack_rows([m.means[k] for m, k in zip(masked, at, strict=True)])
+            masks = latent_shards.stack_rows([m.masks[k] for m, k in zip(masked, at, strict=True)])
+            means = latent_shards.stack_rows([m.means[k] for m, k in zip(masked, at, strict=True)])
             latents = self._objective.scale.scaled(means)
             inputs["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
         if self._extras.aesthetic_score:
@@ -274,7 +267,7 @@ class BatchReader:
     def _read(self, index: SampleIndex, choices: Choices) -> Captioned:
         shard = self._rows[index.shard]
         group = index.group
-        mirrored = flipped_group(group)
+        mirrored = latent_shards.flipped_group(group)
         if choices.flip < 0.5 and mirrored in shard.groups:
             group = mirrored
         try:
@@ -289,7 +282,11 @@ class BatchReader:
             raise Refused(f"latent shard {shard.path} is damaged: {error}") from None
 
     def _captioned(
-        self, sample: LatentSample, shard: LatentShard | KeptShard, row: int, zeros: bool
+        self,
+        sample: latent_shards.LatentSample,
+        shard: latent_shards.LatentShard | KeptShard,
+        row: int,
+        zeros: bool,
     ) -> Captioned:
         """The sample with a caption; zeros replace its embeddings, as some pipelines sample."""
         if self._text_encoders:
@@ -314,7 +311,7 @@ class BatchReader:
         return padded
 
 
-def _caption_row(sample: LatentSample, choices: Choices) -> int:
+def _caption_row(sample: latent_shards.LatentSample, choices: Choices) -> int:
     """The shard's row of the sample's caption; row 0 is the empty caption."""
     rows = sample.caption_rows or (0,)
     return 0 if choices.dropped else rows[int(choices.caption * len(rows))]
@@ -322,8 +319,8 @@ def _caption_row(sample: LatentSample, choices: Choices) -> int:
 
 def latent_moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """The VAE's mean and logvar [B, C, h, w] of samples."""
-    mean = stack_rows([item.sample.mean for item in samples])
-    return mean, stack_rows([item.sample.logvar for item in samples])
+    mean = latent_shards.stack_rows([item.sample.mean for item in samples])
+    return mean, latent_shards.stack_rows([item.sample.logvar for item in samples])
 
 
 class Loader:
@@ -405,7 +402,7 @@ def batch_number(step: int, skipped: Sequence[int]) -> int:
     return step
 
 
-def open_job_latents(url: str) -> Latents:
+def open_job_latents(url: str) -> latent_shards.Latents:
     """Open the latents artifact at a URL.
 
     Raises:
@@ -413,7 +410,7 @@ def open_job_latents(url: str) -> Latents:
             client does.
     """
     try:
-        return open_latents(url)
+        return latent_shards.open_latents(url)
     except (OSError, ValueError) as error:
         if is_outage(error):
             raise

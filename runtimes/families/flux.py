@@ -9,18 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from runtimes.families.family import (
-    PATCH,
-    TEXT_STREAM,
-    Family,
-    KohyaBase,
-    KohyaLayer,
-    KohyaNames,
-    PatchTransformer,
-    TextEncoder,
-    pack,
-    unpack,
-)
+from runtimes.families import family
 
 _TOP = {
     "x_embedder": "img_in",
@@ -68,7 +57,7 @@ def original_layer(
     double: Mapping[str, str] = _DOUBLE,
     single: Mapping[str, str] = _SINGLE,
     fused_single: Mapping[str, tuple[str, int]] = _FUSED_SINGLE,
-) -> KohyaLayer | None:
+) -> family.KohyaLayer | None:
     """Where Black Forest Labs' code has a layer of diffusers' transformer, or None.
 
     Their code fuses query, key and value, and in single blocks also the MLP's first layer.
@@ -82,22 +71,22 @@ def original_layer(
         fused_single: layers that single blocks fuse, as _FUSED_DOUBLE has them.
     """
     if layer in top:
-        return KohyaLayer(top[layer])
+        return family.KohyaLayer(top[layer])
     match = _BLOCK.fullmatch(layer)
     is_single, number, rest = match.groups() if match else (None, "", "")
     block = f"{'single' if is_single else 'double'}_blocks.{number}"
     plain, fused = (single, fused_single) if is_single else (double, _FUSED_DOUBLE)
     if rest in plain:
-        return KohyaLayer(f"{block}.{plain[rest]}")
+        return family.KohyaLayer(f"{block}.{plain[rest]}")
     if rest not in fused:
         return None
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     name, position = fused[rest]
     rows = width * (3 + _MLP_RATIO if is_single else 3)
-    return KohyaLayer(f"{block}.{name}", position * width, rows)
+    return family.KohyaLayer(f"{block}.{name}", position * width, rows)
 
 
-class Flux(PatchTransformer):
+class Flux(family.PatchTransformer):
     """prompt_embeds has T5's states, with padding; pooled_prompt_embeds CLIP's pooled output.
 
     The pipeline gives T5 no attention mask, so the states of padding depend on the caption, and
@@ -112,20 +101,25 @@ class Flux(PatchTransformer):
     denoiser_class = "FluxTransformer2DModel"
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
-        TextEncoder("text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"),
-        TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),
+    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+        family.TextEncoder(
+            "text_encoder", ("CLIPTextModel",), states=False, pooled="pooler_output"
+        ),
+        family.TextEncoder("text_encoder_2", ("T5EncoderModel",), "t5", tokens=512),
     )
-    attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
+    attention_layers: ClassVar[tuple[str, ...]] = (
+        *family.Family.attention_layers,
+        *family.TEXT_STREAM,
+    )
     guidance_input = True
     num_inference_steps = 28
     guidance_scale = 3.5
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+    kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         *({"text_encoder": "lora_te1"}, original_layer),
-        lambda transformer, prediction_type: KohyaBase(
+        lambda transformer, prediction_type: family.KohyaBase(
             "flux1",
             "flux-1-dev" if transformer.get("guidance_embeds") else "flux-1-schnell",
             "https://github.com/black-forest-labs/flux",
@@ -141,16 +135,16 @@ class Flux(PatchTransformer):
         return 512 if self.takes_guidance(config) else 256
 
     def pipeline_latents(self, noise: Any) -> Any:
-        return pack(noise)
+        return family.pack(noise)
 
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        rows, columns = (size // PATCH for size in noisy_latents.shape[-2:])
+        rows, columns = (size // family.PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         guided = self.takes_guidance(denoiser.config)
         predicted = denoiser(
-            pack(noisy_latents),
+            family.pack(noisy_latents),
             encoder_hidden_states=text,
             pooled_projections=conditioning["pooled_prompt_embeds"],
             timestep=timesteps / 1000,
@@ -159,14 +153,14 @@ class Flux(PatchTransformer):
             txt_ids=text_positions(text),
             return_dict=False,
         )[0]
-        return unpack(predicted, rows, columns)
+        return family.unpack(predicted, rows, columns)
 
 
 def positions(latents: Any) -> Any:
     """(0, row, column) of each patch of latents [B, C, h, w], for rotary embeddings: [N, 3] f32."""
     import torch  # runtimes without PyTorch import this module too
 
-    ones = torch.ones_like(latents[0, 0, ::PATCH, ::PATCH], dtype=torch.float32)
+    ones = torch.ones_like(latents[0, 0, :: family.PATCH, :: family.PATCH], dtype=torch.float32)
     places = torch.stack([ones - ones, ones.cumsum(0) - 1, ones.cumsum(1) - 1], dim=-1)
     return places.reshape(-1, 3)
 

@@ -15,18 +15,7 @@ from numpy.typing import NDArray
 
 from artifacts.safetensors import read_named_floats
 from configs.errors import Refused
-from runtimes.families.family import (
-    PATCH,
-    TEXT_STREAM,
-    Family,
-    KohyaBase,
-    KohyaNames,
-    PatchTransformer,
-    TextEncoder,
-    chat_of_qwen3,
-    pack,
-    unpack,
-)
+from runtimes.families import family
 from runtimes.families.flux import original_layer, positions
 from runtimes.objective.noise_schedule import ResolutionShift
 
@@ -51,14 +40,14 @@ _SINGLE = {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}
 _WIDTH_OF_9B = 4096  # of the transformer; 4B's is 3072
 
 
-def _kohya_base(transformer: Mapping[str, Any], prediction_type: str) -> KohyaBase:
+def _kohya_base(transformer: Mapping[str, Any], prediction_type: str) -> family.KohyaBase:
     width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     size = "9b" if width == _WIDTH_OF_9B else "4b"
     code = "https://github.com/black-forest-labs/flux2"
-    return KohyaBase(f"flux_2_klein_{size}", f"Flux.2-klein-{size}", code)
+    return family.KohyaBase(f"flux_2_klein_{size}", f"Flux.2-klein-{size}", code)
 
 
-class Flux2(PatchTransformer):
+class Flux2(family.PatchTransformer):
     """prompt_embeds concatenates the states of three layers of the Qwen3, with padding.
 
     The transformer gets no mask and attends to padding, whose states depend on the caption: all of
@@ -73,20 +62,22 @@ class Flux2(PatchTransformer):
     draws_latents = False  # Black Forest Labs' code never reads the log-variance
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
-        TextEncoder("text_encoder", ("Qwen3ForCausalLM",), "llm", tokens=512, layers=(9, 18, 27)),
+    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+        family.TextEncoder(
+            "text_encoder", ("Qwen3ForCausalLM",), "llm", tokens=512, layers=(9, 18, 27)
+        ),
     )
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     guidance_scale = 4.0
     attention_layers: ClassVar[tuple[str, ...]] = (
-        *Family.attention_layers,
-        *TEXT_STREAM,
+        *family.Family.attention_layers,
+        *family.TEXT_STREAM,
         *("to_qkv_mlp_proj", "attn.to_out"),  # of single blocks, fused with the MLP's
     )
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are computed in float64, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+    kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         {},
         partial(original_layer, top=_TOP, double=_DOUBLE, single=_SINGLE, fused_single={}),
         _kohya_base,
@@ -94,7 +85,7 @@ class Flux2(PatchTransformer):
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
-        return chat_of_qwen3(tokenizer, caption, enable_thinking=False)
+        return family.chat_of_qwen3(tokenizer, caption, enable_thinking=False)
 
     def is_distilled(self, index: Mapping[str, Any]) -> bool:
         return bool(index.get("is_distilled", False))
@@ -146,24 +137,24 @@ class Flux2(PatchTransformer):
 
     def pipeline_latents(self, noise: Any) -> Any:
         """Patches as channels [B, 4 C, h / 2, w / 2]."""
-        rows, columns = (size // PATCH for size in noise.shape[-2:])
-        patches = pack(noise).permute(0, 2, 1).reshape(len(noise), -1, rows, columns)
+        rows, columns = (size // family.PATCH for size in noise.shape[-2:])
+        patches = family.pack(noise).permute(0, 2, 1).reshape(len(noise), -1, rows, columns)
         return patches.contiguous()  # the reshaped view is in channels_last
 
     def predict(
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
-        rows, columns = (size // PATCH for size in noisy_latents.shape[-2:])
+        rows, columns = (size // family.PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         predicted = denoiser(
-            pack(noisy_latents),
+            family.pack(noisy_latents),
             encoder_hidden_states=text,
             timestep=timesteps / 1000,
             img_ids=image_positions(noisy_latents),
             txt_ids=text_positions(text),
             return_dict=False,
         )[0]
-        return unpack(predicted, rows, columns)
+        return family.unpack(predicted, rows, columns)
 
 
 def image_positions(latents: Any) -> Any:

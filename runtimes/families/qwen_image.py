@@ -9,22 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from runtimes.families.family import (
-    PATCH,
-    TEXT_STREAM,
-    Family,
-    KohyaBase,
-    KohyaLayer,
-    KohyaNames,
-    PatchTransformer,
-    TextEncoder,
-    calling,
-    pack,
-    unpack,
-)
+from runtimes.families import family
 
 
-class QwenImage(PatchTransformer):
+class QwenImage(family.PatchTransformer):
     """prompt_embeds is as long as the caption; the VAE is for video, a picture is one frame."""
 
     name = "qwen_image"
@@ -34,8 +22,8 @@ class QwenImage(PatchTransformer):
     default_scaling_factor = 1.0
     blocks = ("QwenImageTransformerBlock",)
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
-        TextEncoder(
+    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+        family.TextEncoder(
             *("text_encoder", ("Qwen2_5_VLForConditionalGeneration",), "llm"),
             tokens=1024,
             call_tokens=512,
@@ -45,13 +33,16 @@ class QwenImage(PatchTransformer):
     )
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     guidance_scale = 4.0  # the pipeline's true_cfg_scale
-    attention_layers: ClassVar[tuple[str, ...]] = (*Family.attention_layers, *TEXT_STREAM)
+    attention_layers: ClassVar[tuple[str, ...]] = (
+        *family.Family.attention_layers,
+        *family.TEXT_STREAM,
+    )
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        *({}, lambda layer, config: KohyaLayer(layer)),
-        lambda transformer, prediction_type: KohyaBase(
+    kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
+        *({}, lambda layer, config: family.KohyaLayer(layer)),
+        lambda transformer, prediction_type: family.KohyaBase(
             *("qwen_image", "Qwen-Image", "https://github.com/QwenLM/Qwen-Image")
         ),
         *("musubi-tuner", "networks.lora_qwen_image"),
@@ -74,7 +65,14 @@ class QwenImage(PatchTransformer):
         """The guided prediction of a patch has the norm of its conditional prediction."""
         guided = super().guide(unconditional, conditional, weight)
         batch, channels, height, width = guided.shape
-        parted = (batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+        parted = (
+            batch,
+            channels,
+            height // family.PATCH,
+            family.PATCH,
+            width // family.PATCH,
+            family.PATCH,
+        )
         patches = guided.reshape(parted)
         wanted = conditional.reshape(parted)
         ratio = (_square(wanted) / _square(patches)) ** 0.5
@@ -93,7 +91,7 @@ class QwenImage(PatchTransformer):
         }
 
     def pipeline_latents(self, noise: Any) -> Any:
-        return pack(noise)
+        return family.pack(noise)
 
     def make_constants(self, denoiser: Any) -> None:
         place = denoiser.pos_embed
@@ -103,19 +101,19 @@ class QwenImage(PatchTransformer):
         self, denoiser: Any, noisy_latents: Any, timesteps: Any, conditioning: Mapping[str, Any]
     ) -> Any:
         """The rotary factors are computed here, on the latents' device."""
-        rows, columns = (size // PATCH for size in noisy_latents.shape[-2:])
+        rows, columns = (size // family.PATCH for size in noisy_latents.shape[-2:])
         text = conditioning["prompt_embeds"]
         rope = partial(rotations, denoiser.pos_embed, rows, columns, text.shape[1])
-        with calling(denoiser.pos_embed, lambda *_, device, **__: rope(device)):
+        with family.calling(denoiser.pos_embed, lambda *_, device, **__: rope(device)):
             predicted = denoiser(
-                pack(noisy_latents),
+                family.pack(noisy_latents),
                 encoder_hidden_states=text,
                 encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
                 timestep=timesteps / 1000,
                 img_shapes=[[(1, rows, columns)]] * len(noisy_latents),
                 return_dict=False,
             )[0]
-        return unpack(predicted, rows, columns)
+        return family.unpack(predicted, rows, columns)
 
 
 @cache

@@ -5,30 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from runtimes.families import family
 from runtimes.families.extra_inputs import latent_channels
-from runtimes.families.family import (
-    ClipStates,
-    Family,
-    KohyaBase,
-    KohyaLayer,
-    KohyaNames,
-    TextEncoder,
-)
 
 OPENCLIP_WIDTH = 1024  # of the text encoder of version 2
 
 
-def kohya_base(unet: Mapping[str, Any], prediction_type: str) -> KohyaBase:
+def kohya_base(unet: Mapping[str, Any], prediction_type: str) -> family.KohyaBase:
     """Version 1 or 2, with the suffixes of sd-scripts for v-prediction."""
     is_v = prediction_type == "v_prediction"
     suffix = "_v" if is_v else ""
     if unet["cross_attention_dim"] != OPENCLIP_WIDTH:
-        return KohyaBase(f"sd_v1{suffix}", "stable-diffusion-v1", "diffusers")
+        return family.KohyaBase(f"sd_v1{suffix}", "stable-diffusion-v1", "diffusers")
     size = "768-v" if is_v else "512"
-    return KohyaBase(f"sd_v2{suffix}", f"stable-diffusion-v2-{size}", "diffusers")
+    return family.KohyaBase(f"sd_v2{suffix}", f"stable-diffusion-v2-{size}", "diffusers")
 
 
-class SD(Family):
+class SD(family.Family):
     """Prompt embeddings are CLIP's last hidden states after the final norm, as in diffusers."""
 
     name = "sd"
@@ -37,10 +30,10 @@ class SD(Family):
     denoiser_class = "UNet2DConditionModel"
     blocks = ("BasicTransformerBlock", "ResnetBlock2D")
     chained_blocks = ("BasicTransformerBlock",)  # a UNet calls residual blocks alternately
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
-        TextEncoder("text_encoder", ("CLIPTextModel",)),
+    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+        family.TextEncoder("text_encoder", ("CLIPTextModel",)),
     )
-    clip_states: ClassVar[ClipStates] = "last"
+    clip_states: ClassVar[family.ClipStates] = "last"
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     guidance_scale = 7.5
     pipeline_options: ClassVar[Mapping[str, Any]] = {
@@ -48,8 +41,8 @@ class SD(Family):
         "feature_extractor": None,
         "requires_safety_checker": False,
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        *({"text_encoder": "lora_te"}, lambda layer, config: KohyaLayer(layer), kohya_base)
+    kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
+        *({"text_encoder": "lora_te"}, lambda layer, config: family.KohyaLayer(layer), kohya_base)
     )
 
     def latent_channels(self, config: Mapping[str, Any]) -> int:

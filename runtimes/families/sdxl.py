@@ -9,15 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from artifacts.latent_shards import LatentSample
-from runtimes.families.family import (
-    Captioned,
-    ClipStates,
-    Conditioning,
-    KohyaBase,
-    KohyaLayer,
-    KohyaNames,
-    TextEncoder,
-)
+from runtimes.families import family
 from runtimes.families.sd import SD
 
 
@@ -90,18 +82,20 @@ class SDXL(SD):
 
     name = "sdxl"
     pipelines = ("StableDiffusionXLPipeline", "StableDiffusionXLInpaintPipeline")
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
-        TextEncoder("text_encoder", ("CLIPTextModel", "CLIPTextModelWithProjection")),
-        TextEncoder("text_encoder_2", ("CLIPTextModelWithProjection",), pooled="text_embeds"),
+    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+        family.TextEncoder("text_encoder", ("CLIPTextModel", "CLIPTextModelWithProjection")),
+        family.TextEncoder(
+            "text_encoder_2", ("CLIPTextModelWithProjection",), pooled="text_embeds"
+        ),
     )
-    clip_states: ClassVar[ClipStates] = "penultimate"
+    clip_states: ClassVar[family.ClipStates] = "penultimate"
     inputs: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
     guidance_scale = 5.0
     pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
-    kohya: ClassVar[KohyaNames | None] = KohyaNames(
+    kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
         {"text_encoder": "lora_te1", "text_encoder_2": "lora_te2"},
-        lambda layer, unet: KohyaLayer(stability_name(layer, unet)),
-        lambda unet, prediction_type: KohyaBase(
+        lambda layer, unet: family.KohyaLayer(stability_name(layer, unet)),
+        lambda unet, prediction_type: family.KohyaBase(
             *("sdxl_base_v1-0", "stable-diffusion-xl-v1-base"),
             "https://github.com/Stability-AI/generative-models",
         ),
@@ -115,7 +109,9 @@ class SDXL(SD):
     def zero_empty_prompt(self, index: Mapping[str, Any]) -> bool:
         return bool(index.get("force_zeros_for_empty_prompt", True))
 
-    def condition(self, samples: Sequence[Captioned], guidance_scale: float = 1.0) -> Conditioning:
+    def condition(
+        self, samples: Sequence[family.Captioned], guidance_scale: float = 1.0
+    ) -> family.Conditioning:
         """Adds `add_time_ids` [B, 6] f32 to the base class's conditioning (section 2.2)."""
         sizes = np.array([add_time_ids(sample.sample) for sample in samples], np.float32)
         return super().condition(samples, guidance_scale) | {"add_time_ids": sizes}

@@ -12,23 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from runtimes.families.family import (
-    PATCH,
-    KohyaBase,
-    KohyaLayer,
-    KohyaNames,
-    PatchTransformer,
-    TextEncoder,
-    calling,
-    chat_of_qwen3,
-)
+from runtimes.families import family
 
 #: Name of the embedder and the final layer: a patch's side, and its frames.
-_SIZES = f"{PATCH}-1"
+_SIZES = f"{family.PATCH}-1"
 _MULTIPLE = 32  # captions and images are padded to such a number of tokens
 
 
-class ZImage(PatchTransformer):
+class ZImage(family.PatchTransformer):
     """prompt_embeds is as long as the caption: the transformer has a learned token for padding."""
 
     name = "z_image"
@@ -37,8 +28,8 @@ class ZImage(PatchTransformer):
     draws_latents = False  # as diffusers' train_dreambooth_lora_z_image.py
     blocks = ("ZImageTransformerBlock",)
     chained_blocks = blocks
-    text_encoders: ClassVar[tuple[TextEncoder, ...]] = (
-        TextEncoder(
+    text_encoders: ClassVar[tuple[family.TextEncoder, ...]] = (
+        family.TextEncoder(
             *("text_encoder", ("Qwen3Model", "Qwen3ForCausalLM"), "llm"),
             tokens=512,
             layers=(-2,),
@@ -49,9 +40,9 @@ class ZImage(PatchTransformer):
     refused_devices: ClassVar[Mapping[str, str]] = {
         "hpu": "its rotary embeddings are complex numbers, which Gaudi lacks"
     }
-    kohya: ClassVar[KohyaNames | None] = KohyaNames(
-        *({}, lambda layer, config: KohyaLayer(layer)),
-        lambda transformer, prediction_type: KohyaBase(
+    kohya: ClassVar[family.KohyaNames | None] = family.KohyaNames(
+        *({}, lambda layer, config: family.KohyaLayer(layer)),
+        lambda transformer, prediction_type: family.KohyaBase(
             *("z_image", "Z-Image", "https://github.com/Tongyi-MAI/Z-Image")
         ),
         *("musubi-tuner", "networks.lora_zimage"),
@@ -59,7 +50,7 @@ class ZImage(PatchTransformer):
     )
 
     def chat(self, tokenizer: Any, caption: str) -> str:
-        return chat_of_qwen3(tokenizer, caption, enable_thinking=True)
+        return family.chat_of_qwen3(tokenizer, caption, enable_thinking=True)
 
     def prompt_width(self, config: Mapping[str, Any]) -> int:
         return int(config["cap_feat_dim"])
@@ -77,7 +68,7 @@ class ZImage(PatchTransformer):
         """The transformer's time runs from noise, at 0, to the picture, and so does its output."""
         text = conditioning["prompt_embeds"]
         mask = conditioning["prompt_embeds_mask"]
-        with calling(denoiser, partial(forward, denoiser)):
+        with family.calling(denoiser, partial(forward, denoiser)):
             return -denoiser(noisy_latents, (1000 - timesteps) / 1000, text, mask)
 
 
@@ -93,7 +84,7 @@ def forward(model: Any, latents: Any, time: Any, prompt_embeds: Any, mask: Any) 
     """
     import torch
 
-    rows, columns = (size // PATCH for size in latents.shape[-2:])
+    rows, columns = (size // family.PATCH for size in latents.shape[-2:])
     adaln = model.t_embedder(time * model.t_scale).type_as(latents)
     missing = -prompt_embeds.shape[1] % _MULTIPLE
     mask = torch.nn.functional.pad(mask.float(), (0, missing))
@@ -135,16 +126,18 @@ def _run(model: Any, layer: Any, *inputs: Any) -> Any:
 def patches(latents: Any) -> Any:
     """Latents [B, C, h, w] as patches [B, h w / 4, 4 C]; a patch's values are ordered (2, 2, C)."""
     batch, channels, height, width = latents.shape
-    rows = height // PATCH
-    columns = width // PATCH
-    parted = latents.reshape(batch, channels, rows, PATCH, columns, PATCH)
+    rows = height // family.PATCH
+    columns = width // family.PATCH
+    parted = latents.reshape(batch, channels, rows, family.PATCH, columns, family.PATCH)
     return parted.permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
 
 
 def from_patches(values: Any, rows: int, columns: int) -> Any:
     """The inverse of `patches`, for patches [B, rows * columns, 4 C]."""
-    parted = values.reshape(len(values), rows, columns, PATCH, PATCH, -1)
-    return parted.permute(0, 5, 1, 3, 2, 4).reshape(len(values), -1, rows * PATCH, columns * PATCH)
+    parted = values.reshape(len(values), rows, columns, family.PATCH, family.PATCH, -1)
+    return parted.permute(0, 5, 1, 3, 2, 4).reshape(
+        len(values), -1, rows * family.PATCH, columns * family.PATCH
+    )
 
 
 def image_positions(latents: Any, ends: Any, padding: int) -> Any:
@@ -157,7 +150,7 @@ def image_positions(latents: Any, ends: Any, padding: int) -> Any:
     """
     import torch
 
-    ones = torch.ones_like(latents[:, 0, ::PATCH, ::PATCH], dtype=torch.float32)
+    ones = torch.ones_like(latents[:, 0, :: family.PATCH, :: family.PATCH], dtype=torch.float32)
     axes = [ones * (ends[:, None, None] + 1), ones.cumsum(1) - 1, ones.cumsum(2) - 1]
     places = torch.stack(axes, dim=-1).flatten(1, 2)
     return torch.nn.functional.pad(places, (0, 0, 0, padding))

@@ -15,26 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
+from runtimes import contract
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import (
-    Owners,
-    SavedState,
-    State,
-    StateShapes,
-    StepBatch,
-    StepOutput,
-    lazy_output,
-)
-from runtimes.jax.device import (
-    check,
-    describe,
-    join,
-    memory_bytes,
-    peak_flops,
-    shut_down,
-    start,
-    versions,
-)
+from runtimes.jax import device
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.scan_blocks import scanned_names
 from runtimes.jax.step import (
@@ -73,15 +56,15 @@ class TheRuntime(BaseRuntime):
     def load(self, job: TrainJob, base: Base) -> None:
         self._job = job
         self._base = base
-        self.versions = versions()
+        self.versions = device.versions()
         settings = self._settings = Train(**job.train)
-        check(settings)
+        device.check(settings)
         ranks = self._ranks = Ranks.here()
         self._collectives = join_hosts(ranks)
         self.samples_collectively = ranks.world > 1
-        join(ranks, self._collectives, settings.device)
-        self._compile_cache = start(settings.device, job.compiled, settings.compute_dtype)
-        self.device = describe()
+        device.join(ranks, self._collectives, settings.device)
+        self._compile_cache = device.start(settings.device, job.compiled, settings.compute_dtype)
+        self.device = device.describe()
         self._mesh = Mesh(settings.fsdp)
         network = self._network = load_network(job, base, settings, self._mesh)
         self._counter = FlopCounter(network)
@@ -99,14 +82,14 @@ class TheRuntime(BaseRuntime):
             lambda weights: gather_weights(weights, self._mesh, settings.compute_dtype)
         )
 
-    def put(self, batch: StepBatch) -> StepBatch:
+    def put(self, batch: contract.StepBatch) -> contract.StepBatch:
         return replace(batch, on_device=shard_stacked(self._stack(batch), self._mesh))
 
-    def _stack(self, batch: StepBatch) -> Stacked:
+    def _stack(self, batch: contract.StepBatch) -> Stacked:
         dtype = jnp.dtype(self._settings.compute_dtype)
         return stack_micro_batches(batch, self._rows, self._mesh, dtype)
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+    def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         if self._compiled_step is None:
             self._compiled_step = self._compile(batch)
         stacked = batch.on_device or shard_stacked(self._stack(batch), self._mesh)
@@ -119,9 +102,9 @@ class TheRuntime(BaseRuntime):
             np.float32(batch.denominator),
         )
         self._updates += 1
-        return lazy_output(lambda: list(np.asarray(figures).tolist()))
+        return contract.lazy_output(lambda: list(np.asarray(figures).tolist()))
 
-    def _compile(self, batch: StepBatch) -> Any:
+    def _compile(self, batch: contract.StepBatch) -> Any:
         untouched = names_without_gradient(self._counter.network, self._network, batch)
         splash = self._mesh.splash_attention()
         predict = as_function(self._network, training=True, splash=splash)
@@ -136,34 +119,34 @@ class TheRuntime(BaseRuntime):
         rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
         return np.array([rng.integers(2**32) for rng in rngs], np.uint32)
 
-    def flops(self, batch: StepBatch) -> float | None:
+    def flops(self, batch: contract.StepBatch) -> float | None:
         whole = self._counter.of(batch)
         return None if whole is None else whole * self._collectives.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
-        return peak_flops(self._settings.compute_dtype)
+        return device.peak_flops(self._settings.compute_dtype)
 
-    def state_shapes(self) -> StateShapes:
+    def state_shapes(self) -> contract.StateShapes:
         return shapes_of(self._state) | shapes_of(self._constants())
 
-    def state(self, owners: Owners | None = None) -> State:
+    def state(self, owners: contract.Owners | None = None) -> contract.State:
         self._compile_cache.upload()
         rank = self._ranks.rank
         gather = self._mesh.gather
         state = owned_copies(self._state, owners, rank, np.array, lambda name, a: gather(a))
         return state | owned_copies(self._constants(), owners, rank, np.array)
 
-    def restore(self, state: SavedState, step: int) -> None:
+    def restore(self, state: contract.SavedState, step: int) -> None:
         shapes = shapes_of(self._state)
         arrays = read_state_arrays(state, shapes, lambda name, shape: self._mesh.local_rows(shape))
         for group, name, rows in arrays:
             self._state[group][name] = self._mesh.shard_rows_of(shapes[group][name], rows)
         self._updates = step
 
-    def _constants(self) -> State:
+    def _constants(self) -> contract.State:
         return self._persistent
 
-    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+    def errors(self, batch: contract.StepBatch) -> NDArray[np.float32]:
         dtype = jnp.dtype(self._settings.compute_dtype)
         return held_out_errors(self._errors, self._averaged(), batch, self._rows, self._mesh, dtype)
 
@@ -188,10 +171,10 @@ class TheRuntime(BaseRuntime):
 
     def shutdown(self) -> None:
         if self._ranks.world > 1:
-            shut_down(self._ranks, self._collectives)
+            device.shut_down(self._ranks, self._collectives)
 
     def memory_bytes(self) -> int:
-        return memory_bytes()
+        return device.memory_bytes()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

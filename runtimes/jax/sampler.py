@@ -37,16 +37,6 @@ from runtimes.sample.initial_noise import image_levels
 from runtimes.sample.load_network import load_network
 from runtimes.sample.tabulated_schedulers import SchedulerTable, scheduler_step
 from runtimes.torch_models import encoders
-from runtimes.torch_models.encoders import (
-    Embeds,
-    Encoder,
-    Float32,
-    encode_ids,
-    frozen_states,
-    join_t5,
-    unpadded,
-    vae_dtype,
-)
 from runtimes.torch_models.loading import make_scheduler
 from runtimes.torch_models.network import Network
 
@@ -78,10 +68,10 @@ class Sampler:
         self._mesh = mesh
         self._dtype = jnp.dtype(dtype)
         self._whole = mesh.platform != "cpu" if whole is None else whole
-        self._encoder = Encoder(base, device="cpu")
+        self._encoder = encoders.Encoder(base, device="cpu")
         self._base = base
         decoder = Wrapped(self._encoder.vae, self._encoder.family.decode_latents)
-        wide = vae_dtype(self._encoder.vae.config, getattr(torch, dtype))
+        wide = encoders.vae_dtype(self._encoder.vae.config, getattr(torch, dtype))
         arrays = move(decoder, mesh, wide)
         self._vae_on_host = {name: np.asarray(array) for name, array in arrays.items()}
         self._vae_dtype = jnp.dtype(str(wide).removeprefix("torch."))
@@ -137,14 +127,14 @@ class Sampler:
         """Free the VAE's memory on the devices; the next `draw` copies it there again."""
         self.__dict__.pop("_vae", None)
 
-    def _images(self, pixels: Float32) -> tuple[Float32, Float32]:
+    def _images(self, pixels: encoders.Float32) -> tuple[encoders.Float32, encoders.Float32]:
         """Mean and log-variance [B, C, h, w] of images, computed on the host."""
         return self._host_encoder.images(pixels)
 
     @cached_property
-    def _host_encoder(self) -> Encoder:
+    def _host_encoder(self) -> encoders.Encoder:
         """A second encoder: the weights of the VAE in `_encoder` were moved to the devices."""
-        return Encoder(self._base, device="cpu")
+        return encoders.Encoder(self._base, device="cpu")
 
     def _sample(
         self,
@@ -230,7 +220,9 @@ class Sampler:
         pixels = self._decoder(vae, jnp.uint32(0), latents.astype(self._vae_dtype))
         return jnp.clip(pixels.astype(jnp.float32) / 2 + 0.5, 0, 1).transpose(0, 2, 3, 1)
 
-    def _texts(self, arrays: Arrays, captions: list[str]) -> tuple[Float32, Float32 | None]:
+    def _texts(
+        self, arrays: Arrays, captions: list[str]
+    ) -> tuple[encoders.Float32, encoders.Float32 | None]:
         """Prompt embeddings [B, T, D] f32 and pooled embeddings [B, P] f32 or None.
 
         The network's trained encoders compute CLIP's embeddings on the devices; T5 runs on the
@@ -248,7 +240,7 @@ class Sampler:
             for array in encoded
         )
         if (t5 := self._encoder.t5(captions)) is not None:
-            states = join_t5(states, torch.from_numpy(t5))
+            states = encoders.join_t5(states, torch.from_numpy(t5))
         assert states is not None, "each family has CLIP's states or a T5"
         return states.numpy(), None if pooled is None else pooled.numpy()
 
@@ -266,7 +258,7 @@ def same_architecture(network: Network, other: Network) -> bool:
 
 def _encode_texts(network: Network, ids: torch.Tensor) -> Any:
     """Encode token ids [B, n, T] by the trained text encoders of a network."""
-    return encode_ids(network.family, network.text_encoders, ids)
+    return encoders.encode_ids(network.family, network.text_encoders, ids)
 
 
 class ThePipeline(BasePipeline):
@@ -326,14 +318,14 @@ class JaxEncoder(encoders.Encoder):
         if job.embeds:
             self._embeds = _compiled(_Embeds(self.family, clip, frozen), mesh)
 
-    def images(self, pixels: Float32) -> tuple[Float32, Float32]:
+    def images(self, pixels: encoders.Float32) -> tuple[encoders.Float32, encoders.Float32]:
         mean, logvar = self._moments(self._batch_size, pixels)
         self._compile_cache.upload()
         return mean, logvar
 
     def texts(
         self, captions: Sequence[str], clip: Sequence[torch.nn.Module] = ()
-    ) -> tuple[Embeds, Float32 | None]:
+    ) -> tuple[encoders.Embeds, encoders.Float32 | None]:
         if clip:
             return super().texts(captions, clip)
         arrays = [self.input_ids(captions)] if self._clip else []
@@ -343,7 +335,7 @@ class JaxEncoder(encoders.Encoder):
             kept = self._frozen.kept(mask)
             arrays += [ids, mask]
         states, *pooled = self._embeds(TEXT_BATCH, *(array.astype(np.int32) for array in arrays))
-        return unpadded(states, kept), pooled[0] if pooled else None
+        return encoders.unpadded(states, kept), pooled[0] if pooled else None
 
 
 def open_encoder(job: EncodeJob) -> JaxEncoder:
@@ -361,7 +353,7 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     arrays = move(module, mesh)
     call = jax.jit(as_function(module, training=False))
 
-    def run(rows: int, *inputs: NDArray[Any]) -> list[Float32]:
+    def run(rows: int, *inputs: NDArray[Any]) -> list[encoders.Float32]:
         count = len(inputs[0])
         padded = padded_rows(max(rows, count), mesh.local)
         sent = [mesh.shard_rows(pad_rows(array, padded)) for array in inputs]
@@ -393,10 +385,12 @@ class _Embeds(torch.nn.Module):
         states = None
         pooled = None
         if len(self.clip):
-            states, pooled = encode_ids(self.family, list(self.clip), rest.pop(0))
+            states, pooled = encoders.encode_ids(self.family, list(self.clip), rest.pop(0))
         if rest:
             ids, mask = rest
             assert self.family.frozen_text is not None
-            frozen = frozen_states(self.family.frozen_text, self.frozen, ids.long(), mask.long())
-            states = join_t5(states, frozen)
+            frozen = encoders.frozen_states(
+                self.family.frozen_text, self.frozen, ids.long(), mask.long()
+            )
+            states = encoders.join_t5(states, frozen)
         return tuple(array.float() for array in (states, pooled) if array is not None)

@@ -23,14 +23,8 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
 from runtimes.families.extra_inputs import fully_masked
+from runtimes.mindspore import load_diffusers_weights
 from runtimes.mindspore.device import choose, precision, start
-from runtimes.mindspore.load_diffusers_weights import (
-    load_denoiser,
-    load_text_encoder,
-    load_vae,
-    set_flash_attention,
-    text_config,
-)
 from runtimes.mindspore.network import (
     Inputs,
     Network,
@@ -81,7 +75,7 @@ class Encoder:
         self.info = base.encoders
         self.limits = base.caption_limits
         self._dtype = dtype
-        self.vae = load_vae(base.vae, dtype, flash=flash)
+        self.vae = load_diffusers_weights.load_vae(base.vae, dtype, flash=flash)
         self.tokenizers = dict[str, Any]()
         self._tokenizers = list[TextTokenizer]()
         self.text_encoders = dict[str, Any]()
@@ -94,7 +88,9 @@ class Encoder:
                 TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
             )
             if embeds:
-                self.text_encoders[part] = load_text_encoder(base, part, dtype)
+                self.text_encoders[part] = load_diffusers_weights.load_text_encoder(
+                    base, part, dtype
+                )
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
@@ -150,7 +146,11 @@ def _tokenizer(base: Base, encoder: TextEncoder) -> Any:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise Refused(f"{folder} does not load: {one_line(error)}") from None
-    check_vocabulary(str(folder), tokenizer, text_config(base.part(encoder.component)).vocab_size)
+    check_vocabulary(
+        str(folder),
+        tokenizer,
+        load_diffusers_weights.text_config(base.part(encoder.component)).vocab_size,
+    )
     return tokenizer
 
 
@@ -295,9 +295,9 @@ def load_network(
 
     def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
         if name == family.denoiser:
-            part = load_denoiser(folder)
+            part = load_diffusers_weights.load_denoiser(folder)
         else:
-            part = load_text_encoder(base, name, folder=folder)
+            part = load_diffusers_weights.load_text_encoder(base, name, folder=folder)
         merge_adapters(name, part, adapters)
         return part
 
@@ -308,5 +308,5 @@ def load_network(
     network = Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():
-        set_flash_attention(part, flash=flash)
+        load_diffusers_weights.set_flash_attention(part, flash=flash)
     return network.set_train(False)

@@ -21,17 +21,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
+from runtimes import optimizer_state
 from runtimes.contract import Owners, SavedState, State, StateShapes
 from runtimes.mindspore.loss_scale import DynamicLossScale
-from runtimes.optimizer_state import (
-    bias_corrections,
-    ema_decay_at,
-    learning_rate_groups,
-    owned_copies,
-    read_state_arrays,
-    shapes_of,
-    swapped,
-)
 
 Gradients = Sequence[Tensor]
 Parameters = Mapping[str, Parameter]
@@ -66,7 +58,7 @@ class Update:
         index = {name: at for at, name in enumerate(reached)}
         self._groups = [
             ([index[name] for name in names], share, ms.jit(self._adam(names).construct))
-            for names, share in learning_rate_groups(reached, settings)
+            for names, share in optimizer_state.learning_rate_groups(reached, settings)
         ]
         self._norm = ms.jit(_Norm().construct)
         halves = [n for n, p in masters.items() if computed[n] is not p]
@@ -108,7 +100,7 @@ class Update:
             if self._cast_masters is not None:
                 self._cast_masters()
         if self._averaging is not None:
-            decay = ema_decay_at(self._step, settings)
+            decay = optimizer_state.ema_decay_at(self._step, settings)
             if decay != 1:
                 self._averaging(_number(1 - decay))
         self._step += 1
@@ -116,7 +108,9 @@ class Update:
 
     def _numbers(self, rate: float) -> tuple[Tensor, ...]:
         """rate', eps' and decay' of this step, as in the module docstring."""
-        first, root = bias_corrections(self._settings.adam_betas, self.loss_scale.updates)
+        first, root = optimizer_state.bias_corrections(
+            self._settings.adam_betas, self.loss_scale.updates
+        )
         decay = self._settings.weight_decay * first / root
         numbers = (rate * root / first, self._settings.adam_epsilon * root, decay)
         return tuple(_number(number) for number in numbers)
@@ -125,7 +119,7 @@ class Update:
         """Within the context, the network has the EMA weights, if any. Raises WeightsLost."""
         kept = {name: self._masters[name].asnumpy().copy() for name in self._average}
         averages = {name: average.asnumpy() for name, average in self._average.items()}
-        return swapped(lambda: self._set(averages), lambda: self._set(kept))
+        return optimizer_state.swapped(lambda: self._set(averages), lambda: self._set(kept))
 
     def _set(self, arrays: Mapping[str, NDArray[np.float32]]) -> None:
         for name, array in arrays.items():
@@ -137,12 +131,14 @@ class Update:
 
     def shapes(self) -> StateShapes:
         """Shapes of weights, moments, EMA and loss scale."""
-        return shapes_of(self._groups_of_state() | self._scale())
+        return optimizer_state.shapes_of(self._groups_of_state() | self._scale())
 
     def state(self, owners: Owners | None, rank: int) -> State:
         """As Runtime.state: weights, moments, EMA and loss scale."""
-        state = owned_copies(self._groups_of_state(), owners, rank, lambda p: p.asnumpy().copy())
-        return state | owned_copies(self._scale(), owners, rank, np.array)
+        state = optimizer_state.owned_copies(
+            self._groups_of_state(), owners, rank, lambda p: p.asnumpy().copy()
+        )
+        return state | optimizer_state.owned_copies(self._scale(), owners, rank, np.array)
 
     def _scale(self) -> State:
         scale = self.loss_scale.state()
@@ -155,7 +151,9 @@ class Update:
             Refused: the state has other names or shapes than this model.
         """
         groups = self._groups_of_state()
-        for group, name, array in read_state_arrays(state, shapes_of(groups)):
+        for group, name, array in optimizer_state.read_state_arrays(
+            state, optimizer_state.shapes_of(groups)
+        ):
             _assign(groups[group][name], array)
         for name, parameter in self._computed.items():
             if parameter is not self._masters[name]:

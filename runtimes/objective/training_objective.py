@@ -21,38 +21,22 @@ from numpy.typing import NDArray
 from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
-from runtimes.objective.noise_schedule import (
-    FlowSchedule,
-    Levels,
-    NoiseSchedule,
-    ResolutionShift,
-    Schedule,
-)
-from runtimes.objective.random_draws import (
-    Choices,
-    Probabilities,
-    Stream,
-    draw_choices,
-    draw_noise,
-    draw_normal,
-    level_bounds,
-    perturb,
-)
+from runtimes.objective import noise_schedule, random_draws
 
 Array = NDArray[np.float32]
 FlowWeighting = Literal["none", "sigma_sqrt", "cosmap"]
 
 
 def loss_weight(
-    schedule: Schedule,
-    levels: Levels,
+    schedule: noise_schedule.Schedule,
+    levels: noise_schedule.Levels,
     *,
     snr_gamma: float | None = None,
     debiased_estimation_loss: bool = False,
     weighting_scheme: FlowWeighting = "none",
 ) -> Array:
     """Loss weight per sample [B] f32; 1 without an option for this kind of schedule."""
-    if isinstance(schedule, FlowSchedule):
+    if isinstance(schedule, noise_schedule.FlowSchedule):
         return flow_weight(schedule.sigmas[levels], weighting_scheme)
     if snr_gamma is not None:
         return min_snr_weight(_snr(schedule, levels), snr_gamma, schedule.prediction_type)
@@ -99,7 +83,7 @@ def flow_weight(sigma: Array, kind: FlowWeighting) -> Array:
     return np.ones_like(sigma)
 
 
-def _snr(schedule: NoiseSchedule, levels: Levels) -> Array:
+def _snr(schedule: noise_schedule.NoiseSchedule, levels: noise_schedule.Levels) -> Array:
     with np.errstate(divide="ignore"):  # SNR is infinite without noise
         return schedule.snr(levels)
 
@@ -183,7 +167,7 @@ class Objective:
         Refused: settings contradict the schedule or each other.
     """
 
-    schedule: Schedule
+    schedule: noise_schedule.Schedule
     scale: LatentScale
     seed: int
     snr_gamma: float | None = None
@@ -192,18 +176,18 @@ class Objective:
     noise_offset: float = 0.0
     input_perturbation: float = 0.0
     sampling: TimestepSampling = field(default_factory=TimestepSampling)
-    resolution_shift: ResolutionShift | None = None  # of a flow
+    resolution_shift: noise_schedule.ResolutionShift | None = None  # of a flow
     caption_dropout_rate: float = 0.0
     #: Replace random noise levels: the middles of so many equal bands, by turns of the counter.
     equidistant_levels: int | None = None
-    _bounds: Probabilities | None = field(init=False, repr=False, compare=False)
+    _bounds: random_draws.Probabilities | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, NoiseSchedule):
+        if isinstance(self.schedule, noise_schedule.NoiseSchedule):
             self._check_diffusion(self.schedule)
         else:
             self._check_flow()
-        bounds = level_bounds(self.sampling, len(self.schedule))
+        bounds = random_draws.level_bounds(self.sampling, len(self.schedule))
         object.__setattr__(self, "_bounds", bounds)
 
     def _check_flow(self) -> None:
@@ -214,7 +198,7 @@ class Objective:
                     "train.weighting_scheme"
                 )
 
-    def _check_diffusion(self, schedule: NoiseSchedule) -> None:
+    def _check_diffusion(self, schedule: noise_schedule.NoiseSchedule) -> None:
         if self.weighting_scheme != "none":
             raise Refused(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
@@ -232,9 +216,9 @@ class Objective:
     def of(
         cls,
         settings: Train,
-        schedule: Schedule,
+        schedule: noise_schedule.Schedule,
         scale: LatentScale,
-        resolution_shift: ResolutionShift | None = None,
+        resolution_shift: noise_schedule.ResolutionShift | None = None,
     ) -> Objective:
         """The objective of train settings.
 
@@ -268,11 +252,13 @@ class Objective:
         """The objective for measurement: uniform timesteps, no caption dropout, no loss weights."""
         return Objective(self.schedule, self.scale, seed, noise_offset=self.noise_offset)
 
-    def choices(self, counters: Sequence[int]) -> list[Choices]:
+    def choices(self, counters: Sequence[int]) -> list[random_draws.Choices]:
         """The random choices for the samples at `counters`."""
         levels = len(self.schedule)
         bands = self.equidistant_levels
-        choices = draw_choices(self.seed, counters, levels, self._bounds, self.caption_dropout_rate)
+        choices = random_draws.draw_choices(
+            self.seed, counters, levels, self._bounds, self.caption_dropout_rate
+        )
         if bands is None:
             return choices
         middles = [(2 * (counter % bands) + 1) * levels // (2 * bands) for counter in counters]
@@ -282,10 +268,10 @@ class Objective:
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
         """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w)."""
-        return draw_noise(self.seed, counters, shape, self.noise_offset)
+        return random_draws.draw_noise(self.seed, counters, shape, self.noise_offset)
 
     def noised(
-        self, mean: Array, logvar: Array, levels: Levels, counters: Sequence[int]
+        self, mean: Array, logvar: Array, levels: noise_schedule.Levels, counters: Sequence[int]
     ) -> NoisedBatch:
         """Draw latents and noise, and compute the arrays of a batch.
 
@@ -297,10 +283,10 @@ class Objective:
         """
         shape = mean.shape[1:]
         schedule = self._schedule_for(*mean.shape[-2:])
-        eps = draw_normal(self.seed, Stream.POSTERIOR, counters, shape)
+        eps = random_draws.draw_normal(self.seed, random_draws.Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
-        perturbed = perturb(self.seed, counters, noise, self.input_perturbation)
+        perturbed = random_draws.perturb(self.seed, counters, noise, self.input_perturbation)
         return NoisedBatch(
             schedule.add_noise(latents, perturbed, levels),
             schedule.timesteps(levels),
@@ -308,13 +294,15 @@ class Objective:
             self.weight(levels, schedule),
         )
 
-    def _schedule_for(self, height: int, width: int) -> Schedule:
+    def _schedule_for(self, height: int, width: int) -> noise_schedule.Schedule:
         """The schedule of latents [C, height, width]."""
-        if self.resolution_shift is None or not isinstance(self.schedule, FlowSchedule):
+        if self.resolution_shift is None or not isinstance(
+            self.schedule, noise_schedule.FlowSchedule
+        ):
             return self.schedule
         return self.schedule.shifted(self.resolution_shift, height, width)
 
-    def weight(self, levels: Levels, schedule: Schedule) -> Array:
+    def weight(self, levels: noise_schedule.Levels, schedule: noise_schedule.Schedule) -> Array:
         """Loss weight per sample [B] f32 at noise levels [B] of a schedule."""
         return loss_weight(
             schedule,

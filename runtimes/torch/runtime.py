@@ -20,16 +20,7 @@ from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.registry import check_family
-from runtimes.torch.device import (
-    check_on_device,
-    describe,
-    is_deterministic,
-    make_deterministic,
-    open_device,
-    peak_bytes,
-    versions,
-    warn_of_slow_float32,
-)
+from runtimes.torch import device
 from runtimes.torch.kernels import compile_denoiser, enable_npu_attention, load_attention
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.step import Step, Update, keep_channels_last, memory_format
@@ -44,20 +35,24 @@ class TheRuntime(BaseRuntime):
     def load(self, job: TrainJob, base: Base) -> None:
         self._job = job
         self._base = base
-        self.versions = versions()
+        self.versions = device.versions()
         settings = self._settings = Train(**job.train)
         ranks = self._ranks = Ranks.here()
         self.samples_collectively = ranks.world > 1 and settings.fsdp != 1
-        hooks = self._device_hooks = open_device(settings.device, ranks, settings.hpu, job.compiled)
+        hooks = self._device_hooks = device.open_device(
+            settings.device, ranks, settings.hpu, job.compiled
+        )
         self._device = hooks.device
-        check_on_device(settings, self._device)
+        device.check_on_device(settings, self._device)
         check_family("torch", base.family.name, self._device.type)
-        make_deterministic(is_deterministic(settings, self._device), tf32=settings.allow_tf32)
+        device.make_deterministic(
+            device.is_deterministic(settings, self._device), tf32=settings.allow_tf32
+        )
         load_attention(settings.attention)
-        warn_of_slow_float32(settings, self._device)
+        device.warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)
         self._collectives = HostCollectives(ranks.world)
-        self.device = describe(self._device)
+        self.device = device.describe(self._device)
         network = self._network = parallel.load(job, base, settings)
         self._counter = FlopCounter(network)
         layout = memory_format(self._device, sharded=parallel.sharded)
@@ -103,7 +98,7 @@ class TheRuntime(BaseRuntime):
         return errors.cpu().numpy()
 
     def memory_bytes(self) -> int:
-        return peak_bytes(self._device)
+        return device.peak_bytes(self._device)
 
     def figures(self) -> dict[str, float]:
         return self._device_hooks.figures()

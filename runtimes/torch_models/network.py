@@ -37,18 +37,9 @@ from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import HasNetwork, TrainJob
+from runtimes.torch_models import loading
 from runtimes.torch_models.activation_memory import recompute
 from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
-from runtimes.torch_models.loading import (
-    empty_denoiser,
-    empty_text_encoder,
-    keep_diffusers_formulas,
-    load_denoiser,
-    load_text_encoder,
-    open_weights,
-    quantize_blocks,
-    random_init_denoiser,
-)
 
 
 def add_adapters(
@@ -173,7 +164,7 @@ class Network(torch.nn.Module):
         for name, part in parts.items():
             self.add_module(name, part)
         self.frozen_clip = FrozenTextEncoders(frozen_clip).requires_grad_(False).eval()
-        keep_diffusers_formulas(self)
+        loading.keep_diffusers_formulas(self)
 
     @classmethod
     def load(cls, job: TrainJob, base: Base, settings: Train) -> Network:
@@ -186,10 +177,10 @@ class Network(torch.nn.Module):
         """
         config = trained_config(base.denoiser, settings, job.denoiser_config)
         if settings.init == "random":
-            denoiser = random_init_denoiser(config, settings.seed)
+            denoiser = loading.random_init_denoiser(config, settings.seed)
         else:
             folder = base.denoiser_folder
-            denoiser = load_denoiser(folder, _dtype(settings), config, settings.seed)
+            denoiser = loading.load_denoiser(folder, _dtype(settings), config, settings.seed)
             _set_base_precision(denoiser, settings)
         return cls._of(base, denoiser, job, settings)
 
@@ -208,8 +199,8 @@ class Network(torch.nn.Module):
         config = trained_config(base.denoiser, settings, job.denoiser_config)
         folder = base.denoiser_folder
         dtype = _dtype(settings)
-        denoiser = empty_denoiser(folder, config).to(dtype)
-        weights = open_weights(denoiser, folder, dtype, config, settings.seed)
+        denoiser = loading.empty_denoiser(folder, config).to(dtype)
+        weights = loading.open_weights(denoiser, folder, dtype, config, settings.seed)
         tensors = denoiser.state_dict(keep_vars=True)
         unread = {id(tensors[name]): stored for name, stored in weights.items()}
         network = cls._of(base, denoiser, job, settings, unread=unread)
@@ -226,11 +217,11 @@ class Network(torch.nn.Module):
             Refused: a config is missing or does not describe a supported model.
         """
         config = trained_config(base.denoiser, settings, request.denoiser_config)
-        denoiser = empty_denoiser(base.denoiser_folder, config).to(_dtype(settings))
+        denoiser = loading.empty_denoiser(base.denoiser_folder, config).to(_dtype(settings))
         _set_base_precision(denoiser, settings)  # on `meta`: no memory is touched
 
         def load(base: Base, name: str, dtype: torch.dtype) -> Any:
-            return empty_text_encoder(base, name).to(dtype).to_empty(device="cpu")
+            return loading.empty_text_encoder(base, name).to(dtype).to_empty(device="cpu")
 
         return cls._of(base, denoiser.to_empty(device="cpu"), request, settings, load=load)
 
@@ -242,7 +233,7 @@ class Network(torch.nn.Module):
         job: HasNetwork,
         settings: Train,
         *,
-        load: Callable[[Base, str, torch.dtype], Any] = load_text_encoder,
+        load: Callable[[Base, str, torch.dtype], Any] = loading.load_text_encoder,
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
         def read(weight: torch.Tensor) -> torch.Tensor:
@@ -345,7 +336,7 @@ class Network(torch.nn.Module):
 def load_frozen_clip(base: Base, dtype: str) -> list[torch.nn.Module]:
     """The CLIP encoders of a pipeline, in the family's order. Raises Refused."""
     names = base.family.clip_encoders
-    return [load_text_encoder(base, name, getattr(torch, dtype)) for name in names]
+    return [loading.load_text_encoder(base, name, getattr(torch, dtype)) for name in names]
 
 
 def _dtype(settings: Train) -> torch.dtype:
@@ -355,7 +346,7 @@ def _dtype(settings: Train) -> torch.dtype:
 
 def _set_base_precision(denoiser: Any, settings: Train) -> None:
     if settings.method == "lora" and settings.lora.base_precision == "int8":
-        quantize_blocks(denoiser)
+        loading.quantize_blocks(denoiser)
 
 
 def has_dropout(network: torch.nn.Module) -> bool:

@@ -31,18 +31,10 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts import records
 from artifacts.errors import is_forbidden, is_of_client, may_pass, retrying
 from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.lock import LockLost
-from artifacts.records import (
-    UNRELATED_ERRORS,
-    FileEntry,
-    file_fault,
-    parse_json,
-    read_record,
-    stamped,
-    write_record,
-)
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
 from configs.errors import Away
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
@@ -118,31 +110,33 @@ def write_files(
     files: Sequence[ArrayFile],
     state: State,
     check: Callable[[], None] | None,
-) -> list[FileEntry]:
+) -> list[records.FileEntry]:
     """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum.
 
     Args:
         check: as of `writing`.
     """
 
-    def write(file: ArrayFile) -> FileEntry:
-        entries: list[FileEntry] = []
+    def write(file: ArrayFile) -> records.FileEntry:
+        entries: list[records.FileEntry] = []
         with writing(fs, path, file.path, entries, check) as sink:
             write_arrays(sink, {name: state[file.group][name] for name in file.names})
-        return entries[0] if isinstance(fs, LocalFileSystem) else stamped(fs, path, entries)[0]
+        return (
+            entries[0] if isinstance(fs, LocalFileSystem) else records.stamped(fs, path, entries)[0]
+        )
 
     return _in_threads(write, files)
 
 
-def verify_files(fs: AbstractFileSystem, path: str, files: Sequence[FileEntry]) -> None:
+def verify_files(fs: AbstractFileSystem, path: str, files: Sequence[records.FileEntry]) -> None:
     """Raise ValueError for the first file that differs from its entry."""
-    for fault in _in_threads(lambda entry: file_fault(fs, path, entry), files):
+    for fault in _in_threads(lambda entry: records.file_fault(fs, path, entry), files):
         if fault is not None:
             raise ValueError(fault)
 
 
 def open_arrays(
-    fs: AbstractFileSystem, path: str, files: Sequence[FileEntry]
+    fs: AbstractFileSystem, path: str, files: Sequence[records.FileEntry]
 ) -> dict[str, dict[str, StoredArray]]:
     """The arrays of a checkpoint's folder, by group and name. Only headers are read."""
     matches = [match for entry in files if (match := _FILE.fullmatch(entry.path))]
@@ -319,7 +313,7 @@ class Checkpoints:
         except (ValueError, OSError, KeyError, TypeError) as error:
             if is_unreachable(self._fs, error):
                 raise
-            if getattr(error, "errno", None) in UNRELATED_ERRORS:
+            if getattr(error, "errno", None) in records.UNRELATED_ERRORS:
                 raise
             log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None
@@ -367,7 +361,9 @@ class Checkpoints:
             # A killed run may have left a partial checkpoint.
             self._together(lambda: self._discard(path) if self._first else None)
             written = self._together(lambda: self._write_part(path, parts, state))
-            files = sorted((FileEntry(**f) for part in written for f in part), key=lambda f: f.path)
+            files = sorted(
+                (records.FileEntry(**f) for part in written for f in part), key=lambda f: f.path
+            )
             if self._first:
                 self._commit(path, files, history, {"step": step, **facts})
         except Exception as error:  # clients of remote stores define their own exception types
@@ -421,7 +417,7 @@ class Checkpoints:
         return [entry.as_dict() for entry in entries]
 
     def _commit(
-        self, path: str, files: list[FileEntry], history: list[str], facts: dict[str, Any]
+        self, path: str, files: list[records.FileEntry], history: list[str], facts: dict[str, Any]
     ) -> None:
         if isinstance(self._fs, LocalFileSystem):
             for entry in files:
@@ -433,7 +429,7 @@ class Checkpoints:
         with writing(self._fs, path, "state.json", files, self._check) as sink:
             sink.write(json.dumps(facts, indent=1).encode())
         self._check()
-        write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
+        records.write_record(self._fs, f"{path}/{MANIFEST}", {"files": files})
 
     def _failure_message(self, path: str, error: Exception) -> str:
         kept = "there is none before it"
@@ -458,7 +454,7 @@ class Checkpoints:
                 remains undetected.
         """
         path = self._path(step)
-        record = read_record(self._fs, f"{path}/{MANIFEST}")
+        record = records.read_record(self._fs, f"{path}/{MANIFEST}")
         if record is None:
             raise ValueError("it was not committed")
         if verify:
@@ -469,7 +465,7 @@ class Checkpoints:
             step=step,
             state=open_arrays(self._fs, path, record["files"]),
             history=self._fs.cat_file(f"{path}/history.jsonl").decode().splitlines(),
-            facts=parse_json(self._fs.cat_file(f"{path}/state.json")),
+            facts=records.parse_json(self._fs.cat_file(f"{path}/state.json")),
         )
 
     def discard_after(self, step: int) -> None:
@@ -489,7 +485,7 @@ class Checkpoints:
     def _has_manifest(self, step: int) -> bool:
         """Whether a committed checkpoint's manifest is intact."""
         try:
-            return read_record(self._fs, f"{self._path(step)}/{MANIFEST}") is not None
+            return records.read_record(self._fs, f"{self._path(step)}/{MANIFEST}") is not None
         except ValueError:
             return False
 

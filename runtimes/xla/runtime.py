@@ -25,25 +25,9 @@ from torch_xla.debug import profiler
 from torch_xla.utils.checkpoint import checkpoint
 
 from configs.settings.train import Train
+from runtimes import contract, optimizer_state
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import (
-    Owners,
-    SavedState,
-    State,
-    StateShapes,
-    StepBatch,
-    StepOutput,
-    lazy_output,
-)
 from runtimes.data.loader import pad_batch
-from runtimes.optimizer_state import (
-    learning_rate_factors,
-    owned_copies,
-    read_state_arrays,
-    shapes_of,
-    step_scalars,
-    swapped,
-)
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
@@ -77,7 +61,7 @@ class Update:
         self._average: dict[str, torch.Tensor] = {}
         if settings.ema_decay is not None:
             self._average = {n: mesh.shard(mesh.fetch(p).clone()) for n, p in parameters.items()}
-        self._shares = learning_rate_factors(parameters, settings)
+        self._shares = optimizer_state.learning_rate_factors(parameters, settings)
         self._step = 0
 
     def _zeros(self, like: torch.Tensor) -> torch.Tensor:
@@ -94,7 +78,9 @@ class Update:
             The global L2 norm of the gradients before clipping, a scalar on the device.
         """
         settings = self._settings
-        scalars = torch.from_numpy(step_scalars(self._step, learning_rate, settings))
+        scalars = torch.from_numpy(
+            optimizer_state.step_scalars(self._step, learning_rate, settings)
+        )
         rate, step_size, root, ema_share = scalars.to(torch_xla.device()).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
@@ -121,7 +107,7 @@ class Update:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the context, the model has the EMA weights, if any. Raises WeightsLost."""
-        return swapped(self._swap, self._swap)
+        return optimizer_state.swapped(self._swap, self._swap)
 
     def _swap(self) -> None:
         for name, average in self._average.items():
@@ -129,13 +115,13 @@ class Update:
             self._average[name] = parameter.data
             parameter.data = average
 
-    def shapes(self) -> StateShapes:
+    def shapes(self) -> contract.StateShapes:
         """Shapes of weights, moments and EMA."""
-        return shapes_of(self.tensors())
+        return optimizer_state.shapes_of(self.tensors())
 
-    def state(self, owners: Owners | None, rank: int) -> State:
+    def state(self, owners: contract.Owners | None, rank: int) -> contract.State:
         """As Runtime.state: weights, moments and EMA. Collective."""
-        return owned_copies(
+        return optimizer_state.owned_copies(
             self.tensors(),
             owners,
             rank,
@@ -143,7 +129,7 @@ class Update:
             gather=lambda name, tensor: self._mesh.gather(tensor),
         )
 
-    def restore(self, state: SavedState, step: int) -> None:
+    def restore(self, state: contract.SavedState, step: int) -> None:
         """Restore a state that was saved after `step` steps.
 
         Raises:
@@ -155,7 +141,7 @@ class Update:
         def needed(name: str, shape: tuple[int, ...]) -> Any:
             return self._mesh.local_rows(self._parameters[name])
 
-        for group, name, rows in read_state_arrays(state, self.shapes(), needed):
+        for group, name, rows in optimizer_state.read_state_arrays(state, self.shapes(), needed):
             self._mesh.load_rows(groups[group][name], torch.from_numpy(rows))
         self._step = step
 
@@ -185,7 +171,7 @@ class Step:
     mesh: Mesh
     settings: Train
 
-    def __call__(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+    def __call__(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         losses = []
         for inputs in batch.on_device or self.inputs(batch):
             if self._has_dropout:
@@ -199,9 +185,9 @@ class Step:
             losses.append(loss.detach())
         figures = torch.stack([torch.stack(losses).sum(), self.update.apply(learning_rate)])
         torch_xla.sync()  # starts the step and does not wait for it
-        return lazy_output(lambda: list(self.mesh.fetch(figures).tolist()))
+        return contract.lazy_output(lambda: list(self.mesh.fetch(figures).tolist()))
 
-    def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
+    def inputs(self, batch: contract.StepBatch) -> Iterator[Inputs]:
         """The batch's micro-batches, sharded over the devices."""
         return micro_batches(batch, self.settings.micro_batch_size, self.mesh.shard_rows)
 
@@ -298,24 +284,24 @@ class TheRuntime(BaseRuntime):
         self._step = Step(network, self._update, self._mesh, settings)
         torch_xla.sync()
 
-    def put(self, batch: StepBatch) -> StepBatch:
+    def put(self, batch: contract.StepBatch) -> contract.StepBatch:
         return replace(batch, on_device=list(self._step.inputs(batch)))
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+    def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         return self._step(batch, learning_rate)
 
-    def flops(self, batch: StepBatch) -> float | None:
+    def flops(self, batch: contract.StepBatch) -> float | None:
         whole = self._counter.of(batch)
         return None if whole is None else whole * self._ranks.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
 
-    def state(self, owners: Owners | None = None) -> State:
+    def state(self, owners: contract.Owners | None = None) -> contract.State:
         self._compile_cache.upload()
         return super().state(owners)
 
-    def errors(self, batch: StepBatch) -> NDArray[np.float32]:
+    def errors(self, batch: contract.StepBatch) -> NDArray[np.float32]:
         count = len(batch.timesteps)
         whole = pad_batch(batch, self._rows, self._mesh.local)
         with torch.no_grad():

@@ -29,19 +29,10 @@ from artifacts.lock import Claim, LockLost, held_claim
 from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
-from tasks.beam.workers import (
-    WorkerReports,
-    Workers,
-    is_dask,
-    progress_text,
-    quiet_import,
-    shard_counts,
-    uses_job_service,
-    workers_of,
-)
+from tasks.beam import workers
 from tasks.stage import storing, versions
 
-with quiet_import():
+with workers.quiet_import():
     import apache_beam as beam
     from apache_beam.options.pipeline_options import PipelineOptions
     from apache_beam.runners.worker import sdk_worker
@@ -64,7 +55,7 @@ def quiet_beam() -> Iterator[None]:
     for name in LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with quiet_import():  # a job's messages go to the root logger
+        with workers.quiet_import():  # a job's messages go to the root logger
             yield
     finally:
         for name, level in before.items():
@@ -89,7 +80,7 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
         Refused: Beam rejects the options.
     """
     chosen = {**_defaults(options, threads), **options}
-    if is_dask(options):
+    if workers.is_dask(options):
         chosen["runner"] = DASK
     message = io.StringIO()  # argparse prints an invalid value and exits
     try:
@@ -112,7 +103,7 @@ def make_pipeline(options: Mapping[str, Any], *, threads: int = 1) -> beam.Pipel
 
 
 def _defaults(options: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    if is_dask(options):
+    if workers.is_dask(options):
         sized = {"dask_npartitions", "dask_partition_size"} & options.keys()
         # One shard per task: the next worker that is free does the next one.
         return {} if sized else {"dask_partition_size": 1}
@@ -131,7 +122,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
     parsers: list[Any] = []
     PipelineOptions([]).get_all_options(add_extra_args_fn=parsers.append)
     known = {flag.lstrip("-") for flag in parsers[0]._option_string_actions}
-    has_service = uses_job_service(options)
+    has_service = workers.uses_job_service(options)
     for name in options.keys() - known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8 if has_service else 0.6)
         if has_service and not near:
@@ -219,9 +210,11 @@ class ShardProgress:
         """
         total = sum(self.sizes.values())
         count = len(self.sizes)
-        counts = shard_counts(0, failed, 0, is_new=False)
+        counts = workers.shard_counts(0, failed, 0, is_new=False)
         shown = f"{count:,} of {count:,} shards"
-        self.progress(total, total, progress_text(total, total, shown, self.unit, counts, 0.0))
+        self.progress(
+            total, total, workers.progress_text(total, total, shown, self.unit, counts, 0.0)
+        )
 
 
 @quiet_beam()
@@ -252,7 +245,7 @@ def run_linear(
     """
     dofn = OnStore(dofn, watch.store.url, held_claim())
     pipeline = make_pipeline(options, threads=threads)
-    in_threads = workers_of(options) is Workers.THREADS
+    in_threads = workers.workers_of(options) is workers.Workers.THREADS
     elsewhere = nullcontext((elements, OnEqualWorkers(dofn)))
     with _in_turn(elements, dofn) if in_threads else elsewhere as (inputs, do):
         shards = pipeline | beam.Create(list(inputs)) | beam.Reshuffle() | beam.ParDo(do)
@@ -266,7 +259,7 @@ def run_linear(
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:
-    with _dask_settings() if is_dask(options) else nullcontext():
+    with _dask_settings() if workers.is_dask(options) else nullcontext():
         result = pipeline.run()
     try:
         result.wait_until_finish()
@@ -331,7 +324,7 @@ def _in_turn(elements: Sequence[Any], dofn: beam.DoFn) -> Iterator[tuple[Sequenc
 @contextmanager
 def _watching(watch: ShardProgress) -> Iterator[None]:
     """Show progress in a thread, since Beam's `run` blocks without progress."""
-    reports = WorkerReports(watch.store, watch.reports)
+    reports = workers.WorkerReports(watch.store, watch.reports)
     begun = time.monotonic()
     total = sum(watch.sizes.values())
     count = len(watch.sizes)
@@ -346,7 +339,7 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
         done = work.rows(watch.sizes)
         seconds = time.monotonic() - begun
         shown = f"{len(work.shards):,} of {count:,} shards"
-        text = progress_text(done, total, shown, watch.unit, work.counts, seconds)
+        text = workers.progress_text(done, total, shown, watch.unit, work.counts, seconds)
         watch.progress(done, total, text)
 
     def poll() -> None:

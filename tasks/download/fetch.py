@@ -29,32 +29,8 @@ from artifacts.records import digest_bytes
 from configs.settings.data import Download
 from runtimes.detect_hardware import collect_garbage_rarely, raise_open_file_limit
 from runtimes.process.launcher import count_cores
-from tasks.download.http import (
-    BAD_ENCODING,
-    DISALLOWED,
-    NO_ANSWER,
-    NO_ROBOTS,
-    NOT_REQUESTED,
-    BodyMemory,
-    Deadline,
-    FetchFailed,
-    FetchLimits,
-    Room,
-    SafeHttpClient,
-    Target,
-)
+from tasks.download import http, politeness
 from tasks.download.lists import ServedAt
-from tasks.download.politeness import (
-    MAX_BYTES,
-    MAX_WAIT,
-    SILENT,
-    AsyncClock,
-    DeadHosts,
-    HostLimits,
-    RobotsCache,
-    Rules,
-    host_of,
-)
 from tasks.download.rows import Row, absolute
 
 #: Bytes of the bodies that a process reads or keeps for decoding.
@@ -73,10 +49,10 @@ class Shared:
     """What all shards of a process share."""
 
     connections: asyncio.Semaphore  # of all hosts
-    bodies: BodyMemory
+    bodies: http.BodyMemory
     decoders: ThreadPoolExecutor  # decoding releases the interpreter lock
-    hosts: HostLimits
-    robots: RobotsCache
+    hosts: politeness.HostLimits
+    robots: politeness.RobotsCache
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -125,15 +101,17 @@ def _connections(limit: int) -> asyncio.Semaphore:
 
 
 @cache
-def _of_process() -> tuple[BodyMemory, ThreadPoolExecutor]:
+def _of_process() -> tuple[http.BodyMemory, ThreadPoolExecutor]:
     threads = count_cores() + 1  # one of them waits for the interpreter lock
     decoders = ThreadPoolExecutor(threads, thread_name_prefix="kiln-decode")
-    return BodyMemory(BODIES), decoders
+    return http.BodyMemory(BODIES), decoders
 
 
 @cache
-def _of_folder(folder: Path) -> tuple[HostLimits, RobotsCache]:
-    return HostLimits(folder / "hosts.lock"), RobotsCache(folder / "robots.sqlite")
+def _of_folder(folder: Path) -> tuple[politeness.HostLimits, politeness.RobotsCache]:
+    return politeness.HostLimits(folder / "hosts.lock"), politeness.RobotsCache(
+        folder / "robots.sqlite"
+    )
 
 
 #: Product token (RFC 9309) of this program, unless the recipe sets a token.
@@ -157,23 +135,23 @@ class Fetcher:
     """
 
     def __init__(
-        self, settings: Download, served_at: ServedAt, clock: AsyncClock | None = None
+        self, settings: Download, served_at: ServedAt, clock: politeness.AsyncClock | None = None
     ) -> None:
         self.settings = settings
         self.base_url = served_at.base_url
-        self.clock = clock or AsyncClock()
+        self.clock = clock or politeness.AsyncClock()
         self.shared: Shared = shared(settings.max_connections)
-        self.dead_hosts = DeadHosts(settings.max_host_failures)
+        self.dead_hosts = politeness.DeadHosts(settings.max_host_failures)
         self.own_hosts = {host.lower() for host in served_at.allow_hosts}
-        limits = FetchLimits(
+        limits = http.FetchLimits(
             settings.max_bytes,
             settings.timeout,
             frozenset({host.lower() for host in settings.allow_hosts} | self.own_hosts),
             frozenset(settings.allow_ports),
         )
         self.token = (settings.user_agent_token or TOKEN).strip().lower()
-        self.client = SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
-        self._rules: dict[str, asyncio.Task[Rules]] = {}
+        self.client = http.SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
+        self._rules: dict[str, asyncio.Task[politeness.Rules]] = {}
         self._rows: Counter[str] = Counter()  # of the shard that have no outcome yet, by host
         self._requests: Counter[str] = Counter()  # of them that are being answered, by host
 
@@ -189,9 +167,9 @@ class Fetcher:
 
     def expect(self, rows: Iterable[Row]) -> None:
         """Keep connections to the hosts of rows that `get` will fetch."""
-        self._rows.update(host_of(row.url, self.base_url) for row in rows)
+        self._rows.update(politeness.host_of(row.url, self.base_url) for row in rows)
 
-    async def get(self, row: Row, room: Room) -> Fetched:
+    async def get(self, row: Row, room: http.Room) -> Fetched:
         """A row's picture. Raises FetchFailed, with the number of `attempts`.
 
         Args:
@@ -202,48 +180,48 @@ class Fetcher:
         else:
             fetched = await self._fetch(row, room)
         if row.sha256 is not None and digest_bytes(fetched.body) != row.sha256:
-            raise FetchFailed("sha256 differs", attempts=fetched.attempts)
+            raise http.FetchFailed("sha256 differs", attempts=fetched.attempts)
         return fetched
 
-    async def _read_file(self, file: Path, room: Room) -> Fetched:
+    async def _read_file(self, file: Path, room: http.Room) -> Fetched:
         size = file.stat().st_size
         if size > self.settings.max_bytes:
-            raise FetchFailed("too large")
+            raise http.FetchFailed("too large")
         await room.reserve(size)
         return Fetched(await asyncio.to_thread(file.read_bytes), MultiDict())
 
-    async def _fetch(self, row: Row, room: Room) -> Fetched:
+    async def _fetch(self, row: Row, room: http.Room) -> Fetched:
         if not row.url:
-            raise FetchFailed("no picture")
+            raise http.FetchFailed("no picture")
         try:
             url = absolute(row.url, self.base_url)
         except ValueError:
-            raise FetchFailed("bad url") from None
+            raise http.FetchFailed("bad url") from None
         try:
             return await self._retried(partial(self._request, url, room=room))
         finally:
-            self._rows[host_of(url)] -= 1
+            self._rows[politeness.host_of(url)] -= 1
 
     async def _retried(
-        self, request: Callable[[Deadline], Awaitable[tuple[bytes, MultiMapping[str]]]]
+        self, request: Callable[[http.Deadline], Awaitable[tuple[bytes, MultiMapping[str]]]]
     ) -> Fetched:
-        deadline = Deadline(self.clock.now() + self.settings.deadline)
+        deadline = http.Deadline(self.clock.now() + self.settings.deadline)
         for attempt in range(self.settings.retries + 1):
             try:
                 body, headers = await self._when_able(partial(request, deadline), deadline)
                 return Fetched(body, headers, attempt + 1)
-            except FetchFailed as failure:
-                is_requested = failure.reason not in NOT_REQUESTED
+            except http.FetchFailed as failure:
+                is_requested = failure.reason not in http.NOT_REQUESTED
                 failure.attempts = attempt + is_requested
                 pause = self._pause(attempt, failure)
                 is_last = not is_requested or attempt == self.settings.retries
-                is_last |= failure.wait > MAX_WAIT
+                is_last |= failure.wait > politeness.MAX_WAIT
                 if not failure.transient or is_last or self.clock.now() + pause >= deadline.at:
                     raise
             await self.clock.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _when_able(self, request: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+    async def _when_able(self, request: Callable[[], Awaitable[T]], deadline: http.Deadline) -> T:
         """The answer of a request, tried again while this machine lacks what it needs.
 
         Raises the error of the machine at the deadline.
@@ -258,20 +236,25 @@ class Fetcher:
             await self.clock.sleep(pause * random.uniform(0.75, 1.25))
             pause *= 2
 
-    def _pause(self, attempt: int, failure: FetchFailed) -> float:
+    def _pause(self, attempt: int, failure: http.FetchFailed) -> float:
         # Jitter: without it all rows retry an overloaded server at the same moment.
         own = self.settings.backoff * 2**attempt * random.uniform(0.75, 1.25)
         return max(own, failure.wait)
 
     async def _request(
-        self, url: str, deadline: Deadline, *, room: Room | None = None, is_robots: bool = False
+        self,
+        url: str,
+        deadline: http.Deadline,
+        *,
+        room: http.Room | None = None,
+        is_robots: bool = False,
     ) -> tuple[bytes, MultiMapping[str]]:
         """One request of a picture, or of a robots.txt, and its redirects."""
-        visited: list[Target] = []
+        visited: list[http.Target] = []
         with self.dead_hosts.watch() as connects:
 
             @asynccontextmanager
-            async def admit(target: Target, deadline: Deadline) -> AsyncIterator[bool]:
+            async def admit(target: http.Target, deadline: http.Deadline) -> AsyncIterator[bool]:
                 visited.append(target)
                 since = self.clock.now()
                 async with self._turn(target, is_robots) as is_used_again:
@@ -279,20 +262,20 @@ class Fetcher:
                     deadline.at += self.clock.now() - since
                     yield is_used_again
 
-            truncate = MAX_BYTES if is_robots else None
+            truncate = politeness.MAX_BYTES if is_robots else None
             try:
                 return await self.client.fetch(
                     url, deadline, room=room, admit=admit, truncate=truncate
                 )
-            except (FetchFailed, OSError, MemoryError) as failure:
+            except (http.FetchFailed, OSError, MemoryError) as failure:
                 if room is not None:
                     room.free()  # before the pause: rows that wait for memory hold connections
-                if visited and isinstance(failure, FetchFailed):
+                if visited and isinstance(failure, http.FetchFailed):
                     self.shared.hosts.wait_for(visited[-1].host, failure.wait)
                 raise
 
     @asynccontextmanager
-    async def _turn(self, target: Target, is_robots: bool) -> AsyncIterator[bool]:
+    async def _turn(self, target: http.Target, is_robots: bool) -> AsyncIterator[bool]:
         """The turn of a request at its host, with a connection, if its robots.txt permits it.
 
         It yields whether the connection is kept: whether more rows of the host wait for a turn.
@@ -308,31 +291,31 @@ class Fetcher:
             rules = await self._rules_of(target.origin)
             allows = partial(rules.allows, target.url)
             if not (await asyncio.to_thread(allows) if rules.is_long else allows()):
-                raise FetchFailed(DISALLOWED)
+                raise http.FetchFailed(http.DISALLOWED)
             delay = rules.delay
         limits = self.settings.max_connections_per_host, self.settings.max_requests_per_host
         async with self.shared.hosts.turn(target.host, *limits, delay, connection):
-            host = host_of(target.url)
+            host = politeness.host_of(target.url)
             self._requests[host] += not is_robots
             try:
                 yield self._rows[host] > self._requests[host]
             finally:
                 self._requests[host] -= not is_robots
 
-    async def _rules_of(self, origin: str) -> Rules:
+    async def _rules_of(self, origin: str) -> politeness.Rules:
         """The rules of an origin, read once per shard. Raises FetchFailed."""
         if origin not in self._rules:
             self._rules[origin] = asyncio.create_task(self._read_rules(origin))
         return await asyncio.shield(self._rules[origin])
 
-    async def _read_rules(self, origin: str) -> Rules:
+    async def _read_rules(self, origin: str) -> politeness.Rules:
         async with self.shared.hosts.turn(f"{origin}/robots.txt", 1):  # one process reads it
             kept = await asyncio.to_thread(self.shared.robots.read, origin)
             body = await self._read_robots(f"{origin}/robots.txt") if kept is None else kept
             try:
-                rules = await asyncio.to_thread(Rules, body, self.token)
+                rules = await asyncio.to_thread(politeness.Rules, body, self.token)
             except Exception:  # of the parser: one host's file does not end the download
-                raise FetchFailed(NO_ROBOTS) from None
+                raise http.FetchFailed(http.NO_ROBOTS) from None
             if kept is None:
                 await asyncio.to_thread(self.shared.robots.keep, origin, body)
         return rules
@@ -341,13 +324,15 @@ class Fetcher:
         """The body of a robots.txt; empty if there is none (RFC 9309, 2.3.1)."""
         try:
             return (await self._retried(partial(self._request, url, is_robots=True))).body
-        except FetchFailed as failure:
+        except http.FetchFailed as failure:
             is_answer = failure.reason.startswith("http ") or failure.reason == "bad redirect"
             if is_answer and not failure.transient:
                 return b""
-            if is_answer or failure.reason == BAD_ENCODING:
-                raise FetchFailed(NO_ROBOTS) from None
-            raise FetchFailed(NO_ANSWER if failure.reason in SILENT else failure.reason) from None
+            if is_answer or failure.reason == http.BAD_ENCODING:
+                raise http.FetchFailed(http.NO_ROBOTS) from None
+            raise http.FetchFailed(
+                http.NO_ANSWER if failure.reason in politeness.SILENT else failure.reason
+            ) from None
 
 
 def user_agent(settings: Download) -> str:

@@ -30,6 +30,7 @@ from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import DatasetSource, FolderSource
 from tasks.beam.workers import is_hub_id
+from tasks.download import lists
 from tasks.download.list_files import (
     ListedFile,
     below,
@@ -41,19 +42,6 @@ from tasks.download.list_files import (
     open_file,
     reading,
     require_columns,
-)
-from tasks.download.lists import (
-    FORMATS,
-    PictureLocation,
-    Piece,
-    Source,
-    csv_rows,
-    embedded_row,
-    hash_rows,
-    identity,
-    json_rows,
-    named_columns,
-    require_text,
 )
 from tasks.download.rows import (
     additional_of,
@@ -129,7 +117,7 @@ PICTURES_AT_ONCE = 32  # in memory, of a parquet file
 NUMBER = r"(-\d+-of-\d+(-[0-9a-f]+)?|([-_. ]\d+)*)(?i:\.parquet)"
 
 
-class Dataset(Source):
+class Dataset(lists.Source):
     """Parquet files with embedded pictures: bytes, or Hugging Face's {bytes, path} structs."""
 
     def __init__(self, settings: DatasetSource) -> None:
@@ -137,14 +125,16 @@ class Dataset(Source):
 
     def check(self) -> None:
         file = self._files()[0].name
-        require_columns(named_columns(self.settings), FORMATS["parquet"].columns(file), file)
-        require_text({"source.caption_column": self.settings.caption_column}, file)
+        require_columns(
+            lists.named_columns(self.settings), lists.FORMATS["parquet"].columns(file), file
+        )
+        lists.require_text({"source.caption_column": self.settings.caption_column}, file)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[lists.Piece]:
         for file in self._files():
-            yield Piece(identity(self.settings, [file]), partial(self._rows, file.name))
+            yield lists.Piece(lists.identity(self.settings, [file]), partial(self._rows, file.name))
 
-    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         for file, wanted in _ascending(places):
             image = self.settings.image_column
             selected = set(wanted)
@@ -156,14 +146,16 @@ class Dataset(Source):
         s = self.settings
 
         def rows() -> Iterator[dict[str, Any]]:
-            for number, values in parquet_rows(file, list(named_columns(s).values())):
+            for number, values in parquet_rows(file, list(lists.named_columns(s).values())):
                 captions = captions_of(values[s.caption_column])
                 score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
                 more = additional_of(s.additional_columns, values)
-                yield embedded_row(picture, PictureLocation(file, number), captions, score, more)
+                yield lists.embedded_row(
+                    picture, lists.PictureLocation(file, number), captions, score, more
+                )
 
-        return hash_rows(rows())
+        return lists.hash_rows(rows())
 
     def _files(self) -> list[ListedFile]:
         path = self.settings.path
@@ -171,7 +163,7 @@ class Dataset(Source):
         if is_hub_id(path):
             revision = f"@{self.settings.revision}" if self.settings.revision else ""
             path = f"hf://datasets/{path}{revision}"
-        files = list_files(path, FORMATS["parquet"].suffixes)
+        files = list_files(path, lists.FORMATS["parquet"].suffixes)
         fs, root = url_to_fs(path)
         if [file.name for file in files] == [path] or is_pattern(fs, root):
             return files
@@ -198,7 +190,7 @@ class Dataset(Source):
         return picture
 
 
-def _ascending(places: Iterable[PictureLocation]) -> Iterator[tuple[str, list[int]]]:
+def _ascending(places: Iterable[lists.PictureLocation]) -> Iterator[tuple[str, list[int]]]:
     """(file, ascending numbers of rows): a file is read again for a number that goes back."""
     file = ""
     numbers = list[int]()
@@ -272,7 +264,7 @@ class FolderFiles(NamedTuple):
         return [n for n in others if _has(n, *COMPANIONS) or _stem(n) in companions]
 
 
-class Folder(Source):
+class Folder(lists.Source):
     """A folder of pictures: one row per line of a table of METADATA, or else per picture.
 
     A table describes its folder and all below it. Elsewhere the caption of `name.jpg` is the text
@@ -281,13 +273,13 @@ class Folder(Source):
 
     def __init__(self, settings: FolderSource) -> None:
         self.settings = settings
-        self.columns = {"source.path": "file_name", **named_columns(settings)}
+        self.columns = {"source.path": "file_name", **lists.named_columns(settings)}
 
     def check(self) -> None:
         files = self._files()
         folder = self.settings.path
         for table in files.tables:
-            columns = FORMATS[METADATA[_own_name(table)]].columns(table)
+            columns = lists.FORMATS[METADATA[_own_name(table)]].columns(table)
             require_columns(self.columns, columns, table)
         needs_table = self.settings.aesthetic_column or self.settings.additional_columns
         if needs_table and not files.tables:
@@ -307,10 +299,10 @@ class Folder(Source):
                 *(", ".join(METADATA), CAPTION),
             )
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[lists.Piece]:
         files = self._files()
         for table, beside in files.tables.items():
-            yield Piece(identity(self.settings, beside), partial(self._listed, table))
+            yield lists.Piece(lists.identity(self.settings, beside), partial(self._listed, table))
         # A picture and its text have one stem, in any case; a piece has all files of its stems.
         stems = [list(p) for _, p in groupby(files.captioned, lambda file: _folded(file.name))]
         prefixes = [int(digest_bytes(_folded(part[0].name).encode())[:8], 16) for part in stems]
@@ -318,9 +310,11 @@ class Folder(Source):
         for start, end in zip([0, *ends], ends, strict=False):
             part = [file for files_of_stem in stems[start:end] for file in files_of_stem]
             if captions := _captions([file.name for file in part]):
-                yield Piece(identity(self.settings, part), partial(self._captioned, captions))
+                yield lists.Piece(
+                    lists.identity(self.settings, part), partial(self._captioned, captions)
+                )
 
-    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         return (_bytes_at(place.file) for place in places)
 
     def _files(self) -> FolderFiles:
@@ -340,9 +334,11 @@ class Folder(Source):
         def rows() -> Iterator[dict[str, Any]]:
             for file, text in captions.items():
                 caption = text_of_file(_bytes_at(text) or b"").strip()
-                yield embedded_row(_bytes_at(file), PictureLocation(file, None), (caption,), None)
+                yield lists.embedded_row(
+                    _bytes_at(file), lists.PictureLocation(file, None), (caption,), None
+                )
 
-        return hash_rows(rows())
+        return lists.hash_rows(rows())
 
     def _listed(self, metadata: str) -> Iterator[pa.Table]:
         def rows() -> Iterator[dict[str, Any]]:
@@ -359,13 +355,15 @@ class Folder(Source):
                 captions = captions_of(values.get(self.settings.caption_column))
                 score = score_of(values.get(self.settings.aesthetic_column or ""))
                 more = additional_of(self.settings.additional_columns, values)
-                yield embedded_row(picture, PictureLocation(file, None), captions, score, more)
+                yield lists.embedded_row(
+                    picture, lists.PictureLocation(file, None), captions, score, more
+                )
             if hidden:
                 words = "source: %s: %d lines name hidden files, which are no rows"
                 log.warning(words, without_secrets(metadata), hidden)
 
         with reading(metadata):
-            yield from hash_rows(rows())
+            yield from lists.hash_rows(rows())
 
 
 def _tables(names: Iterable[str]) -> dict[str, list[ListedFile]]:
@@ -400,7 +398,7 @@ def _rows(table: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     kind = METADATA[_own_name(table)]
     if kind == "parquet":
         return (values for _, values in parquet_rows(table, columns))
-    return csv_rows(table, ",") if kind == "csv" else json_rows(table)
+    return lists.csv_rows(table, ",") if kind == "csv" else lists.json_rows(table)
 
 
 def _above(name: str) -> Iterator[str]:

@@ -13,38 +13,28 @@ from artifacts.models import cache_folder
 from artifacts.records import digest_json
 from configs.errors import Refused
 from configs.settings.data import DigitsSource, UrlSource
+from tasks.download import lists
 from tasks.download.folders import Dataset, Folder, check_port, serve_folder
 from tasks.download.list_files import ListedFile, list_files, require_columns
-from tasks.download.lists import (
-    FORMATS,
-    Piece,
-    ServedAt,
-    Source,
-    identity,
-    named_columns,
-    read_list,
-    read_malformed_list,
-    require_text,
-)
 from tasks.download.tars import Tars
 
 
-class UrlList(Source):
+class UrlList(lists.Source):
     """Lists of image URLs."""
 
     def __init__(self, settings: UrlSource) -> None:
         self.settings = settings
-        self.format = FORMATS[settings.format]
+        self.format = lists.FORMATS[settings.format]
 
     def check(self) -> None:
         file = self._files()[0].name
-        named = named_columns(self.settings)
+        named = lists.named_columns(self.settings)
         require_columns(named, self.format.columns(file), file)
         if self.settings.format == "parquet":
             texts = ("source.url_column", "source.caption_column")
-            require_text({name: named[name] for name in texts if name in named}, file)
+            lists.require_text({name: named[name] for name in texts if name in named}, file)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[lists.Piece]:
         s = self.settings
         columns = {
             "url": s.url_column,
@@ -54,20 +44,20 @@ class UrlList(Source):
         }
         for file in self._files():
             arguments = (file.name, self.format, columns, s.base_url, s.additional_columns)
-            yield Piece(
-                identity(s, [file]),
-                partial(read_list, *arguments),
-                partial(read_malformed_list, *arguments),
+            yield lists.Piece(
+                lists.identity(s, [file]),
+                partial(lists.read_list, *arguments),
+                partial(lists.read_malformed_list, *arguments),
             )
 
-    def open(self) -> AbstractContextManager[ServedAt]:
-        return nullcontext(ServedAt(self.settings.base_url))
+    def open(self) -> AbstractContextManager[lists.ServedAt]:
+        return nullcontext(lists.ServedAt(self.settings.base_url))
 
     def _files(self) -> list[ListedFile]:
         return list_files(self.settings.path, self.format.suffixes)
 
 
-class Digits(Source):
+class Digits(lists.Source):
     """The demo's digits: rendered into the cache, served on loopback and read as a URL list."""
 
     def __init__(self, settings: DigitsSource) -> None:
@@ -81,14 +71,14 @@ class Digits(Source):
     def check(self) -> None:
         check_port(self.settings.port)
 
-    def pieces(self) -> Iterator[Piece]:
-        yield Piece(
+    def pieces(self) -> Iterator[lists.Piece]:
+        yield lists.Piece(
             digest_json(self.settings.model_dump(mode="json", exclude={"port"})), self._rows
         )
 
-    def open(self) -> AbstractContextManager[ServedAt]:
+    def open(self) -> AbstractContextManager[lists.ServedAt]:
         self._draw()
-        return serve_folder(self.folder, self.settings.port, ServedAt)
+        return serve_folder(self.folder, self.settings.port, lists.ServedAt)
 
     def _rows(self) -> Iterator[pa.Table]:
         self._draw()
@@ -113,7 +103,7 @@ class Digits(Source):
             ) from error
 
 
-SOURCES: dict[str, Callable[[Any], Source]] = {
+SOURCES: dict[str, Callable[[Any], lists.Source]] = {
     "urls": UrlList,
     "folder": Folder,
     "dataset": Dataset,

@@ -21,6 +21,7 @@ from configs.errors import Away, Refused
 from configs.settings.data import Source as SourceSettings
 from configs.settings.recipe import Recipe
 from tasks.beam.workers import REPORTS, beam_options, quiet_import
+from tasks.download import shard_plan
 from tasks.download.data_quality import DownloadStatistics, check_data, warn_of_captions
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
@@ -31,15 +32,6 @@ from tasks.download.shard import (
     DownloadContext,
     may_retry,
     shard_key,
-)
-from tasks.download.shard_plan import (
-    Begin,
-    DownloadPlan,
-    is_readable,
-    place_rows,
-    plan_key,
-    plan_shards,
-    read_plan,
 )
 from tasks.download.sources import SOURCES
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
@@ -71,7 +63,7 @@ def check(recipe: Recipe) -> None:
     _source(recipe.source).check()
 
 
-def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
+def plan(recipe: Recipe, begin: shard_plan.Begin = lambda parts: None) -> shard_plan.DownloadPlan:
     """The source's rows, cut into shards: from the store unless it changed. Raises Refused.
 
     Args:
@@ -80,21 +72,25 @@ def plan(recipe: Recipe, begin: Begin = lambda parts: None) -> DownloadPlan:
     check(recipe)
     download = recipe.download
     key = shard_key(download)
-    return plan_shards(_source(recipe.source), Store(recipe.store), download.shard_size, key, begin)
+    return shard_plan.plan_shards(
+        _source(recipe.source), Store(recipe.store), download.shard_size, key, begin
+    )
 
 
-def planned(recipe: Recipe, artifact: Artifact, begin: Begin = lambda parts: None) -> DownloadPlan:
+def planned(
+    recipe: Recipe, artifact: Artifact, begin: shard_plan.Begin = lambda parts: None
+) -> shard_plan.DownloadPlan:
     """The plan that an artifact of stage `plan` has; the source may have grown since.
 
     Its rows are at their present places in the source. Raises Refused if a row has none, and the
     plan is from another machine.
     """
-    stored = read_plan(artifact, shard_key(recipe.download))
+    stored = shard_plan.read_plan(artifact, shard_key(recipe.download))
     own = plan(recipe, begin)
     try:
-        return place_rows(stored, own)
+        return shard_plan.place_rows(stored, own)
     except Refused:
-        if not is_readable(artifact):
+        if not shard_plan.is_readable(artifact):
             raise
         return stored
 
@@ -104,7 +100,7 @@ class DownloadStage(Stage):
     """The pictures of a planned source, as image shards."""
 
     recipe: Recipe
-    plan: DownloadPlan
+    plan: shard_plan.DownloadPlan
     retry: int = 0  # 0: the first download, without a further attempt at failed rows
     retry_run: str | None = None  # id of the run that fetches rows with transient failures again
 
@@ -113,7 +109,11 @@ class DownloadStage(Stage):
 
     @classmethod
     def of(
-        cls, recipe: Recipe, plan: DownloadPlan, store: Store, retry_run: str | None = None
+        cls,
+        recipe: Recipe,
+        plan: shard_plan.DownloadPlan,
+        store: Store,
+        retry_run: str | None = None,
     ) -> DownloadStage:
         """The stage of the retry that a run uses.
 
@@ -178,7 +178,7 @@ class DownloadStage(Stage):
                 source=recipe.source,
                 settings=recipe.download,
                 served_at=served_at,
-                plan_key=plan_key(),
+                plan_key=shard_plan.plan_key(),
                 rows=plan.rows,
                 retry_run=self.retry_run,
             )

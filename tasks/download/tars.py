@@ -24,6 +24,7 @@ from braceexpand import braceexpand
 from configs.errors import Refused
 from configs.secrets import without_secrets
 from configs.settings.data import TarsSource
+from tasks.download import lists
 from tasks.download.list_files import (
     ListedFile,
     is_hidden,
@@ -32,15 +33,6 @@ from tasks.download.list_files import (
     open_file,
     reading,
     require_columns,
-)
-from tasks.download.lists import (
-    PictureLocation,
-    Piece,
-    Source,
-    embedded_row,
-    hash_rows,
-    identity,
-    named_columns,
 )
 from tasks.download.rows import additional_of, captions_of, integer, score_of, text_of_file
 
@@ -288,7 +280,7 @@ BRACES = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}|[{},]")
 log = logging.getLogger("kiln")
 
 
-class Tars(Source):
+class Tars(lists.Source):
     """WebDataset tars: one row per sample, whose picture is found by its position in the tar."""
 
     def __init__(self, settings: TarsSource) -> None:
@@ -298,7 +290,7 @@ class Tars(Source):
         self.has_text = settings.caption_column == "txt"
         is_key = settings.caption_column is not None and not self.has_text
         self.needs_json = bool(is_key or settings.aesthetic_column or settings.additional_columns)
-        self.columns = named_columns(settings)
+        self.columns = lists.named_columns(settings)
 
     def check(self) -> None:
         file = self._files()[0].name
@@ -326,11 +318,11 @@ class Tars(Source):
             present = texts if setting == "source.caption_column" else list(keys)
             require_columns({setting: column}, present, file)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[lists.Piece]:
         for file in self._files():
-            yield Piece(identity(self.settings, [file]), partial(self._rows, file.name))
+            yield lists.Piece(lists.identity(self.settings, [file]), partial(self._rows, file.name))
 
-    def pictures(self, places: Iterable[PictureLocation]) -> Iterator[bytes | None]:
+    def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         for file, group in groupby(places, lambda place: place.file):
             with _opened(file) as stream:
                 for place in group:
@@ -374,7 +366,7 @@ class Tars(Source):
                 log.warning(words, without_secrets(file), missing, first[:200])
 
         with _opened(file) as stream:
-            yield from hash_rows(rows())
+            yield from lists.hash_rows(rows())
 
     def _row(self, file: str, sample: Sample) -> dict[str, Any]:
         """A row, without a picture if any file of the sample that it needs is unusable."""
@@ -389,9 +381,9 @@ class Tars(Source):
         captions: tuple[str, ...] = captions_of(values.get(s.caption_column or ""))
         if self.has_text:
             captions = (text_of_file(text or b"").strip(),)
-        return embedded_row(
+        return lists.embedded_row(
             picture.content if picture is not None and is_usable else None,
-            PictureLocation(file, picture.offset if picture is not None else None),
+            lists.PictureLocation(file, picture.offset if picture is not None else None),
             captions,
             score_of(values.get(s.aesthetic_column or "")),
             additional_of(s.additional_columns, values),

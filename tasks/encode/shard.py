@@ -16,15 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts import latent_shards
 from artifacts.image_shards import Sample
-from artifacts.latent_shards import (
-    LatentSample,
-    Masked,
-    Texts,
-    flipped_group,
-    to_bfloat16,
-    write_latent_shard,
-)
 from configs.errors import Refused
 from runtimes.contract import PipelineEncoder
 from runtimes.data.loader import Prefetch
@@ -156,7 +149,9 @@ class _Encoded:
 
     group: str  # <split>/<h>x<w>
     captions: tuple[str, ...]
-    variants: list[LatentSample]  # the plain one, then the mirrored one if there is one
+    variants: list[
+        latent_shards.LatentSample
+    ]  # the plain one, then the mirrored one if there is one
 
 
 class ShardEncoder:
@@ -225,13 +220,13 @@ class ShardEncoder:
 def _write(
     path: Path,
     samples: list[_Encoded],
-    texts: Texts,
+    texts: latent_shards.Texts,
     rows: dict[str, int],
     encoder: PipelineEncoder,
     bad: Counter[str],
 ) -> dict[str, Any]:
     """Write the latent shard and return its facts."""
-    groups: dict[str, list[LatentSample]] = defaultdict(list)
+    groups: dict[str, list[latent_shards.LatentSample]] = defaultdict(list)
     kept: list[str] = []
     uncaptioned = 0
     for sample in samples:
@@ -242,10 +237,10 @@ def _write(
         kept += captions
         uncaptioned += not any(captions)
         for latent in sample.variants:
-            group = flipped_group(sample.group) if latent.flip else sample.group
+            group = latent_shards.flipped_group(sample.group) if latent.flip else sample.group
             caption_rows = tuple(rows[c] for c in captions)
             groups[group].append(replace(latent, caption_rows=caption_rows))
-    write_latent_shard(path, groups, texts)
+    latent_shards.write_latent_shard(path, groups, texts)
     counts = {group: len(groups[group]) for group in sorted(groups)}
     return {
         "groups": {g: count for g, count in counts.items() if not g.startswith("flipped/")},
@@ -265,7 +260,7 @@ def _encode_batch(
 
     The plain variants are encoded first, then the mirrored variants in a batch of their own.
     """
-    by_position: dict[int, list[LatentSample | None]] = defaultdict(list)
+    by_position: dict[int, list[latent_shards.LatentSample | None]] = defaultdict(list)
     for variant, pixels in enumerate(batch.pixels):
         pictures = [picture for picture in batch.pictures if len(picture.variants) > variant]
         latents = _encode_variant(pictures, variant, pixels, encoder, settings)
@@ -287,7 +282,7 @@ def _encode_variant(
     pixels: NDArray[np.float32],
     encoder: PipelineEncoder,
     settings: TransformSettings,
-) -> Iterator[LatentSample | None]:
+) -> Iterator[latent_shards.LatentSample | None]:
     """The latents of each picture's variant 0 (plain) or 1 (mirrored); None if not finite.
 
     They have bf16 bits, which halves their memory until the shard is written.
@@ -311,10 +306,10 @@ def _encode_variant(
         if not all(np.isfinite(array).all() for array in arrays):
             yield None
             continue
-        mean, logvar, *hidden = map(to_bfloat16, arrays)
+        mean, logvar, *hidden = map(latent_shards.to_bfloat16, arrays)
         # Nearest-neighbour reduction to the latents' size, as in diffusers' pipelines.
         small = [mask[row, ::step, ::step].astype(np.uint8) for mask in masks]
-        yield LatentSample(
+        yield latent_shards.LatentSample(
             mean=mean,
             logvar=logvar,
             id=picture.sha256,
@@ -324,7 +319,7 @@ def _encode_variant(
             flip=decoded.flip,
             caption_rows=(),
             aesthetic_score=picture.score,
-            masked=Masked(np.stack(small), np.stack(hidden)) if masks else None,
+            masked=latent_shards.Masked(np.stack(small), np.stack(hidden)) if masks else None,
         )
 
 
@@ -335,15 +330,17 @@ def _distinct(samples: list[_Encoded]) -> list[str]:
 
 def _tokenize_captions(
     distinct: list[str], encoder: PipelineEncoder
-) -> tuple[Texts, dict[str, int]]:
+) -> tuple[latent_shards.Texts, dict[str, int]]:
     """As `_encode_captions`, without embeddings."""
     starts = range(0, len(distinct), TEXT_BATCH)
     ids = [encoder.input_ids(distinct[start : start + TEXT_BATCH]) for start in starts]
     rows = {caption: row for row, caption in enumerate(distinct)}
-    return Texts(None, None, np.concatenate(ids)), rows
+    return latent_shards.Texts(None, None, np.concatenate(ids)), rows
 
 
-def _encode_captions(distinct: list[str], encoder: PipelineEncoder) -> tuple[Texts, dict[str, int]]:
+def _encode_captions(
+    distinct: list[str], encoder: PipelineEncoder
+) -> tuple[latent_shards.Texts, dict[str, int]]:
     """The encoded captions, and caption -> row if it is finite."""
     embeds: list[NDArray[np.uint16]] = []
     pooled: list[NDArray[np.uint16]] = []
@@ -361,12 +358,12 @@ def _encode_captions(distinct: list[str], encoder: PipelineEncoder) -> tuple[Tex
                     raise Refused("the text encoders return NaN for the empty caption")
                 continue
             rows[caption] = len(embeds)
-            embeds.append(to_bfloat16(states[index]))
+            embeds.append(latent_shards.to_bfloat16(states[index]))
             ids.append(tokens[index])
             if summary is not None:
-                pooled.append(to_bfloat16(summary))
+                pooled.append(latent_shards.to_bfloat16(summary))
     varying = family_named(encoder.info["family"]).varying_lengths
-    return Texts(embeds, pooled or None, np.stack(ids), varying), rows
+    return latent_shards.Texts(embeds, pooled or None, np.stack(ids), varying), rows
 
 
 def _caption_lengths(captions: list[str], encoder: PipelineEncoder) -> dict[str, Any]:

@@ -20,15 +20,8 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import EncodeJob
 from tasks.beam.workers import REPORTS, Workers, beam_options, quiet_import, workers_of
 from tasks.cut_captions import cut_facts, cuts_of, tell_cuts
+from tasks.encode import transform
 from tasks.encode.encoders import EncodingPlan, put_encoders
-from tasks.encode.transform import (
-    STAGE,
-    VERSION,
-    TransformSettings,
-    bucket_sizes,
-    settings_for_key,
-    shard_key,
-)
 from tasks.panels import Facts, Panel, Table
 from tasks.progress import Report
 from tasks.stage import Stage, runtime_facts, versions
@@ -49,13 +42,13 @@ class EncodeStage(Stage):
     images: Artifact
     base: Base
 
-    name = STAGE
-    version = VERSION
+    name = transform.STAGE
+    version = transform.VERSION
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that affect the latents."""
-        return settings_for_key(self.recipe)
+        return transform.settings_for_key(self.recipe)
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -88,7 +81,7 @@ class EncodeStage(Stage):
             )
         for shard in shards:
             draft.add_shard(replace(shard, meta={"groups": shard.meta["groups"]}))
-        settings = TransformSettings.of(self.recipe)
+        settings = transform.TransformSettings.of(self.recipe)
         info |= batch_tokens(shards)
         info |= {"masks": settings.masks, "scored": settings.scored}
         if self.recipe.encode.text_dtype is not None:
@@ -113,8 +106,8 @@ class EncodeStage(Stage):
             from tasks.encode.encode_on_beam import EncodeShard, encode_shards
 
         chosen = self.recipe.encode
-        settings = TransformSettings.of(self.recipe)
-        bucket_sizes(settings, self.base.encoders["size_step"])
+        settings = transform.TransformSettings.of(self.recipe)
+        transform.bucket_sizes(settings, self.base.encoders["size_step"])
         tasks = self._tasks(settings)
         if not tasks:
             raise Failed("encode: the images artifact has no image shard")
@@ -134,7 +127,7 @@ class EncodeStage(Stage):
         dofn = EncodeShard(store.url, reports, plan, chosen.processes, copy)
         return encode_shards(tasks, store, dofn, options, progress)
 
-    def _tasks(self, settings: TransformSettings) -> list[EncodeTask]:
+    def _tasks(self, settings: transform.TransformSettings) -> list[EncodeTask]:
         """What to encode, once for image shards with equal bytes."""
         from tasks.encode.encode_on_beam import EncodeTask
 
@@ -144,7 +137,7 @@ class EncodeStage(Stage):
         tasks = {}
         for entry in self.images.files:
             if entry.path.endswith(".tar"):
-                key = shard_key(entry.sha256, *how)
+                key = transform.shard_key(entry.sha256, *how)
                 tar = self.images.url(entry.path)
                 tasks[key] = EncodeTask(key, tar, entry.sha256, entry.meta["samples"])
         return list(tasks.values())
@@ -260,4 +253,4 @@ def warn_of_few_held_out(summary: dict[str, Any], share: float) -> None:
 def tell_cut_captions(summary: dict[str, Any]) -> None:
     """Log how many captions each text encoder cuts."""
     total = sum(summary["caption_tokens"].values())
-    tell_cuts(STAGE, summary["cut"], total, "captions")
+    tell_cuts(transform.STAGE, summary["cut"], total, "captions")

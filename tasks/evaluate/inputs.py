@@ -20,13 +20,7 @@ from runtimes.families.extra_inputs import ExtraInputs
 from runtimes.objective.noise_schedule import Schedule, read_schedule, schedule_facts
 from runtimes.pipeline_folder.folder import Base
 from tasks.encode.transform import TransformSettings
-from tasks.evaluate.draw import (
-    EvalModel,
-    SamplingSpec,
-    digest_eval_model,
-    digest_pipeline,
-    sampler_settings,
-)
+from tasks.evaluate import draw
 from tasks.evaluate.features import digest_image_encoder
 from tasks.evaluate.judges import judge_names
 from tasks.evaluate.metrics import LEVELS, all_prompts, compared_sets, prompt_sets
@@ -80,34 +74,36 @@ class EvalInputs:
             **self.measuring.digests(),
         }
 
-    def model(self, trained: Artifact | None = None, weights: TrainedWeights = BASE) -> EvalModel:
+    def model(
+        self, trained: Artifact | None = None, weights: TrainedWeights = BASE
+    ) -> draw.EvalModel:
         """The base, or the model with the weights of a train artifact."""
         content = None if trained is None else weights_content(trained)
-        return EvalModel(digest_eval_model(self.base, content), self.base, weights)
+        return draw.EvalModel(draw.digest_eval_model(self.base, content), self.base, weights)
 
 
 def model_digests(base: Base) -> dict[str, str]:
     """`base` and, if it is separate, `vae` -> sha256 of their content."""
     vae = {} if base.vae_folder is None else {"vae": digest_model(base.vae_folder)}
-    return {"base": digest_pipeline(base), **vae}
+    return {"base": draw.digest_pipeline(base), **vae}
 
 
 #: Increment when the pictures, the definition of a metric, or its interval changes.
 VERSION = 6
 
 
-def sampling_spec(inputs: EvalInputs) -> SamplingSpec:
+def sampling_spec(inputs: EvalInputs) -> draw.SamplingSpec:
     """The sampling settings of an evaluation, equal for all models."""
     recipe = inputs.recipe
     latents = inputs.latents
     settings = inputs.recipe.evaluate
     has_holdout = open_latents(latents.uri).held_out > 0
-    return SamplingSpec(
+    return draw.SamplingSpec(
         runtime=recipe.runtime,
         device=settings.device,
         batch_size=settings.batch_size,
         prompts=tuple(all_prompts(prompt_sets(recipe.evaluate))),
-        sampler=sampler_settings(settings, "dtype"),
+        sampler=draw.sampler_settings(settings, "dtype"),
         latents=latents.uri if has_holdout else None,
         latents_digest=latents.digest,
         holdout={
@@ -151,7 +147,7 @@ def fingerprint(inputs: EvalInputs) -> str:
     )
 
 
-def same_loss(inputs: EvalInputs, model: EvalModel) -> bool:
+def same_loss(inputs: EvalInputs, model: draw.EvalModel) -> bool:
     """Whether a model has the prediction and the inputs of the model in training."""
     theirs = read_schedule(model.part("scheduler"))
     ours = inputs.base.schedule(inputs.recipe.train)

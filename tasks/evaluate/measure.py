@@ -26,15 +26,6 @@ from tasks.encode.transform import (
     transform,
 )
 from tasks.evaluate import distances, memorization
-from tasks.evaluate.distances import (
-    DISTANCES,
-    INCEPTION_DISTANCES,
-    Estimate,
-    Prompts,
-    Resampling,
-    clip_scores,
-    cmmd,
-)
 from tasks.evaluate.draw import read_losses, read_pictures
 from tasks.evaluate.features import (
     Clip,
@@ -160,7 +151,7 @@ References = Mapping[str, ReferenceFeatures]  # by encoder
 class Measured:
     """A model's metrics, and the training pictures nearest to its own."""
 
-    metrics: dict[str, Estimate]
+    metrics: dict[str, distances.Estimate]
     nearest: NearestTraining | None  # None without training pictures
 
 
@@ -171,7 +162,9 @@ class MetricSuite:
     sets: PromptSets
     compared: tuple[str, ...]  # prompt sets whose pictures are compared with the held-out pictures
     judges: Mapping[str, Judge]  # by metric name
-    resampling: Resampling  # for held-out samples; that for drawn pictures has their prompts
+    resampling: (
+        distances.Resampling
+    )  # for held-out samples; that for drawn pictures has their prompts
     encoders: Mapping[str, ImageEncoder]
     text_features: Float32  # [N, D] of CLIP, one row per picture
     held_out: References
@@ -199,7 +192,7 @@ class MetricSuite:
             sets=sets,
             compared=compared_sets(recipe.evaluate),
             judges=open_judges(settings.judges, models, settings.device, prompts),
-            resampling=Resampling(settings.bootstrap, settings.seed),
+            resampling=distances.Resampling(settings.bootstrap, settings.seed),
             encoders=encoders,
             text_features=clip.texts(prompts),
             held_out=_references(inputs, store, encoders, "holdout", LIMIT, progress),
@@ -215,11 +208,11 @@ class MetricSuite:
         return [reference.shard for reference in (*self.held_out.values(), *self.training.values())]
 
     @property
-    def prompts(self) -> Prompts:
+    def prompts(self) -> distances.Prompts:
         """The number of every picture's prompt."""
         return prompt_numbers(self.sets)
 
-    def _by_prompt(self, prompts: Prompts) -> Resampling:
+    def _by_prompt(self, prompts: distances.Prompts) -> distances.Resampling:
         return replace(self.resampling, prompts=prompts)
 
     def measure(
@@ -267,19 +260,19 @@ class MetricSuite:
         by_encoder = {name: np.concatenate(rows) for name, rows in features.items()}
         return by_encoder, {name: np.concatenate(rows) for name, rows in scores.items()}
 
-    def _clip_scores(self, features: Float32) -> dict[str, Estimate]:
-        scores = clip_scores(features, self.text_features)
+    def _clip_scores(self, features: Float32) -> dict[str, distances.Estimate]:
+        scores = distances.clip_scores(features, self.text_features)
         whole = {CLIP_SCORE: distances.mean(scores, self._by_prompt(self.prompts))}
         return whole | self._by_set(CLIP_SCORE, scores)
 
-    def _by_set(self, name: str, scores: Scores) -> dict[str, Estimate]:
+    def _by_set(self, name: str, scores: Scores) -> dict[str, distances.Estimate]:
         summary = distances.share if scores.dtype == bool else distances.mean
         return {
             f"{name}/{which}": summary(scores[part], self._by_prompt(self.prompts[part]))
             for which, part in slices_by_set(self.sets).items()
         }
 
-    def _distances(self, features: Mapping[str, Float32]) -> dict[str, Estimate]:
+    def _distances(self, features: Mapping[str, Float32]) -> dict[str, distances.Estimate]:
         parts = slices_by_set(self.sets)
         chosen = np.array([n for name in self.compared for n in _numbers(parts[name])], int)
         if min(len(self.held_out[CLIP].features), len(chosen)) < LEAST_COMPARED:
@@ -288,13 +281,13 @@ class MetricSuite:
         by_clip = features[CLIP][chosen]
         by_image = features[IMAGE][chosen]
         reference = self.held_out[IMAGE].features
-        estimates = {CMMD: cmmd(by_clip, self.held_out[CLIP].features, resampling)}
-        for name, distance in DISTANCES.items():
+        estimates = {CMMD: distances.cmmd(by_clip, self.held_out[CLIP].features, resampling)}
+        for name, distance in distances.DISTANCES.items():
             estimates[name] = distance(by_image, reference, resampling)
         if INCEPTION in features:
             drawn = features[INCEPTION][chosen]
             reference = self.held_out[INCEPTION].features
-            for name, distance in INCEPTION_DISTANCES.items():
+            for name, distance in distances.INCEPTION_DISTANCES.items():
                 estimates[name] = distance(drawn, reference, resampling)
         return estimates
 
@@ -307,8 +300,8 @@ class MetricSuite:
             nearest(features[PIXELS], self.training[PIXELS].features),
         )
 
-    def _judged(self, scores: Mapping[str, Scores]) -> dict[str, Estimate]:
-        estimates: dict[str, Estimate] = {}
+    def _judged(self, scores: Mapping[str, Scores]) -> dict[str, distances.Estimate]:
+        estimates: dict[str, distances.Estimate] = {}
         for name, values in scores.items():
             estimates |= self._by_set(name, values)
         return estimates
@@ -325,7 +318,7 @@ def memory_released() -> Iterator[None]:
     try:
         yield
     finally:
-        Resampling.weights.cache_clear()
+        distances.Resampling.weights.cache_clear()
         free_memory()
 
 
@@ -341,7 +334,9 @@ def memorization_facts(suite: MetricSuite) -> dict[str, object]:
     }
     held_out = {name: suite.held_out[name].features for name in (IMAGE, PIXELS)}
     if (by_chance := suite.nearest_training(held_out)) is not None:
-        shares = by_chance.metrics(suite.memorization, Resampling(1, suite.resampling.seed))
+        shares = by_chance.metrics(
+            suite.memorization, distances.Resampling(1, suite.resampling.seed)
+        )
         facts["closest_held_out"] = {
             memorization.FEATURES: float(by_chance.features.similarity.max()),
             memorization.PIXELS: float(by_chance.pixels.similarity.max()),

@@ -28,18 +28,7 @@ from configs.explain_errors import hint_of
 from configs.settings.evaluate import Evaluate, JudgeName, PreferenceModel, PromptSet
 from configs.settings.recipe import Recipe
 from configs.settings.train_parts import HOLDOUT_LOSS
-from tasks.evaluate import memorization
-from tasks.evaluate.distances import (
-    DISTANCES,
-    INCEPTION_DISTANCES,
-    Estimate,
-    Estimates,
-    Interval,
-    Metric,
-    Resampling,
-    clip_scores,
-    mean,
-)
+from tasks.evaluate import distances, memorization
 from tasks.evaluate.features import Clip, Float32
 from tasks.evaluate.judges import judge_names, judge_pictures, open_judges
 from tasks.panels import human
@@ -48,8 +37,8 @@ MODELS = ("base", "tuned", "champion")
 
 
 def metric_rows(
-    metrics: Mapping[str, Mapping[str, Metric]],
-    differences: Mapping[str, Mapping[str, Metric]],
+    metrics: Mapping[str, Mapping[str, distances.Metric]],
+    differences: Mapping[str, Mapping[str, distances.Metric]],
 ) -> list[dict[str, Any]]:
     """Table rows, one per metric: value of each model, and the differences, with 95% intervals.
 
@@ -73,7 +62,7 @@ def metric_rows(
     ]
 
 
-def with_interval(metric: Metric | None) -> str:
+def with_interval(metric: distances.Metric | None) -> str:
     """A metric and its interval, if there is any, as text; a dash if it was not measured."""
     if metric is None:
         return "—"
@@ -139,7 +128,9 @@ LEVELS = 8
 BANDS = tuple(f"{HOLDOUT_LOSS}/level{number}" for number in range(1, LEVELS + 1))
 
 
-def holdout_losses(losses: NDArray[np.float64], resampling: Resampling) -> dict[str, Estimate]:
+def holdout_losses(
+    losses: NDArray[np.float64], resampling: distances.Resampling
+) -> dict[str, distances.Estimate]:
     """The mean loss, and that of each band. Intervals resample held-out samples.
 
     Args:
@@ -147,8 +138,8 @@ def holdout_losses(losses: NDArray[np.float64], resampling: Resampling) -> dict[
     """
     if not len(losses):
         return {}
-    bands = {name: mean(losses[:, n], resampling) for n, name in enumerate(BANDS)}
-    return {HOLDOUT_LOSS: mean(losses.mean(axis=1), resampling), **bands}
+    bands = {name: distances.mean(losses[:, n], resampling) for n, name in enumerate(BANDS)}
+    return {HOLDOUT_LOSS: distances.mean(losses.mean(axis=1), resampling), **bands}
 
 
 CLIP_SCORE = "clip_score"
@@ -157,17 +148,17 @@ CMMD = "cmmd"
 LEAST_COMPARED = 2
 #: Metrics, and the bands and prompt sets of metrics, whose lower value is better.
 LOWER_IS_BETTER = (
-    *(HOLDOUT_LOSS, CMMD, "fd", "kid", *INCEPTION_DISTANCES),
+    *(HOLDOUT_LOSS, CMMD, "fd", "kid", *distances.INCEPTION_DISTANCES),
     *(memorization.FEATURES, memorization.PIXELS),
 )
 #: Metric, with its bands and prompt sets -> its range, to which intervals are cut.
-RANGES: dict[str, Interval] = {
+RANGES: dict[str, distances.Interval] = {
     CLIP_SCORE: (0.0, 100.0),
     **dict.fromkeys((HOLDOUT_LOSS, CMMD, "fd", "fd_inception"), (0.0, math.inf)),
 }
 
 
-def with_ranges(estimates: Estimates) -> dict[str, Estimate]:
+def with_ranges(estimates: distances.Estimates) -> dict[str, distances.Estimate]:
     """The estimates of metrics by name, with the metrics' ranges."""
     ranged = dict(estimates)
     for name, estimate in estimates.items():
@@ -189,8 +180,8 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
     names = [CLIP_SCORE, *by_set(CLIP_SCORE, sets)]
     if recipe.encode.holdout > 0 and held_out:
         if min(held_out, _compared_pictures(recipe.evaluate)) >= LEAST_COMPARED:
-            names += [CMMD, *DISTANCES]
-            names += INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
+            names += [CMMD, *distances.DISTANCES]
+            names += distances.INCEPTION_DISTANCES if recipe.evaluate.inception is not None else []
         names += [HOLDOUT_LOSS, *BANDS]
     names += [memorization.FEATURES, memorization.PIXELS]
     judges = judge_names(recipe.evaluate.judges)
@@ -200,7 +191,7 @@ def metric_names(recipe: Recipe, *, held_out: int = 2) -> list[str]:
 def hint_of_metric(metric: str, measured: Sequence[str]) -> str:
     """The remedy for a metric that is not measured: its setting, or the most similar name."""
     named = "fd_inception" if metric.lower() == "fid" else metric
-    if named in INCEPTION_DISTANCES and named not in measured:
+    if named in distances.INCEPTION_DISTANCES and named not in measured:
         return f"set evaluate.inception, whose network {named} needs"
     return hint_of(named, measured)
 
@@ -227,7 +218,7 @@ def sets_of_metric(metric: str, settings: Evaluate) -> tuple[str, ...]:
         return ()
     if part:
         return (part,)
-    if name in (CMMD, *DISTANCES, *INCEPTION_DISTANCES):
+    if name in (CMMD, *distances.DISTANCES, *distances.INCEPTION_DISTANCES):
         return compared_sets(settings)
     return tuple(settings.prompts)
 
@@ -295,7 +286,7 @@ class SampleScorer:
         """
         whole = np.asarray(Image.open(io.BytesIO(strip)).convert("RGB"))
         pictures = np.stack(np.split(whole, len(self._prompts), axis=1))
-        scores = clip_scores(self._clip.images(pictures), self._texts)
+        scores = distances.clip_scores(self._clip.images(pictures), self._texts)
         judged = judge_pictures(self._judges, pictures, self._prompts)
         means = {name: float(judgements.mean()) for name, judgements in judged.items()}
         return {CLIP_SCORE: float(scores.mean()), **means}

@@ -27,6 +27,7 @@ from artifacts.store import MANIFEST, Artifact, Draft, Store
 from configs.errors import Away, Refused
 from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.pipeline_folder.folder import Base
+from tasks import stage
 from tasks.evaluate import draw
 from tasks.evaluate.distances import Estimates, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, EvalModel, RunJob, digest_eval_model, digest_pipeline
@@ -36,16 +37,6 @@ from tasks.evaluate.metrics import with_ranges
 from tasks.evaluate.stage import metrics_by_name, read_estimates, settings_for_key
 from tasks.progress import Progress
 from tasks.run_job import run_job
-from tasks.stage import (
-    BOOTSTRAP,
-    METRICS,
-    RECIPE,
-    Stage,
-    StageResult,
-    TrainedWeights,
-    runtime_facts,
-    storing,
-)
 
 
 def load_published_model(folder: Path) -> EvalModel:
@@ -66,12 +57,12 @@ def find_parts(folder: Path) -> EvalModel:
     evaluated = _section(folder, "evaluate")
     if (folder / "model_index.json").is_file():
         base = Base.open(folder)
-        return EvalModel("", base, TrainedWeights(_trained_texts(base), None), evaluated)
+        return EvalModel("", base, stage.TrainedWeights(_trained_texts(base), None), evaluated)
     lora = folder / LORA_WEIGHTS
     if not lora.is_file():
         raise Refused(f"{folder}: neither a pipeline nor adapters ({LORA_WEIGHTS})")
     own = {name: folder / name for name in ("scheduler",) if (folder / name).is_dir()}
-    return EvalModel("", _base_of(folder), TrainedWeights(own, lora), evaluated)
+    return EvalModel("", _base_of(folder), stage.TrainedWeights(own, lora), evaluated)
 
 
 def is_complete_here(folder: Path) -> bool:
@@ -87,7 +78,7 @@ def _check_files(folder: Path) -> None:
     try:
         manifest = read_record(LocalFileSystem(), str(folder / MANIFEST))
     except Damaged:
-        if (folder / RECIPE).is_file():
+        if (folder / stage.RECIPE).is_file():
             raise _damaged(folder, MANIFEST) from None
         return  # some other program's file of this name
     for entry in manifest["files"] if manifest else []:
@@ -132,7 +123,7 @@ def _trained_texts(base: Base) -> dict[str, Path]:
 def _section(folder: Path, name: str) -> dict[str, Any]:
     """A section of a published folder's recipe; empty without a recipe."""
     try:
-        recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8"))
+        recipe = yaml.safe_load((folder / stage.RECIPE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     section = recipe.get(name) if isinstance(recipe, dict) else None
@@ -156,7 +147,7 @@ def _base_of(folder: Path) -> Base:
         place = model.get("vae")
         vae = None if place is None else resolve_model(os.fspath(place))
     except (KeyError, TypeError):
-        raise Refused(f"{folder}/{RECIPE} does not name the base of its adapters") from None
+        raise Refused(f"{folder}/{stage.RECIPE} does not name the base of its adapters") from None
     except (Refused, Away) as error:
         raise type(error)(f"{folder}: the base of its adapters is missing: {error}") from None
     return Base.open(path, vae)
@@ -175,7 +166,7 @@ class PublishedMetrics(NamedTuple):
 def metrics_of_published(
     data: EvalInputs,
     evaluated: Artifact,
-    build: Callable[[Stage], StageResult],
+    build: Callable[[stage.Stage], stage.StageResult],
     uri: str,
     *,
     run: RunJob = run_job,
@@ -201,7 +192,7 @@ def metrics_of_published(
 
 
 @dataclass(frozen=True)
-class ChampionEvaluation(Stage):
+class ChampionEvaluation(stage.Stage):
     """A published model, measured as the tuned one of an evaluation."""
 
     data: EvalInputs
@@ -249,10 +240,10 @@ class ChampionEvaluation(Stage):
         models = {"tuned": _finite(suite.measure(store, shard, "champion", progress).metrics)}
         for used in [shard, *suite.shards]:
             draft.add_shard(used)
-        draft.write(BOOTSTRAP, to_npz(models))
+        draft.write(stage.BOOTSTRAP, to_npz(models))
         facts = {"metrics": metrics_by_name(models), "fingerprint": fingerprint(data)}
-        draft.write(METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
-        run_facts = runtime_facts(data.recipe.runtime)
+        draft.write(stage.METRICS, json.dumps(facts, indent=1, allow_nan=False).encode())
+        run_facts = stage.runtime_facts(data.recipe.runtime)
         counts = {"pictures": len(spec.prompts), "drawn": {"tuned": shard.key}}
         return {**counts, **facts, "run": run_facts}
 
@@ -273,14 +264,14 @@ def published_estimates(uri: str, fingerprint: str) -> Estimates | None:
     place = Store(uri)
     fs = place.fs
     root = place.root
-    with storing(place):
+    with stage.storing(place):
         try:
             manifest = read_record(fs, f"{root}/{MANIFEST}")
             sha256 = {entry.path: entry.sha256 for entry in manifest["files"]} if manifest else {}
-            metrics = json.loads(read_checked(fs, root, METRICS, sha256[METRICS]))
+            metrics = json.loads(read_checked(fs, root, stage.METRICS, sha256[stage.METRICS]))
             if metrics["fingerprint"] != fingerprint:
                 return None
-            resampled = read_checked(fs, root, BOOTSTRAP, sha256[BOOTSTRAP])
+            resampled = read_checked(fs, root, stage.BOOTSTRAP, sha256[stage.BOOTSTRAP])
             return with_ranges(from_npz(resampled, metrics["metrics"], "tuned"))
         except (OSError, ValueError, KeyError) as error:
             if is_outage(error) or is_forbidden(error):

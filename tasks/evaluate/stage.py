@@ -21,18 +21,11 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.sample import initial_noise
 from tasks.cut_captions import tell_cut_prompts
 from tasks.encode.transform import TransformSettings
-from tasks.evaluate import draw
+from tasks.evaluate import draw, measure
 from tasks.evaluate.distances import Estimates, Metric, differences, from_npz, to_npz
 from tasks.evaluate.draw import STAGE, RunJob, compare_pictures
 from tasks.evaluate.inputs import VERSION, EvalInputs, fingerprint, same_loss, sampling_spec
 from tasks.evaluate.judges import check_prompts, check_sides, judge_names
-from tasks.evaluate.measure import (
-    Measured,
-    MetricSuite,
-    find_pictures,
-    memorization_facts,
-    memory_released,
-)
 from tasks.evaluate.memorization import closest_pairs, copies_table, render_pairs
 from tasks.evaluate.metrics import (
     LOWER_IS_BETTER,
@@ -117,7 +110,7 @@ class EvaluateStage(Stage):
         """The reference data and the trained weights."""
         return {"images": self.data.images, "latents": self.data.latents, "model": self.trained}
 
-    @memory_released()
+    @measure.memory_released()
     def build(self, draft: Draft, progress: Progress) -> dict[str, Any]:
         """Sample with both models, and write metrics, pictures and the grid into the draft."""
         data = self.data
@@ -134,7 +127,7 @@ class EvaluateStage(Stage):
             shards = draw.draw(models, spec, store, folder, self.run, on_event)
         drawn = dict(zip(MODELS, shards, strict=True))
         log.info("evaluate: measuring %d pictures per model", len(spec.prompts))
-        suite = MetricSuite.of(data, store, progress)
+        suite = measure.MetricSuite.of(data, store, progress)
         base, tuned = (
             suite.measure(store, shard, name, progress)
             for name, shard in zip(("base", "tuned model"), shards, strict=True)
@@ -234,21 +227,21 @@ def read_estimates(evaluated: Artifact, models: Sequence[str] = MODELS) -> dict[
 
 def _memorization(
     inputs: EvalInputs,
-    suite: MetricSuite,
+    suite: measure.MetricSuite,
     store: Store,
     shard: Shard,
-    tuned: Measured,
+    tuned: measure.Measured,
     draft: Draft,
 ) -> dict[str, Any]:
     """The facts of the search for training pictures; the closest pairs are drawn as a picture."""
-    facts = memorization_facts(suite)
+    facts = measure.memorization_facts(suite)
     if tuned.nearest is None:
         return facts
     pairs = closest_pairs(tuned.nearest, suite.training["image"])
     settings = TransformSettings.of(inputs.recipe)
     factor = open_latents(inputs.latents.uri).info["size_step"]
     wanted = {(pair.tar, pair.key) for pair in pairs}
-    training = find_pictures(inputs.training, wanted, settings, factor)
+    training = measure.find_pictures(inputs.training, wanted, settings, factor)
     samples = draw.read_chosen(store, shard, {pair.sample for pair in pairs})
     drawn = [(pair, samples[pair.sample], training[pair.tar, pair.key]) for pair in pairs]
     draft.write(PAIRS, render_pairs(drawn))

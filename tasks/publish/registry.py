@@ -27,24 +27,11 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from artifacts import records
 from artifacts.compare_and_swap import VersionedContent, create, read, remove, swap
 from artifacts.filesystems import delete_tree, subfolders
 from artifacts.gc import record_registry
 from artifacts.lock import Lock, hold
-from artifacts.records import (
-    FORMAT,
-    SMALL,
-    Damaged,
-    FileEntry,
-    copy_checked,
-    decode_record,
-    digest_json,
-    encode_record,
-    first_fault,
-    read_record,
-    stamped,
-    write_atomic,
-)
 from artifacts.store import LOCK, MANIFEST, Artifact, Store
 from configs.errors import Failed, Refused
 from configs.explain_errors import hint_of
@@ -80,7 +67,7 @@ class Version:
 
 def _key_without_champion(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     others = {name: value for name, value in inputs.items() if name != CHAMPION}
-    return digest_json([settings, others])
+    return records.digest_json([settings, others])
 
 
 def registry_url(store: str, registry: str | None) -> str:
@@ -146,14 +133,14 @@ class Champions:
         if state.data is None:
             return state, []
         try:
-            return state, list(decode_record(state.data, self._history)["moves"])
-        except (Damaged, KeyError, TypeError):
+            return state, list(records.decode_record(state.data, self._history)["moves"])
+        except (records.Damaged, KeyError, TypeError):
             raise Refused(
                 f"{self._history} is damaged: restore it, or delete it and promote a version"
             ) from None
 
     def _swap(self, state: VersionedContent, moves: Moves, **facts: str) -> bool:
-        data = encode_record({"format": FORMAT, "moves": moves, **facts})
+        data = records.encode_record({"format": records.FORMAT, "moves": moves, **facts})
         return swap(self._fs, self._history, state, data) is not None
 
     def alias(self) -> str | None:
@@ -415,7 +402,7 @@ class Registry:
             version = self._version(name)
             if version is None or version.manifest["key"] != artifact.key:
                 continue
-            fault = first_fault(self.fs, f"{self.root}/{name}", version.manifest["files"])
+            fault = records.first_fault(self.fs, f"{self.root}/{name}", version.manifest["files"])
             if fault is None:
                 return version
             log.warning("registry %s/%s: %s; published anew", self.name, name, fault)
@@ -429,7 +416,7 @@ class Registry:
     def _manifest(self, name: str) -> dict[str, Any] | str | None:
         """Manifest of a version, or its fault; None without a manifest."""
         try:
-            return read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
+            return records.read_record(self.fs, f"{self.root}/{name}/{MANIFEST}")
         except ValueError as error:
             return str(error)
 
@@ -455,9 +442,9 @@ class Registry:
         root = f"{self.root}/{name}"
         copied = [self._copy(artifact, entry, root, lock) for entry in artifact.files]
         self._add_report(artifact, name, lock)
-        manifest = {**artifact.manifest, "files": stamped(self.fs, root, copied)}
+        manifest = {**artifact.manifest, "files": records.stamped(self.fs, root, copied)}
         lock.check()
-        if not create(self.fs, f"{root}/{MANIFEST}", encode_record(manifest)):
+        if not create(self.fs, f"{root}/{MANIFEST}", records.encode_record(manifest)):
             raise Refused(f"{self.name} {name}: another publisher made it: publish again")
         return Version(name, self.url(name), manifest)
 
@@ -465,13 +452,15 @@ class Registry:
         """Copy the artifact's report, unless it has none or the version has a report."""
         path = f"{self.root}/{name}/{REPORT}"
         if artifact.store.fs.exists(f"{artifact.path}/{REPORT}") and not self.fs.exists(path):
-            write_atomic(self.fs, path, artifact.read(REPORT), lock.check)
+            records.write_atomic(self.fs, path, artifact.read(REPORT), lock.check)
 
-    def _copy(self, artifact: Artifact, entry: FileEntry, root: str, lock: Lock) -> FileEntry:
+    def _copy(
+        self, artifact: Artifact, entry: records.FileEntry, root: str, lock: Lock
+    ) -> records.FileEntry:
         source = artifact.url(entry.path)
         target = f"{root}/{entry.path}"
-        if self.store.is_local or entry.size > SMALL:
-            etag = copy_checked(source, entry.sha256, self.fs, target, lock.check)
+        if self.store.is_local or entry.size > records.SMALL:
+            etag = records.copy_checked(source, entry.sha256, self.fs, target, lock.check)
             return replace(entry, etag=etag)
         lock.write(target, artifact.read(entry.path))
         return replace(entry, etag=None)

@@ -20,38 +20,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from artifacts import latent_shards
 from artifacts.image_shards import read_rows
-from artifacts.latent_shards import (
-    INFO,
-    LatentSample,
-    LatentShard,
-    ShardRef,
-    Texts,
-    flipped_group,
-    write_latent_shard,
-)
 from artifacts.records import Damaged, FileEntry, digest_json, read_checked
 from artifacts.store import SHARDS, Artifact, Draft, Shard, Store
 from configs.settings.data import Download
 from configs.settings.recipe import Recipe
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import family_named
+from tasks.download import shard_plan
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.download.shard import shard_key
-from tasks.download.shard_plan import (
-    DownloadPlan,
-    ShardSpec,
-    Span,
-    join_spans,
-    planned_hashes,
-    rows_digest,
-)
 from tasks.encode.transform import STAGE, VERSION
 from tasks.retrain.champion import Champion
 from tasks.stage import Stage
 
-Rows = dict[bytes, Span]  # row hash -> its place in the source
+Rows = dict[bytes, shard_plan.Span]  # row hash -> its place in the source
 log = logging.getLogger("kiln")
 
 
@@ -73,7 +58,7 @@ class _Compared:
     """A source beside the champion's shards."""
 
     settings: Download
-    kept: dict[str, ShardSpec]  # key -> a shard that the champion has, too
+    kept: dict[str, shard_plan.ShardSpec]  # key -> a shard that the champion has, too
     rest: Rows  # rows outside the kept shards
 
     def match(self, key: str, hashes: list[bytes]) -> bool:
@@ -88,8 +73,8 @@ class _Compared:
 
 
 def plan_changes(
-    settings: Download, store: Store, champion: Champion | None, plan: DownloadPlan
-) -> tuple[DownloadPlan, Changes]:
+    settings: Download, store: Store, champion: Champion | None, plan: shard_plan.DownloadPlan
+) -> tuple[shard_plan.DownloadPlan, Changes]:
     """The shards to train on, and what changed since the champion.
 
     The order of rows does not matter. New rows are cut into shards of their own, so that no old row
@@ -111,7 +96,9 @@ def plan_changes(
     old = _row_lists(images)
     kept = {spec.key: spec for spec in plan.shards if spec.key in old}
     rest: Rows = {}
-    for row_hash, span in planned_hashes(spec for spec in plan.shards if spec.key not in old):
+    for row_hash, span in shard_plan.planned_hashes(
+        spec for spec in plan.shards if spec.key not in old
+    ):
         rest.setdefault(row_hash, span)  # the first among equal rows, so that spans stay in order
     compared = _Compared(settings, kept, rest)
     matched = set[bytes]()
@@ -135,7 +122,7 @@ def plan_changes(
     )
 
 
-def _cut(settings: Download, rows: Rows) -> list[ShardSpec]:
+def _cut(settings: Download, rows: Rows) -> list[shard_plan.ShardSpec]:
     """Shards of rows, the last of which may be small."""
     prefixes = [int.from_bytes(row_hash[:4], "big") for row_hash in rows]
     ends = shard_ends(np.array(prefixes, np.uint32), settings.shard_size)
@@ -145,9 +132,9 @@ def _cut(settings: Download, rows: Rows) -> list[ShardSpec]:
     return [_spec(settings, part) for part in parts if part]
 
 
-def _spec(settings: Download, rows: list[tuple[bytes, Span]]) -> ShardSpec:
-    key = shard_key(settings)(rows_digest(row_hash for row_hash, _ in rows))
-    return ShardSpec(key, len(rows), join_spans(span for _, span in rows))
+def _spec(settings: Download, rows: list[tuple[bytes, shard_plan.Span]]) -> shard_plan.ShardSpec:
+    key = shard_key(settings)(shard_plan.rows_digest(row_hash for row_hash, _ in rows))
+    return shard_plan.ShardSpec(key, len(rows), shard_plan.join_spans(span for _, span in rows))
 
 
 def _row_lists(images: Artifact) -> dict[str, FileEntry]:
@@ -167,7 +154,13 @@ def _row_hashes(images: Artifact, entry: FileEntry) -> list[bytes]:
 
 
 def cut_shard(
-    ref: ShardRef, info: Mapping[str, Any], count: int, seed: str, path: Path, *, cache_bytes: int
+    ref: latent_shards.ShardRef,
+    info: Mapping[str, Any],
+    count: int,
+    seed: str,
+    path: Path,
+    *,
+    cache_bytes: int,
 ) -> dict[str, int]:
     """Write `count` random training samples of a shard to `path`, with their mirrored copies.
 
@@ -188,7 +181,7 @@ def cut_shard(
         groups = {
             name: [shard.sample(name, row) for row in rows]
             for group, rows in chosen.items()
-            for name in (group, flipped_group(group))
+            for name in (group, latent_shards.flipped_group(group))
             if name in shard.groups
         }
         used = {
@@ -196,7 +189,7 @@ def cut_shard(
         }
         rows = [0, *sorted(used - {0})]  # row 0 is the empty caption's
         new_row = {row: position for position, row in enumerate(rows)}
-        write_latent_shard(
+        latent_shards.write_latent_shard(
             path,
             {
                 name: [_renumbered(sample, new_row) for sample in samples]
@@ -218,24 +211,28 @@ def _choose(groups: Mapping[str, int], count: int, seed: str) -> dict[str, list[
     return chosen
 
 
-def _renumbered(sample: LatentSample, new_row: Mapping[int, int]) -> LatentSample:
+def _renumbered(
+    sample: latent_shards.LatentSample, new_row: Mapping[int, int]
+) -> latent_shards.LatentSample:
     return replace(sample, caption_rows=tuple(new_row[row] for row in sample.caption_rows))
 
 
-def _texts(shard: LatentShard, rows: list[int], info: Mapping[str, Any]) -> Texts:
+def _texts(
+    shard: latent_shards.LatentShard, rows: list[int], info: Mapping[str, Any]
+) -> latent_shards.Texts:
     """The encoded captions of `rows`; token ids alone if the artifact has no embeddings."""
     input_ids = np.stack([shard.input_ids(row) for row in rows])
     if info.get("text_dtype") is not None:
-        return Texts(None, None, input_ids)
+        return latent_shards.Texts(None, None, input_ids)
     pooled = [embeds for row in rows if (embeds := shard.pooled_prompt_embeds(row)) is not None]
     varying = family_named(info["family"]).varying_lengths
-    return Texts(_Embeds(shard, rows), pooled or None, input_ids, varying)
+    return latent_shards.Texts(_Embeds(shard, rows), pooled or None, input_ids, varying)
 
 
 class _Embeds(Sequence[NDArray[np.uint16]]):
     """Embeddings of captions, read while they are written: those of a T5 are megabytes each."""
 
-    def __init__(self, shard: LatentShard, rows: list[int]) -> None:
+    def __init__(self, shard: latent_shards.LatentShard, rows: list[int]) -> None:
         self._shard = shard
         self._rows = rows
 
@@ -304,7 +301,7 @@ class SelectionStage(Stage):
             log.warning(message, share, f"{wanted:,}", f"{replayed:,}")
         for shard in (chosen := [*new, *replay]):
             draft.add_shard(shard)
-        draft.write(INFO, self.latents.read(INFO))
+        draft.write(latent_shards.INFO, self.latents.read(latent_shards.INFO))
         groups: Counter[str] = Counter()
         for shard in chosen:
             groups.update(shard.meta["groups"])
@@ -320,8 +317,8 @@ class SelectionStage(Stage):
         """A shard of `count` training samples of another."""
         [entry] = shard.files
         url = self.latents.url(f"../{SHARDS}/{entry.path}")
-        ref = ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
-        info = json.loads(self.latents.read(INFO))
+        ref = latent_shards.ShardRef(url, entry.size, entry.sha256, shard.meta["groups"])
+        info = json.loads(self.latents.read(latent_shards.INFO))
         seed = self.champion
         cache_bytes = self.recipe.train.cache_bytes
         with tempfile.TemporaryDirectory(prefix="kiln-replay-") as folder:

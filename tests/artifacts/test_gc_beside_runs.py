@@ -87,7 +87,7 @@ def test_a_gc_paused_between_two_files_keeps_the_second_of_a_builder(
         lock = f"{store.root}/train/{parts.key}/lock.json"
         swap(store.fs, lock, read(store.fs, lock), b'{"token": "of a builder"}')
 
-    monkeypatch.setattr("artifacts.gc.delete_tree", paused)
+    monkeypatch.setattr("artifacts.filesystems.delete_tree", paused)
     assert list(found.delete([item])) == []
     assert len(deleted) == 1
 
@@ -222,7 +222,7 @@ def test_gc_keeps_an_old_lock_of_a_shard_that_a_builder_takes(
     def aged(entry: Entry) -> float:
         return modified(entry) - (2 * DAY if known in (checksum(entry), entry["name"]) else 0)
 
-    monkeypatch.setattr("artifacts.gc.modified", aged)
+    monkeypatch.setattr("artifacts.filesystems.modified", aged)
     found, locks, held = collector(store, model, min_age=DAY), list[Lock](), ExitStack()
     items = list(found.garbage())
     assert kinds(items) == [("train", "leftover")]
@@ -237,7 +237,7 @@ def test_gc_keeps_an_old_lock_of_a_shard_that_a_builder_takes(
             if taken == "before the deletion":
                 locks.append(held.enter_context(store.shard_lock("train", "shard9")))
             else:
-                monkeypatch.setattr("artifacts.gc.file_info", taken_late)
+                monkeypatch.setattr("artifacts.filesystems.file_info", taken_late)
             deleted = list(found.delete(items))
             assert deleted == [] or store.is_local, "a disk's old lock is another file"
             (lock,) = locks

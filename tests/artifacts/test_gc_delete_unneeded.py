@@ -190,7 +190,7 @@ def test_gc_deletes_an_old_lock_of_a_shard(store: Store, monkeypatch: pytest.Mon
     with store.shard_lock("train", "shard9"):
         pass
     present = time.time() + 2 * DAY
-    monkeypatch.setattr("artifacts.gc.present_time", lambda *_: present)
+    monkeypatch.setattr("artifacts.filesystems.present_time", lambda *_: present)
     found = collector(store, model, min_age=3 * DAY)
     assert kinds(found.delete(list(found.garbage()))) == [("train", "leftover")]
     assert list(files(store.fs, f"{store.root}/train/locks")) == []

@@ -223,7 +223,7 @@ def test_a_run_keeps_what_it_finds_during_a_collection(
             deleted.add(len(list(collector.delete(items))))
 
         with monkeypatch.context() as patch:
-            patch.setattr(gc, "delete_tree", removing)
+            patch.setattr(gc.filesystems, "delete_tree", removing)
             interleave(order, collect, run)
         recorded = {one.path.rpartition("/")[2]: one.keys for one in runs(store)}
         assert recorded["a-run.json"] == {("train", PARTS.key)}, order

@@ -71,7 +71,7 @@ def test_a_damaged_shard_is_discarded_once(
     def other_first(*given: Any, **more: Any) -> str | None:
         fault = first_fault(*given, **more)
         with monkeypatch.context() as patch:
-            patch.setattr(store_module, "first_fault", first_fault)
+            patch.setattr(store_module.records, "first_fault", first_fault)
             assert any_store.shard("encode", "k", discard=True) is None
         if committed:
             commit("the other")
@@ -80,7 +80,7 @@ def test_a_damaged_shard_is_discarded_once(
     (tar,) = commit("us").files
     any_store.fs.pipe_file(f"{any_store.shards_path('encode')}/{tar.path}", b"tar bytez")
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "first_fault", other_first)
+        patch.setattr(store_module.records, "first_fault", other_first)
         assert any_store.shard("encode", "k", discard=True) is None
     found = any_store.shard("encode", "k")
     assert (found and found.meta) == ({"by": "the other"} if committed else None)

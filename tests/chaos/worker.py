@@ -121,7 +121,7 @@ def prepare(jump: Jump) -> None:
         days = (jump.value > 0) - (jump.value < 0)
         return present_time(fs, folder) + 1.1 * DAY * days
 
-    gc.present_time = gc.present_time = present  # type: ignore[attr-defined]
+    gc.filesystems.present_time = present  # type: ignore[attr-defined]
     quick = SimpleNamespace(sleep=lambda seconds: asyncio.sleep(seconds / 20))
     gcsfs.retry.asyncio = quick  # which waits up to 32 seconds between attempts
     stage.git_commit = lambda: None

@@ -79,7 +79,7 @@ def test_a_cached_flows_operations_do_not_grow_with_the_store(
             finetune, stage, lambda run, *before, task=task: task.fn(run, *map(result_of, before))
         )
     monkeypatch.setattr(finetune, "run_task", lambda task, recipe, *given: task(*given))
-    monkeypatch.setattr(finetune, "without_edges", lambda run: run)
+    monkeypatch.setattr(finetune.prefect_run, "without_edges", lambda run: run)
     store = Path(small["store"])
     reuse_all(small)  # its first time in this process stages models
     counts = []

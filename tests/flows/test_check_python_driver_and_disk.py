@@ -46,7 +46,9 @@ def add_driver(programs: Path) -> None:
 @pytest.fixture
 def torch_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Set the CUDA version of the installed PyTorch."""
-    return lambda cuda: monkeypatch.setattr(doctor, "torch_cuda_version", lambda: cuda)
+    return lambda cuda: monkeypatch.setattr(
+        doctor.detect_hardware, "torch_cuda_version", lambda: cuda
+    )
 
 
 def nvidia(*devices: str, wanted: bool = False) -> list[Finding]:

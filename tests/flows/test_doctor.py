@@ -177,7 +177,7 @@ def test_other_hosts_are_reported(asked: list[str], capsys: pytest.CaptureFixtur
 def test_software_without_its_chip_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "cann_version", lambda: "8.1")
+    monkeypatch.setattr(doctor.detect_hardware, "cann_version", lambda: "8.1")
     examine(None, (), as_json=False)
     assert "ascend: 0 NPUs, cann 8.1; no driver" in capsys.readouterr().out
 

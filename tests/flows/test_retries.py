@@ -209,8 +209,8 @@ def test_what_a_flow_reads_between_its_stages_is_tried_again(
     state = SimpleNamespace(result=lambda: one)
     monkeypatch.setattr(sweep, "run_task", lambda *_, **__: state)
     monkeypatch.setattr(sweep, "report_of", lambda _: {"metrics": {}, "stages": {}})
-    monkeypatch.setattr(sweep, "tuned_metrics", lambda *_: {})
-    monkeypatch.setattr(sweep, "read_curve", away_once([(1, 0.5)]))
+    monkeypatch.setattr(sweep.compare_sweep_trials, "tuned_metrics", lambda *_: {})
+    monkeypatch.setattr(sweep.compare_sweep_trials, "read_curve", away_once([(1, 0.5)]))
     outcome, _ = sweep._try(1, Trial({}, here.recipe), here, one, one)
     assert (outcome["status"], outcome["curve"]) == ("measured", [(1, 0.5)])
     assert waited == [10.0, 10.0]

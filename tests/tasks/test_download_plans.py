@@ -30,7 +30,9 @@ def test_of_a_grown_source_only_what_is_new_is_read(
     for number in range(3):
         write_list(tmp_path / f"{number}.parquet", rows[300 * number :][:300])
     recipe = make_recipe({"kind": "urls", "path": str(tmp_path / "*.parquet")}, shard_size=40)
-    monkeypatch.setattr(sources, "read_list", lambda f, *a: read.append(f) or read_list(f, *a))
+    monkeypatch.setattr(
+        sources.lists, "read_list", lambda f, *a: read.append(f) or read_list(f, *a)
+    )
 
     def plan() -> tuple[download.DownloadPlan, list[str]]:
         read.clear()

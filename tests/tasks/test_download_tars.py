@@ -149,7 +149,9 @@ def test_each_picture_is_read_once_by_a_plan_and_from_its_place_by_a_worker(
     (table,) = source._rows(str(tmp_path / "0.tar"))
     assert len(table) == 50 and Counting.read_bytes <= len(data)
     Counting.read_bytes = 0
-    places = [tars.PictureLocation(row["file"], row["row"]) for row in table.to_pylist()[40:45]]
+    places = [
+        tars.lists.PictureLocation(row["file"], row["row"]) for row in table.to_pylist()[40:45]
+    ]
     assert list(source.pictures(places)) == [jpg(n) for n in range(40, 45)]
     assert Counting.read_bytes <= sum(len(jpg(n)) + 2048 for n in range(40, 45))
 

@@ -86,7 +86,7 @@ def test_a_champion_s_metric_without_a_value_is_left_to_the_gate(
     """A rule that names it fails, and may be forced."""
     artifact = world.evaluate(world.trained(0.5))
     champion = Path(shutil.copytree(world.model, tmp_path / "champion"))
-    measure = evaluate.MetricSuite.measure
+    measure = evaluate.measure.MetricSuite.measure
 
     def broken(*given: Any) -> Any:
         found = measure(*given)
@@ -95,7 +95,7 @@ def test_a_champion_s_metric_without_a_value_is_left_to_the_gate(
             found, metrics={**found.metrics, "holdout_loss": replace(one, value=math.nan)}
         )
 
-    monkeypatch.setattr(evaluate.MetricSuite, "measure", broken)
+    monkeypatch.setattr(evaluate.measure.MetricSuite, "measure", broken)
     found = world.metrics_of(champion, artifact)
     assert found.keys() == metrics_in(artifact).keys() - {"holdout_loss"}
 

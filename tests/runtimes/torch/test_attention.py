@@ -46,7 +46,7 @@ def test_blocks_are_recomputed_by_the_kernel_of_their_forward_pass(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another kernel saves other tensors, which PyTorch's checkpoint refuses."""
-    monkeypatch.setattr("runtimes.torch.runtime.check_on_device", lambda *_: None)
+    monkeypatch.setattr("runtimes.torch.device.check_on_device", lambda *_: None)
     runtime, batch = start(make_job(attention="math", gradient_checkpointing="blocks"))
     assert torch.isfinite(runtime.step(batch(0), 1e-4).grad_norm)
 
@@ -100,7 +100,7 @@ def test_the_runtime_replaces_pytorch_s_flash_attention(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert attention.current_flash_attention_impl() is None
-    monkeypatch.setattr("runtimes.torch.runtime.check_on_device", lambda *_: None)
+    monkeypatch.setattr("runtimes.torch.device.check_on_device", lambda *_: None)
     try:
         start(make_job(attention="flash_3", mixed_precision="bf16"))
         assert attention.current_flash_attention_impl() == "FA3"

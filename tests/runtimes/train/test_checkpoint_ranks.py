@@ -155,13 +155,13 @@ def test_ranks_agree_to_skip_what_one_of_them_finds_damaged(
     data[-1] ^= 1
     damaged.write_bytes(data)
     verified: list[str] = []
-    fault = train_checkpoints.file_fault
+    fault = train_checkpoints.records.file_fault
 
     def recorded(fs: Any, path: str, entry: Any) -> Any:
         verified.append(f"{path[-1]} {entry.path}")
         return fault(fs, path, entry)
 
-    monkeypatch.setattr(train_checkpoints, "file_fault", recorded)
+    monkeypatch.setattr(train_checkpoints.records, "file_fault", recorded)
     found = by_ranks(url, 2, lambda checkpoints: checkpoints.latest())
     assert [saved.step for saved in found] == [1, 1]
     assert len(verified) == len(set(verified)), "a file is verified by one rank"

@@ -111,7 +111,7 @@ def test_a_store_s_error_costs_checkpoints_but_neither_the_run_nor_its_weights(
     def away(*_: object) -> None:
         raise HttpError({"code": 503, "message": "Service Unavailable"})
 
-    monkeypatch.setattr("runtimes.train.checkpoints.write_record", away)
+    monkeypatch.setattr("artifacts.records.write_record", away)
     away_job, whole = make_job("away", **SHORT), make_job("whole", **SHORT)
     heard = run(away_job)
     assert not heard.of("checkpoint")
