@@ -63,10 +63,7 @@ def cache_folder() -> Path:
 
 
 def resolve_model(
-    path: str,
-    *,
-    revision: str | None = None,
-    files: Sequence[str] = HUB_FILES,
+    path: str, *, revision: str | None = None, files: Sequence[str] = HUB_FILES
 ) -> Path:
     """A local folder with the model at `path`, downloaded to the cache if it is remote.
 

@@ -102,9 +102,7 @@ def row(folder: str, gigabytes: float, rounds: int, processes: int) -> Row:
     command += ["--rounds", str(rounds)]
     children = [
         subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
+            command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=subprocess.PIPE
         )
         for rank in range(processes)
     ]

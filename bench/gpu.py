@@ -92,10 +92,7 @@ PIECES: dict[str, dict[str, Variant]] = {
         "flux_lora": (FLUX, {**FLOW, **LORA}),
         "flux_lora_int8": (FLUX, {**FLOW, **INT8}),
     },
-    "jax": {
-        "sd2_full_jax": (SD2, {"runtime": "jax"}),
-        "sdxl_full_jax": (SDXL, {"runtime": "jax"}),
-    },
+    "jax": {"sd2_full_jax": (SD2, {"runtime": "jax"}), "sdxl_full_jax": (SDXL, {"runtime": "jax"})},
 }
 
 

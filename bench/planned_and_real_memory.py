@@ -40,11 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "EMA": {"ema_decay": 0.99},
     "LoRA": {"method": "lora"},
     "LoRA, bf16": {"method": "lora", "mixed_precision": "bf16"},
-    "LoRA, int8": {
-        "method": "lora",
-        "mixed_precision": "bf16",
-        "lora": {"base_precision": "int8"},
-    },
+    "LoRA, int8": {"method": "lora", "mixed_precision": "bf16", "lora": {"base_precision": "int8"}},
     "bf16, two micro-batches": {"mixed_precision": "bf16", "micro_batches": 2},
 }
 

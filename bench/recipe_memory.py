@@ -19,12 +19,7 @@ from configs.load_recipe import CHECKOUT, load_recipe, recipe_names
 from configs.settings.recipe import Recipe
 from runtimes.pipeline_folder.folder import Base
 from runtimes.torch_models.gpu_specs import GIB, GpuSpec, parse_gpu
-from tasks.plan.gpu import (
-    FILE,
-    RecipeMemory,
-    plan_for,
-    shipped_plans,
-)
+from tasks.plan.gpu import FILE, RecipeMemory, plan_for, shipped_plans
 from tasks.progress import bytes_in_words
 
 DOCUMENT = CHECKOUT / "docs/recipes.md"

@@ -86,11 +86,7 @@ def peak_mib() -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
 
 
-def run_module(
-    module: str,
-    *arguments: str,
-    environment: Mapping[str, str] | None = None,
-) -> Any:
+def run_module(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
     """Run `python -m module` in the checkout; the JSON in the last line that it prints.
 
     Raises:

@@ -354,9 +354,7 @@ def run(
 
 @app.command()
 def retrain(
-    recipe: RecipeArgument,
-    override: Overrides = None,
-    as_json: ReportAsJson = False,
+    recipe: RecipeArgument, override: Overrides = None, as_json: ReportAsJson = False
 ) -> None:
     """Train on new rows of a recipe's source, from the champion; the gate decides on promotion.
 
@@ -540,10 +538,7 @@ def doctor(
 
 
 @app.command()
-def tpu(
-    recipe: RecipeArgument,
-    override: Overrides = None,
-) -> None:
+def tpu(recipe: RecipeArgument, override: Overrides = None) -> None:
     """Print the gcloud commands of a recipe's run on a slice; none is executed."""
     from flows.store_commands import show_tpu
 

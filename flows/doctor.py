@@ -29,10 +29,7 @@ from artifacts.store import Store
 from configs.errors import Refused
 from configs.preflight import Check, Finding, collect, fine, note, problem
 from configs.secrets import without_secrets
-from configs.settings.recipe import (
-    Recipe,
-    RuntimeName,
-)
+from configs.settings.recipe import Recipe, RuntimeName
 from flows.checks import checks_of
 from flows.run_command import check_home, check_server, configured_server
 from runtimes import detect_hardware

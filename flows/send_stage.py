@@ -66,12 +66,7 @@ def check_deployments(place: Place, stages: Sequence[StageName]) -> None:
                 ) from None
 
 
-def run_task(
-    task: Task[Any, Any],
-    place: Place,
-    *arguments: Any,
-    name: str | None = None,
-) -> Any:
+def run_task(task: Task[Any, Any], place: Place, *arguments: Any, name: str | None = None) -> Any:
     """Run a stage's task, once Prefect's server answers: it gives each task a slot.
 
     A task that waits for another run of the stage has no concurrency limit.

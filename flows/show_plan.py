@@ -16,14 +16,7 @@ from configs.preflight import enter
 from configs.settings.recipe import Recipe
 from runtimes.torch_models.gpu_specs import GIB, Gpu, parse_gpu
 from tasks.doors import Doors
-from tasks.plan.gpu import (
-    TYPICAL_MFU,
-    Advice,
-    GpuPlan,
-    RecipeMemory,
-    memory_of,
-    plan_gpu_training,
-)
+from tasks.plan.gpu import TYPICAL_MFU, Advice, GpuPlan, RecipeMemory, memory_of, plan_gpu_training
 from tasks.plan.plan import TrainingPlan
 from tasks.plan.tpu import SlicePlan, plan_slice_training
 from tasks.progress import bytes_in_words, gib, hours_in_words
@@ -277,11 +270,7 @@ def _say(text: str) -> None:
 
 
 def show(
-    plan: TrainingPlan,
-    special: dict[str, Any],
-    lines: Iterable[tuple[str, str]],
-    *,
-    as_json: bool,
+    plan: TrainingPlan, special: dict[str, Any], lines: Iterable[tuple[str, str]], *, as_json: bool
 ) -> None:
     """Print a plan as one JSON object or as a table.
 

@@ -217,11 +217,7 @@ def check_family(name: str, family: str, device: str = "auto") -> None:
 
 
 def check_scheduler(
-    name: str,
-    config: Mapping[str, Any],
-    chosen: str | None,
-    steps: int,
-    section: str = "evaluate.",
+    name: str, config: Mapping[str, Any], chosen: str | None, steps: int, section: str = "evaluate."
 ) -> None:
     """Raise Refused for a scheduler that the runtime lacks, or steps that the scheduler lacks.
 

@@ -64,10 +64,7 @@ class JobFailed(Failed):
 
 
 def run_job(
-    job: Job,
-    on_event: Callable[[Event], None] = lambda event: None,
-    *,
-    grace_seconds: float = 60.0,
+    job: Job, on_event: Callable[[Event], None] = lambda event: None, *, grace_seconds: float = 60.0
 ) -> Event:
     """Run `python -P -m runtimes JOB.json` and return the fields of its `result` event.
 

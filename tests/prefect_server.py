@@ -69,12 +69,7 @@ class Server:
     def spawn(self, name: str, *command: str) -> None:
         log = (self.folder / f"{name}.log").open("wb")
         child = subprocess.Popen(
-            command,
-            env=self.env,
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, env=self.env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
         )
         self.children.append(child)
 

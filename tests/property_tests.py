@@ -26,9 +26,6 @@ JSON = st.recursive(
 def holds_for(examples: int = 60, **arguments: Any) -> Callable[[Any], Any]:
     """The test holds for `examples` drawn arguments, given as strategies."""
     kept = settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples, database=None, deadline=None, suppress_health_check=list(HealthCheck)
     )
     return lambda test: kept(seed(SEED)(given(**arguments)(test)))

@@ -55,9 +55,7 @@ def test_must_run_names_devices_separately(monkeypatch: pytest.MonkeyPatch, tmp_
     assert chips.reason_to_skip("hpu-lazy") == ""
 
 
-def test_unless_required_fails_a_required_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unless_required_fails_a_required_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chips.unless_required("libtpu", "there is none") == "there is none"
     monkeypatch.setenv(chips.MUST_RUN, "jax libtpu")
     with pytest.raises(pytest.fail.Exception, match=r"libtpu must run .*: there is none"):
@@ -74,9 +72,7 @@ def test_importorskip_fails_for_a_required_package(monkeypatch: pytest.MonkeyPat
     assert raised.type is ModuleNotFoundError
 
 
-def test_a_cuda_build_of_pytorch_excludes_the_emulated_hpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cuda_build_of_pytorch_excludes_the_emulated_hpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(chips.MUST_RUN, "torch hpu npu")
     monkeypatch.setattr(chips, "cuda_of_pytorch", lambda: "13.0")
     assert "PyTorch is built for CUDA 13.0" in chips.reason_to_skip("hpu-eager")

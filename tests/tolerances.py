@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 
 #: One formula. `atol` is for values near zero that are differences of values near one.
-FORMULA = {
-    "float32": {"rtol": 1e-5, "atol": 1e-6},
-    "float64": {"rtol": 1e-12, "atol": 1e-14},
-}
+FORMULA = {"float32": {"rtol": 1e-5, "atol": 1e-6}, "float64": {"rtol": 1e-12, "atol": 1e-14}}
 #: Relative, for losses and gradient norms of conformance/golden.json, by compute dtype. Processors
 #: and thread counts change the last bits of a sum, and twenty steps amplify that.
 GOLDEN = {"float32": 2e-5, "bfloat16": 5e-3, "float16": 2e-3}

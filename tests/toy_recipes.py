@@ -49,11 +49,7 @@ TOY: Overrides = {
     "evaluate.prompts.scenes.images_per_prompt": 1,
 }
 #: Settings whose defaults are too large for a test; a smaller share holds out too few pictures.
-REDUCED: Overrides = {
-    "encode.holdout": 0.3,
-    "evaluate.bootstrap": 5,
-    "evaluate.holdout_samples": 4,
-}
+REDUCED: Overrides = {"encode.holdout": 0.3, "evaluate.bootstrap": 5, "evaluate.holdout_samples": 4}
 #: Random weights would fail a gate. Other tests check the rules and the smoke test.
 OPEN_GATE: Overrides = {
     "publish.gate": [],

@@ -11,14 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from configs.secrets import check_read_url, check_stored_url, check_unchained, check_unchained_url

@@ -20,8 +20,7 @@ class Lora(Section):
     rank: PositiveInt = setting(16, aka="rank network_dim lora_rank (DKS)")
     """Rank of the adapters."""
     alpha: PositiveFloat | None = setting(
-        None,
-        aka="network_alpha lora_alpha (DKS): null here is the rank; kohya's default is 1",
+        None, aka="network_alpha lora_alpha (DKS): null here is the rank; kohya's default is 1"
     )
     """Adapters are scaled by alpha / rank; null: alpha = rank."""
     dropout: float = setting(0.0, ge=0, lt=1, aka="network_dropout lora_dropout (DKS)")

@@ -121,12 +121,7 @@ class Order:
     """
 
     def __init__(
-        self,
-        shards: Sequence[Mapping[str, int]],
-        *,
-        batch_size: int,
-        seed: int,
-        window: int,
+        self, shards: Sequence[Mapping[str, int]], *, batch_size: int, seed: int, window: int
     ) -> None:
         groups = sorted({g for shard in shards for g in shard if g.startswith("train/")})
         buckets = [

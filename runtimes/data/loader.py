@@ -432,14 +432,7 @@ class Holdout:
         Refused: the latents have no held-out samples.
     """
 
-    def __init__(
-        self,
-        reader: BatchReader,
-        *,
-        samples: int,
-        draws: int,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, reader: BatchReader, *, samples: int, draws: int, batch_size: int) -> None:
         self._samples = evenly_spaced(reader.groups, "holdout", samples)
         if not self._samples:
             raise Refused("the latents have no held-out samples: raise encode.holdout")

@@ -161,9 +161,7 @@ class AbstractStep:
         tensors = (*self._network.named_parameters(), *self._network.named_buffers())
         return {
             name: ShapeDtypeStruct(
-                tuple(tensor.shape),
-                dtype(name, tensor),
-                sharding=self._mesh.replicated,
+                tuple(tensor.shape), dtype(name, tensor), sharding=self._mesh.replicated
             )
             for name, tensor in tensors
             if name not in trained

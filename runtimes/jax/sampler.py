@@ -57,14 +57,7 @@ class Sampler:
         Refused: a component is missing or cannot be loaded.
     """
 
-    def __init__(
-        self,
-        base: Base,
-        mesh: Mesh,
-        dtype: str,
-        *,
-        whole: bool | None = None,
-    ) -> None:
+    def __init__(self, base: Base, mesh: Mesh, dtype: str, *, whole: bool | None = None) -> None:
         self._mesh = mesh
         self._dtype = jnp.dtype(dtype)
         self._whole = mesh.platform != "cpu" if whole is None else whole

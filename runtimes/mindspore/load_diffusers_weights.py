@@ -38,10 +38,7 @@ _STORED = {"embedding_table": "weight", "gamma": "weight", "beta": "bias"}
 
 
 def load_denoiser(
-    folder: Path,
-    dtype: ms.Type = ms.float32,
-    config: dict[str, Any] | None = None,
-    seed: int = 0,
+    folder: Path, dtype: ms.Type = ms.float32, config: dict[str, Any] | None = None, seed: int = 0
 ) -> Any:
     """Load a UNet and cast its weights to `dtype`.
 
@@ -70,10 +67,7 @@ def load_denoiser(
 
 
 def load_text_encoder(
-    base: Base,
-    part: str,
-    dtype: ms.Type = ms.float32,
-    folder: Path | None = None,
+    base: Base, part: str, dtype: ms.Type = ms.float32, folder: Path | None = None
 ) -> Any:
     """Load a CLIP text encoder, in evaluation mode.
 

@@ -60,10 +60,7 @@ def add_adapters(
     """
     chosen = choose_layers(part, _layers(model), lora, attention)
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=alpha(lora),
-        lora_dropout=lora.dropout,
-        target_modules=chosen,
+        r=lora.rank, lora_alpha=alpha(lora), lora_dropout=lora.dropout, target_modules=chosen
     )
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}

@@ -175,12 +175,7 @@ class Sampler(PipelineSampler):
     """
 
     def __init__(
-        self,
-        base: Base,
-        parts: Mapping[str, Any],
-        dtype: ms.Type,
-        *,
-        flash: bool = True,
+        self, base: Base, parts: Mapping[str, Any], dtype: ms.Type, *, flash: bool = True
     ) -> None:
         family = base.family
         index = base.index

@@ -163,11 +163,7 @@ class Update:
         self._step = step
 
     def _groups_of_state(self) -> dict[str, dict[str, Parameter]]:
-        groups = {
-            "weights": self._masters,
-            "exp_avg": self._first,
-            "exp_avg_sq": self._second,
-        }
+        groups = {"weights": self._masters, "exp_avg": self._first, "exp_avg_sq": self._second}
         return groups | ({"ema": self._average} if self._average else {})
 
 

@@ -51,10 +51,7 @@ class SchedulerTable:
 
 
 def tabulate(
-    scheduler: Any,
-    steps: int,
-    sigmas: NDArray[np.float64] | None = None,
-    mu: float | None = None,
+    scheduler: Any, steps: int, sigmas: NDArray[np.float64] | None = None, mu: float | None = None
 ) -> SchedulerTable:
     """Tabulate the coefficients of a diffusers scheduler.
 

@@ -173,8 +173,7 @@ def _count(step: int, parameter: torch.nn.Parameter) -> int:
 _KINDS = {
     "adamw": _Kind(_adamw, _start_adamw, _count_on_device, ("exp_avg", "exp_avg_sq")),
     "adafactor": _Kind(
-        *(_adafactor, _start_adafactor, _count),
-        ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"),
+        *(_adafactor, _start_adafactor, _count), ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
     ),
     # 8-bit codes and the scale of each block (arXiv 2110.02861); small tensors stay float32.
     "adamw_8bit": _Kind(

@@ -31,11 +31,7 @@ from runtimes.process.launcher import Ranks
 from runtimes.torch.device import check_fsdp
 from runtimes.torch_models.network import Network
 
-BACKENDS = {
-    "cuda": "cpu:gloo,cuda:nccl",
-    "npu": "cpu:gloo,npu:hccl",
-    "hpu": "cpu:gloo,hpu:hccl",
-}
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "hpu": "cpu:gloo,hpu:hccl"}
 Masters = dict[str, torch.nn.Parameter]
 
 

@@ -54,10 +54,7 @@ def offload_layers(model: torch.nn.Module, device: torch.device) -> None:
     if device.type == "cuda":
         move_to_blocks(model, partial(torch.empty, dtype=torch.uint8, pin_memory=True))
     apply_group_offloading(  # already pinned memory is not copied
-        model,
-        onload_device=device,
-        offload_type="leaf_level",
-        use_stream=device.type == "cuda",
+        model, onload_device=device, offload_type="leaf_level", use_stream=device.type == "cuda"
     )
 
 

@@ -60,11 +60,7 @@ def load_denoiser(
 
 
 def open_weights(
-    denoiser: Any,
-    folder: Path,
-    dtype: torch.dtype,
-    config: dict[str, Any] | None,
-    seed: int,
+    denoiser: Any, folder: Path, dtype: torch.dtype, config: dict[str, Any] | None, seed: int
 ) -> dict[str, StoredRows]:
     """The weights of a denoiser, for `load_state_dict`; indexing them reads rows as `dtype`.
 
@@ -158,10 +154,7 @@ def empty_text_encoder(base: Base, part: str) -> Any:
 
 
 def load_text_encoder(
-    base: Base,
-    part: str,
-    dtype: torch.dtype = torch.float32,
-    folder: Path | None = None,
+    base: Base, part: str, dtype: torch.dtype = torch.float32, folder: Path | None = None
 ) -> Any:
     """Load a text encoder to the CPU, in evaluation mode.
 

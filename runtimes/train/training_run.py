@@ -195,12 +195,7 @@ def write_result(job: TrainJob, base: Base, state: State, history: list[str]) ->
 
 
 def _write(
-    fs: AbstractFileSystem,
-    root: str,
-    job: TrainJob,
-    base: Base,
-    state: State,
-    history: list[str],
+    fs: AbstractFileSystem, root: str, job: TrainJob, base: Base, state: State, history: list[str]
 ) -> list[FileEntry]:
     files: list[FileEntry] = []
 

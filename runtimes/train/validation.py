@@ -75,13 +75,7 @@ class Samples:
     """Generates the sample images: on rank 0 alone, unless ranks generate collectively."""
 
     def __init__(
-        self,
-        job: TrainJob,
-        runtime: Runtime,
-        events: Events,
-        trackers: Trackers,
-        *,
-        writes: bool,
+        self, job: TrainJob, runtime: Runtime, events: Events, trackers: Trackers, *, writes: bool
     ) -> None:
         self._job = job
         self._runtime = runtime

@@ -297,10 +297,7 @@ def _normalized(inputs: torch.Tensor, axes: tuple[int, ...], eps: float) -> torc
 
 
 def _affine(
-    output: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
+    output: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Scale and shift, in the wider of a dtype and the weight's dtype, as norms on CUDA return."""
     if weight is None:

@@ -78,12 +78,7 @@ class Sampler:
         Refused: a component is missing or cannot be loaded.
     """
 
-    def __init__(
-        self,
-        base: Base,
-        mesh: Mesh,
-        dtype: str = "float32",
-    ) -> None:
+    def __init__(self, base: Base, mesh: Mesh, dtype: str = "float32") -> None:
         self._mesh = mesh
         self._dtype = getattr(torch, dtype)
         self._encoder = sharded_encoder(mesh, 1, base, dtype=dtype)

@@ -3,13 +3,7 @@
 from configs.errors import Failed
 from tasks.download.shard import STAGE, VERSION
 from tasks.download.shard_plan import DownloadPlan, ShardSpec
-from tasks.download.stage import (
-    DownloadStage,
-    check,
-    plan,
-    planned,
-    settings_for_key,
-)
+from tasks.download.stage import DownloadStage, check, plan, planned, settings_for_key
 
 __all__ = [
     "STAGE",

@@ -325,13 +325,7 @@ class SafeHttpClient:
         await self.session.close()
 
     async def fetch(
-        self,
-        url: str,
-        deadline: Deadline,
-        *,
-        room: Room | None,
-        admit: Admit,
-        truncate: int | None,
+        self, url: str, deadline: Deadline, *, room: Room | None, admit: Admit, truncate: int | None
     ) -> tuple[bytes, MultiMapping[str]]:
         """Body and response headers of `url`.
 

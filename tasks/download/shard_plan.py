@@ -198,12 +198,7 @@ RECENT_GROUPS = 64
 READ_AHEAD = 2
 #: Columns of an index: sha256 of the hashes of a shard's rows, and the place of the row group.
 INDEX_SCHEMA = pa.schema(
-    [
-        ("digest", pa.binary(32)),
-        ("rows", pa.int64()),
-        ("file", pa.string()),
-        ("group", pa.int32()),
-    ]
+    [("digest", pa.binary(32)), ("rows", pa.int64()), ("file", pa.string()), ("group", pa.int32())]
 )
 Begin = Callable[[KeyParts], object]
 log = logging.getLogger("kiln")
@@ -312,11 +307,7 @@ def join_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def plan_shards(
-    source: Source,
-    store: Store,
-    shard_size: int,
-    shard_key: Callable[[str], str],
-    begin: Begin,
+    source: Source, store: Store, shard_size: int, shard_key: Callable[[str], str], begin: Begin
 ) -> DownloadPlan:
     """The plan of a source: from the store if nothing changed, else a new plan.
 

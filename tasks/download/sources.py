@@ -91,10 +91,7 @@ class Digits(lists.Source):
         try:
             settings = self.settings
             dataset.write(
-                self.folder,
-                seed=settings.seed,
-                count=settings.count,
-                rehearsal=settings.rehearsal,
+                self.folder, seed=settings.seed, count=settings.count, rehearsal=settings.rehearsal
             )
         except OSError as error:
             raise Refused(

@@ -25,14 +25,7 @@ from tasks.download import shard_plan
 from tasks.download.data_quality import DownloadStatistics, check_data, warn_of_captions
 from tasks.download.http import is_transient
 from tasks.download.lists import Source
-from tasks.download.shard import (
-    STAGE,
-    VERSION,
-    Deferred,
-    DownloadContext,
-    may_retry,
-    shard_key,
-)
+from tasks.download.shard import STAGE, VERSION, Deferred, DownloadContext, may_retry, shard_key
 from tasks.download.sources import SOURCES
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Report

@@ -505,10 +505,7 @@ Kernel = Callable[[Float64, Float64], Float64]  # of [N, D] and [M, D]: [N, M]
 
 
 def _estimate(
-    value: Callable[[Float64, Float64], Float64],
-    n: int,
-    m: int,
-    resampling: Resampling,
+    value: Callable[[Float64, Float64], Float64], n: int, m: int, resampling: Resampling
 ) -> Estimate:
     """The estimate of a function of weights [B, N] and [B, M]."""
     all_equal = value(np.full((1, n), 1 / n), np.full((1, m), 1 / m))

@@ -300,11 +300,7 @@ def render(sets: dict[str, list[Column]]) -> bytes:
 
 
 def _draw_block(
-    page: Image.Image,
-    top: int,
-    name: str,
-    columns: list[Column],
-    cell: tuple[int, int],
+    page: Image.Image, top: int, name: str, columns: list[Column], cell: tuple[int, int]
 ) -> None:
     pen = ImageDraw.Draw(page)
     small = ImageFont.load_default(11)

@@ -64,11 +64,7 @@ LIMIT = 2000
 
 
 def reference_pictures(
-    images: Artifact,
-    settings: TransformSettings,
-    factor: int,
-    split: Split,
-    limit: int,
+    images: Artifact, settings: TransformSettings, factor: int, split: Split, limit: int
 ) -> Iterator[tuple[str, Sample, NDArray[np.uint8]]]:
     """The first `limit` pictures of a split: (path of the tar, sample, picture u8 [H, W, 3]).
 
@@ -104,10 +100,7 @@ def reference_pictures(
 
 
 def find_pictures(
-    images: Artifact,
-    wanted: set[tuple[str, str]],
-    settings: TransformSettings,
-    factor: int,
+    images: Artifact, wanted: set[tuple[str, str]], settings: TransformSettings, factor: int
 ) -> dict[tuple[str, str], NDArray[np.uint8]]:
     """Chosen pictures by (path of the tar, sample key); only their tars are read."""
     buckets = bucket_sizes(settings, factor)

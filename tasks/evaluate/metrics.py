@@ -111,10 +111,7 @@ def read_prompts(setting: str, url: str) -> tuple[str, ...]:
         Refused: the file cannot be read or has no prompt; the message names `setting`.
         Away: its store does not respond.
     """
-    with (
-        reading(f"{setting}: {url}", url),
-        fsspec.open(url, "r", encoding="utf-8-sig") as stream,
-    ):
+    with reading(f"{setting}: {url}", url), fsspec.open(url, "r", encoding="utf-8-sig") as stream:
         prompts = tuple(line.strip() for line in stream if line.strip())
     if not prompts:
         raise Refused(f"{url} has no prompt: write one per line", setting=setting)
@@ -266,10 +263,7 @@ class SampleScorer:
     """
 
     def __init__(
-        self,
-        judges: Sequence[JudgeName | PreferenceModel],
-        clip: Path,
-        prompts: Sequence[str],
+        self, judges: Sequence[JudgeName | PreferenceModel], clip: Path, prompts: Sequence[str]
     ) -> None:
         self._judges = open_judges(judges, {}, "cpu")
         self._folder = clip

@@ -35,13 +35,7 @@ from runtimes.process.questions import GpuStepRequest, StepMemory, Unanswered, a
 from runtimes.sample.initial_noise import image_size
 from runtimes.torch_models.gpu_specs import USABLE, Gpu, GpuSpec, parse_gpu
 from tasks.evaluate.metrics import sample_prompts
-from tasks.plan.plan import (
-    TrainingPlan,
-    cache_key,
-    checkpoint_bytes,
-    load_or_compute,
-    open_configs,
-)
+from tasks.plan.plan import TrainingPlan, cache_key, checkpoint_bytes, load_or_compute, open_configs
 from tasks.progress import gib
 
 #: Increment when the recorded step or the meaning of its bytes changes.
@@ -163,11 +157,7 @@ class Planner:
         """Peak memory of a variant of the recipe."""
         step = self.step(train)
         average = 0 if train.ema_decay is None else step.ema
-        state = {
-            "weights": step.weights,
-            "optimizer": optimizer_bytes(step, train),
-            "ema": average,
-        }
+        state = {"weights": step.weights, "optimizer": optimizer_bytes(step, train), "ema": average}
         samples, several = micro_batch(train)
         held = sum(state.values())
         drawn = 0
@@ -247,10 +237,7 @@ def executed_flops(step: StepMemory) -> float:
 Change = tuple[dict[str, Any], str]  # train settings, and what they cost besides FLOPs
 #: Changes that save memory, cheapest first.
 CHANGES: tuple[Change, ...] = (
-    (
-        {"gradient_checkpointing": "blocks", "cuda_graphs": False},
-        "activations are computed twice",
-    ),
+    ({"gradient_checkpointing": "blocks", "cuda_graphs": False}, "activations are computed twice"),
     ({"lora.base_precision": "int8"}, "8-bit weights of the frozen base"),
     ({"optimizer": "adamw_8bit"}, "8-bit moments; needs bitsandbytes"),
     ({"ema_decay": None, "ema_every_n_steps": 1}, "publishes the last weights, not their average"),
@@ -507,12 +494,7 @@ def plan_for(
 
 
 def check_fits(
-    recipe: Recipe,
-    base: Base,
-    memory: int,
-    host: int | None,
-    *,
-    small: int = SMALL,
+    recipe: Recipe, base: Base, memory: int, host: int | None, *, small: int = SMALL
 ) -> None:
     """Raise Refused for a recipe that cannot train or be evaluated on a GPU.
 

@@ -180,11 +180,7 @@ def cast(name: str, tensor: Any, dtype: str) -> Any:
 
 
 def _cast(
-    sources: list[Path],
-    target: Path,
-    dtype: str,
-    merging: _Merging,
-    hub_name: Callable[[str], str],
+    sources: list[Path], target: Path, dtype: str, merging: _Merging, hub_name: Callable[[str], str]
 ) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file

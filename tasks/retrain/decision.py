@@ -121,11 +121,7 @@ def _few(changes: Changes, champion: Champion, least: int) -> str:
 
 
 def show_retraining(
-    model: str,
-    store: Store,
-    champion: Champion | None,
-    changes: Changes,
-    report: dict[str, Any],
+    model: str, store: Store, champion: Champion | None, changes: Changes, report: dict[str, Any]
 ) -> list[Panel]:
     """What changed, the samples, the metrics before and after, the verdict, and the pictures."""
     facts: dict[str, Any] = {

@@ -66,9 +66,7 @@ def test_gc_keeps_what_a_live_builder_works_on(store: Store) -> None:
     assert kinds(collector(store).garbage()) == [("train", "unfinished")]
 
 
-def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(
-    store: Store,
-) -> None:
+def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(store: Store) -> None:
     old = make(store, "download", 1)
     parts = KeyParts("download", 1, {}, {})
     record_run(store, "a-run", {"stages": {"download": [parts.key]}})
@@ -79,9 +77,7 @@ def test_gc_keeps_unfinished_artifacts_of_recent_runs_and_their_shards(
     assert store.shard("download", "shard1") is not None
 
 
-def test_gc_keeps_the_inputs_of_a_run_longer_than_the_retention(
-    local: Store,
-) -> None:
+def test_gc_keeps_the_inputs_of_a_run_longer_than_the_retention(local: Store) -> None:
     images = make(local, "download", 1)
     parts = KeyParts("train", 1, {}, {})
     use(local, "a-run", images)
@@ -92,9 +88,7 @@ def test_gc_keeps_the_inputs_of_a_run_longer_than_the_retention(
     assert ("download", "artifact") in kinds(collector(local).garbage())
 
 
-def test_gc_deletes_checkpoints_of_finished_training(
-    store: Store,
-) -> None:
+def test_gc_deletes_checkpoints_of_finished_training(store: Store) -> None:
     model = make(store, "train", 1)
     store.fs.makedirs(f"{model.path}/checkpoints", exist_ok=True)
     store.fs.pipe_file(f"{model.path}/checkpoints/step-1", b"12345")
@@ -196,9 +190,7 @@ def test_gc_deletes_an_old_lock_of_a_shard(store: Store, monkeypatch: pytest.Mon
     assert list(files(store.fs, f"{store.root}/train/locks")) == []
 
 
-def test_gc_deletes_unused_compiled_programs_and_staged_models(
-    local: Store,
-) -> None:
+def test_gc_deletes_unused_compiled_programs_and_staged_models(local: Store) -> None:
     for name in ("old", "new"):
         place = Path(local.root, "compiled/xla-2", name)
         place.parent.mkdir(parents=True, exist_ok=True)

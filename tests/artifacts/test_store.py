@@ -286,11 +286,7 @@ def test_what_another_machine_does_is_seen_at_once(any_store: Store) -> None:
 
 def test_what_a_newer_version_wrote_is_neither_read_nor_rebuilt(store: Store) -> None:
     artifact = build(store).commit({}, {})
-    newer = {
-        **artifact.manifest,
-        "format": records.FORMAT + 1,
-        "files": [{"path": "a", "new": 1}],
-    }
+    newer = {**artifact.manifest, "format": records.FORMAT + 1, "files": [{"path": "a", "new": 1}]}
     records.write_record(store.fs, f"{artifact.path}/manifest.json", newer)
     with pytest.raises(Failed, match="newer version of kilnworks: update this one"):
         store.find("encode", PARTS.key)

@@ -13,15 +13,7 @@ import numpy as np
 import pytest
 from training import history
 
-from bench import (
-    benchmark_inputs,
-    encode,
-    job_steps,
-    report,
-    run_kilnworks,
-    train,
-    train_rows,
-)
+from bench import benchmark_inputs, encode, job_steps, report, run_kilnworks, train, train_rows
 from bench.diffusers_script_hooks import Stopwatch
 from bench.report import Row, publish
 from bench.run_diffusers_scripts import SCRIPTS, Peer, PeerTime

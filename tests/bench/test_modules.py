@@ -269,9 +269,7 @@ def test_checkpoint_rates_of_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_loaders_are_compared(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_loaders_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert loader.main(["--quick"]) == 0
     ratios = json.loads(capsys.readouterr().out.splitlines()[-1])["ratios"]
     assert ratios.keys() == {"rate_vs_webdataset", "rate_vs_grain"}

@@ -48,20 +48,14 @@ def test_documented_recipes_exist() -> None:
         ({"train.best_checkpoint": {"patienc": 1}}, "did you mean train.best_checkpoint.patience?"),
         ({"publish.hub": {"rep": "a/b"}}, "did you mean publish.hub.repo?"),
         ({"evaluate.prompts.new.prompt": ["a"]}, "did you mean evaluate.prompts.new.prompts?"),
-        (
-            {"train.steps": "many"},
-            "train.steps: it takes a whole number without a unit",
-        ),
+        ({"train.steps": "many"}, "train.steps: it takes a whole number without a unit"),
         (
             {"encode.holdout": "10%"},
             "holdout: it takes a number without a unit, such as 0.1 for 10%",
         ),
         ({"encode": {"holdout": 0, 15: None}}, "encode.15: no setting is a number; write a dec"),
         ({"source": "./mine"}, "source: it takes a section, such as {kind: folder, path"),
-        (
-            {"source.path": "mine"},
-            "(of source.kind urls, folder, dataset or tars; this one is d",
-        ),
+        ({"source.path": "mine"}, "(of source.kind urls, folder, dataset or tars; this one is d"),
         ({"source.pth": "mine"}, "source.pth: unknown setting (there are: count"),
         ({"train.method": "LoRA"}, "'full' or 'lora' (got 'LoRA'; did you mean lora?)"),
         ({"evaluate.scheduler": "euler_a"}, "'euler_a' is euler_ancestral here"),

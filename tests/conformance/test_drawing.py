@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conformance.conftest import Subject
-from conformance.runs import (
-    Once,
-    pictures,
-    skip_unless_known,
-    subjects,
-    subjects_and_families,
-)
+from conformance.runs import Once, pictures, skip_unless_known, subjects, subjects_and_families
 from diffusers import DiffusionPipeline, Flux2KleinPipeline, FluxPipeline, QwenImagePipeline
 from numpy.typing import NDArray
 from tolerances import PICTURE

@@ -27,8 +27,7 @@ def test_a_caption_that_leaves_the_paper_open_accepts_any_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["a cat", "a three or a four in red ink", "a three in gold ink on a green board", ""],
+    "text", ["a cat", "a three or a four in red ink", "a three in gold ink on a green board", ""]
 )
 def test_a_caption_of_no_picture_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"caption .*(a handwritten seven|no such style)"):

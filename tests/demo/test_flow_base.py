@@ -55,10 +55,7 @@ def test_the_parts_of_the_other_base_are_links_to_it() -> None:
     assert links == {name: BASE / name for name in links}
     assert all(path.is_file() for path in links.values())
     weights = {name for name in links if name.endswith(".safetensors")}
-    assert weights == {
-        "text_encoder/model.safetensors",
-        "vae/diffusion_pytorch_model.safetensors",
-    }
+    assert weights == {"text_encoder/model.safetensors", "vae/diffusion_pytorch_model.safetensors"}
     changed = {"vae": {"shift_factor": 0.0}, "text_encoder": {"dtype": "float32"}}
     for part, change in changed.items():
         ours, theirs = (

@@ -87,8 +87,7 @@ def test_an_automation_without_notification_needs_no_block_and_stays_as_it_is(
 def set_up(tmp_path: Path) -> Callable[..., list[str]]:
     """Runs set_up.sh; the commands of prefect and python that it gives. No pool exists yet."""
     write_program(
-        tmp_path / "prefect",
-        '#!/bin/sh\ncase "$*" in *inspect*) exit 1; esac\necho prefect "$@"\n',
+        tmp_path / "prefect", '#!/bin/sh\ncase "$*" in *inspect*) exit 1; esac\necho prefect "$@"\n'
     )
     write_program(tmp_path / "python", '#!/bin/sh\necho python "$@"\n')
     return partial(run, DEPLOY / "server/set_up.sh", programs=tmp_path)

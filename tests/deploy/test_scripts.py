@@ -55,9 +55,7 @@ def test_gaudi_launcher_starts_torchrun(checkout: Path) -> None:
     ]
 
 
-def test_ascend_launcher_starts_msrun_of_the_environment(
-    checkout: Path,
-) -> None:
+def test_ascend_launcher_starts_msrun_of_the_environment(checkout: Path) -> None:
     write_program(checkout / ".venv-mindspore/bin/msrun", PRINT_ARGUMENTS)
     script = checkout / "deploy/ascend/launch.sh"
     words = run(script, "job.json", "16", "8", "10.0.0.1", "1", programs=checkout / "none")

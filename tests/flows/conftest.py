@@ -125,10 +125,7 @@ def here(
     """`here(*words)` is `kiln` of tests/kiln_command.py, in this process."""
 
     def call(
-        *words: str,
-        overrides: dict[str, Any] | None = None,
-        code: int = 0,
-        api: str | None = None,
+        *words: str, overrides: dict[str, Any] | None = None, code: int = 0, api: str | None = None
     ) -> str:
         if api is not None:
             at_home(api)

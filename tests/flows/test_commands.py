@@ -151,10 +151,7 @@ def test_a_printed_recipe_can_be_run(here: Here, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["recipes", "plan", "tpu"])
 def test_a_setting_without_effect_is_named(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     planned = []
     monkeypatch.setattr("flows.show_plan.show_plan", lambda given, *_, **__: planned.append(given))

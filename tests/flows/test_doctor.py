@@ -76,10 +76,7 @@ def test_a_server_that_answers(
 @pytest.mark.parametrize("word", ["team:secret", "team:other"])
 @pytest.mark.usefixtures("asked")
 def test_a_server_that_asks_for_a_password(
-    word: str,
-    address: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    word: str, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = f"Basic {b64encode(b'team:secret').decode()}"
     monkeypatch.setattr(Healthy, "wanted", wanted)

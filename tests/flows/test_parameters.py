@@ -83,10 +83,7 @@ def test_a_secret_of_digits_is_hidden_and_reaches_the_flow() -> None:
     given = {"beam.s3_secret_access_key": 5550123456, "beam.save_token": False}
     stored = finetune.serialize_parameters({"overrides": hide_secrets(given)})
     assert "5550123456" not in str(stored) and "False" in str(stored)
-    assert received(given) == {
-        "beam.s3_secret_access_key": "5550123456",
-        "beam.save_token": False,
-    }
+    assert received(given) == {"beam.s3_secret_access_key": "5550123456", "beam.save_token": False}
 
 
 @pytest.mark.parametrize("overrides", WITH_SECRETS)

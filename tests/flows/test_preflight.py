@@ -353,9 +353,7 @@ def test_a_scheduler_takes_so_many_steps(
         check_scheduler("torch", config, None, steps)
 
 
-def test_rules_without_held_out_pictures_are_refused_before_training(
-    small: dict[str, Any],
-) -> None:
+def test_rules_without_held_out_pictures_are_refused_before_training(small: dict[str, Any]) -> None:
     def latents(**groups: int) -> Latents:
         return Latents(
             {}, [ShardRef("", 0, "", {f"{split}/8x8": n for split, n in groups.items()})]

@@ -97,11 +97,7 @@ def test_a_run_killed_in_training_resumes_from_the_bucket(
 
 @pytest.mark.extended
 def test_a_store_moved_to_a_bucket_is_reused(
-    url_of: UrlOf,
-    published: Path,
-    smallest: Overrides,
-    here: Here,
-    run_here: RunHere,
+    url_of: UrlOf, published: Path, smallest: Overrides, here: Here, run_here: RunHere
 ) -> None:
     url = url_of("gs")
     store = Store(url)

@@ -157,11 +157,7 @@ def test_after_a_rollback_further_rows_continue_from_the_restored_champion(
 
 @pytest.mark.soak
 def test_a_killed_retraining_resumes_with_the_weights_of_an_undisturbed_one(
-    retrain: Retrain,
-    quick: dict[str, Any],
-    tmp_path: Path,
-    here: Callable[..., str],
-    api: str,
+    retrain: Retrain, quick: dict[str, Any], tmp_path: Path, here: Callable[..., str], api: str
 ) -> None:
     longer = {"source.count": 90, "retrain.max_steps": 6, "train.checkpointing_steps": 2}
     copy = str(tmp_path / "copy")

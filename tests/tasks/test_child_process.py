@@ -253,10 +253,7 @@ def test_a_stop_signals_the_job_and_not_its_own_children(
     """Without its compile process, PyTorch's compilation and so the job's stop never end."""
     found = tmp_path / "found"
     child = subprocess.Popen(
-        ["sh", "-c", JOB, str(found)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        ["sh", "-c", JOB, str(found)], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     interrupt(child, monkeypatch)
     assert child.returncode == 0

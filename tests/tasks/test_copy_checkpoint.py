@@ -77,11 +77,7 @@ def test_a_copy_beside_a_checkpoint_is_none(tmp_path: Path) -> None:
     assert continued(store, parts_of(12)) == [7]
 
 
-RULE = {
-    "best_checkpoint": {},
-    "checkpointing_steps": 2,
-    "holdout_loss": {"every_n_steps": 2},
-}
+RULE = {"best_checkpoint": {}, "checkpointing_steps": 2, "holdout_loss": {"every_n_steps": 2}}
 
 
 def test_the_best_checkpoint_is_copied_before_the_newest(

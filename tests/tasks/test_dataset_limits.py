@@ -108,9 +108,7 @@ def test_captions_that_are_no_utf8_are_counted_and_told(caplog: pytest.LogCaptur
     assert not caplog.text
 
 
-def test_pictures_without_a_caption_are_counted_and_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_pictures_without_a_caption_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     rows = [Row("", (text,), place=f"/pictures/{n}.png") for n, text in enumerate(["", "a", " "])]
     done = {"status": "success", "sha256": "0" * 64, "width": 9, "height": 9}
     shard = shard_statistics(rows, [done] * 3, [(1.0, 0)] * 3, Download(), 3)

@@ -22,9 +22,7 @@ from tasks.download.tars import samples
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
 
-def test_a_sample_s_files_that_are_apart_are_an_error_not_another_s_caption(
-    tmp_path: Path,
-) -> None:
+def test_a_sample_s_files_that_are_apart_are_an_error_not_another_s_caption(tmp_path: Path) -> None:
     pictures = [(f"{n}.jpg", jpg(n)) for n in range(3)]
     path = packed(tmp_path / "0.tar", [*pictures, *((f"{n}.txt", b"c") for n in range(3))])
     with pytest.raises(Refused, match=r"0\.tar: .*sample '0' are not beside"):

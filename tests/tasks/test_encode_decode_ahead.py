@@ -40,10 +40,7 @@ def test_batches_do_not_depend_on_the_number_of_decoders() -> None:
     one, four = _batches(1), _batches(4)
     assert one[1] == four[1] == {"undecodable": 1}
     assert [positions for positions, _ in one[0]] == [positions for positions, _ in four[0]]
-    assert sorted(n for positions, _ in one[0] for n in positions) == [
-        *range(3),
-        *range(4, 25),
-    ]
+    assert sorted(n for positions, _ in one[0] for n in positions) == [*range(3), *range(4, 25)]
     for (_, first), (_, second) in zip(one[0], four[0], strict=True):
         assert len(first) == len(second)
         for plain, other in zip(first, second, strict=True):

@@ -96,11 +96,7 @@ def test_prompts_that_are_cut_are_told_once_for_the_model_and_for_the_judge(
     lines = [one.message for one in caplog.records if one.message.startswith("evaluate: ")]
     cut = [line for line in lines if "2 of 3 prompts are cut at 77 tokens" in line]
     readers = [line.partition("the limit of ")[2].partition(":")[0] for line in cut]
-    assert readers == [
-        "text_encoder and text_encoder_2",
-        "evaluate.clip",
-        "evaluate.judges.pick",
-    ]
+    assert readers == ["text_encoder and text_encoder_2", "evaluate.clip", "evaluate.judges.pick"]
     assert sum("2 prompts differ only behind the limit" in line for line in lines) == 1
     assert summary["cut"]["text_encoder"] == {"tokens": 77, "cut": 2}
 

@@ -16,10 +16,7 @@ def test_a_core_that_is_another_jobs_has_no_decoder(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("files", "connections"), [(160, 32), (20, 1), (4096, 256)])
 def test_connections_are_as_many_as_the_process_may_open_files_for(
-    files: int,
-    connections: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    files: int, connections: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fetch, "raise_open_file_limit", lambda: files)
     with caplog.at_level(logging.WARNING, "kiln"):

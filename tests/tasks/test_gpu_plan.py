@@ -354,10 +354,7 @@ def test_a_small_model_is_not_planned(tiny_sd: Path, tmp_path: Path, steps: Step
 
 
 def test_a_run_starts_if_it_cannot_be_planned(
-    tiny_sd: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tiny_sd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: Any) -> dict[str, Any]:
         raise Unanswered("runtimes.torch.gpu_plan", 1, "no such operator")

@@ -150,8 +150,7 @@ def test_the_card_of_qwen_image_is_guided_as_the_evaluation(tmp_path: Path) -> N
     scale = recipe.evaluate.guidance_scale
     plain, card = (
         write_card(
-            *(recipe, tmp_path, measured, [], {}),
-            Weights(False, True, family=family_named(name)),
+            *(recipe, tmp_path, measured, [], {}), Weights(False, True, family=family_named(name))
         )
         for name in ("sd", "qwen_image")
     )

@@ -316,18 +316,14 @@ def test_a_champion_without_a_manifest_is_reported(registry: tuple[Store, Regist
         found.champion()
 
 
-def test_the_number_of_a_former_champion_is_not_reused(
-    registry: tuple[Store, Registry],
-) -> None:
+def test_the_number_of_a_former_champion_is_not_reused(registry: tuple[Store, Registry]) -> None:
     store, found = registry
     crown(store, found, 1, 2)
     found.fs.rm(f"{found.root}/v2", recursive=True)
     assert found.publish(model(store, 3)).name == "v3"
 
 
-def test_a_lookup_of_a_missing_model_creates_no_folder(
-    registry: tuple[Store, Registry],
-) -> None:
+def test_a_lookup_of_a_missing_model_creates_no_folder(registry: tuple[Store, Registry]) -> None:
     _, found = registry
     with pytest.raises(Refused, match="no such model in the registry"):
         found.promote("v1")

@@ -32,13 +32,7 @@ from tasks.publish.model_card import (
     license_of,
     shown_license,
 )
-from tasks.publish.stage import (
-    PublishStage,
-    Rejected,
-    _compared,
-    registry_of,
-    settings_for_key,
-)
+from tasks.publish.stage import PublishStage, Rejected, _compared, registry_of, settings_for_key
 from tasks.train import STAGE as TRAIN
 
 pytestmark = pytest.mark.slow

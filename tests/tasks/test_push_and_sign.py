@@ -264,11 +264,7 @@ def test_a_hub_that_was_not_reached_has_not_refused(
 
 @pytest.mark.parametrize("kind", ["memory", *REMOTE])
 def test_a_model_in_a_bucket_is_signed_and_pushed(
-    kind: str,
-    hub: HubServer,
-    url_of: UrlOf,
-    make_keys: Keys,
-    own_cache: Path,
+    kind: str, hub: HubServer, url_of: UrlOf, make_keys: Keys, own_cache: Path
 ) -> None:
     registry = Registry(f"{url_of(kind)}/registry", "digits")
     version = small(registry)

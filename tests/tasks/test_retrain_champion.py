@@ -171,10 +171,7 @@ def test_pictures_that_the_champion_was_trained_on_are_not_held_out(
     ],
 )
 def test_a_run_holds_out_no_pictures_that_the_champion_was_trained_on(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, Any],
-    is_refused: bool,
+    run: Run, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], is_refused: bool
 ) -> None:
     case = {"gate": ["cmmd < champion"], "source": "first", "stored": False, **changed}
     chosen = {name: value for name, value in changed.items() if name in ("stages", "force")}

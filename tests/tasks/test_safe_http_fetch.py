@@ -193,9 +193,7 @@ def test_a_second_address_is_checked_when_the_first_refuses(
 
 
 @settings(
-    deadline=None,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(st.sampled_from(PUBLIC + PRIVATE), min_size=1, max_size=6, unique=True))
 def test_whatever_the_order_of_a_names_addresses_no_private_one_is_connected_to(

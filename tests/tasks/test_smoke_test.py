@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from toy_recipes import digits, drawn_by
 from transformers import CLIPImageProcessor
 

@@ -73,7 +73,7 @@ def test_a_slice_that_is_taken_away_before_it_is_ready_is_made_anew(
     monkeypatch.setattr(slice_run, "_state", lambda: next(states, cloud.state))
     assert slice_run.train_with_restarts(1) == {"event": "result"}
     assert [verb for verb in cloud.told if verb in ("create", "delete")] == [
-        *("create", "delete", "create"),
+        *("create", "delete", "create")
     ]
     states = iter([None, "PREEMPTED"])
     with pytest.raises(Away, match="too often"):
@@ -91,9 +91,7 @@ def test_a_signal_that_hangs_does_not_keep_the_connection(
 
 
 def test_a_deletion_that_hangs_is_logged_and_hides_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-    slice_run: gcloud._SliceRun,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, slice_run: gcloud._SliceRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gcloud, "OUTAGE_SECONDS", -1.0)
     HangingCloud(monkeypatch, "delete")
@@ -266,9 +264,7 @@ def test_a_run_that_loses_its_lock_during_the_set_up_does_not_train(
         slice_run._train()
 
 
-def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(
-    slice_run: gcloud._SliceRun,
-) -> None:
+def test_a_signal_to_the_job_of_one_attempt_reaches_no_other(slice_run: gcloud._SliceRun) -> None:
     other = gcloud._SliceRun(slice_run.slice, slice_run.job, print, 0.0, 0.0, code=b"")
     assert slice_run.job_file != other.job_file
 

@@ -36,9 +36,7 @@ def _brightness(strip: bytes) -> dict[str, float]:
     return {"brightness": float(np.asarray(Image.open(io.BytesIO(strip))).mean())}
 
 
-def test_a_rollback_discards_later_progress(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_rollback_discards_later_progress(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(Progress("train"), fsspec.filesystem("memory"), _brightness)
     figures = {"images_per_second": 1.0, "data_wait": 0.0, "memory_bytes": 1, "eta_seconds": 1.0}
     with caplog.at_level(logging.INFO, "kiln"):

@@ -62,11 +62,7 @@ EXTENDED = ("plain", "dora", "texts")
     [pytest.param(case, marks=[pytest.mark.extended] * (case in EXTENDED)) for case in CASES],
 )
 def test_diffusers_loads_what_was_trained(
-    make_job: MakeJob,
-    tiny_sd3: Path,
-    write_latents: Callable[..., str],
-    tmp_path: Path,
-    case: str,
+    make_job: MakeJob, tiny_sd3: Path, write_latents: Callable[..., str], tmp_path: Path, case: str
 ) -> None:
     given = CASES[case]
     if case.startswith("sd3"):

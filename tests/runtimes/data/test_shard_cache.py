@@ -110,10 +110,7 @@ def refused() -> None:
 @pytest.mark.parametrize("failure", [reset, unavailable, refused])
 @pytest.mark.parametrize("failures", [2, 3])
 def test_a_passing_failure_of_the_store_is_tried_again(
-    remote: Remote,
-    monkeypatch: pytest.MonkeyPatch,
-    failures: int,
-    failure: Callable[[], None],
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, failures: int, failure: Callable[[], None]
 ) -> None:
     left, real = [failures], MemoryFileSystem.open
 

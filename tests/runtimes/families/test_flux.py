@@ -205,8 +205,7 @@ TARGETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("targets", "dora"),
-    [("attention", False), ("blocks", True), ("double", False)],
+    ("targets", "dora"), [("attention", False), ("blocks", True), ("double", False)]
 )
 def test_adapters_load_in_diffusers_in_both_layouts(
     flux_job: MakeJob, tiny_flux: Path, tmp_path: Path, targets: str, dora: bool

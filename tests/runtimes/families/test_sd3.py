@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-from diffusers_script import (
-    Script,
-    assert_figures,
-    levels,
-    prompt_and_pooled_embeds,
-    start_noise,
-)
+from diffusers_script import Script, assert_figures, levels, prompt_and_pooled_embeds, start_noise
 from flow_families import (
     GUIDANCE,
     SIZE,

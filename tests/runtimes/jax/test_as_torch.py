@@ -78,10 +78,7 @@ def run_watched(job: TrainJob, folder: Path) -> str:
 def both(make_job: MakeJob, *, jax: dict[str, Any], **settings: Any) -> list[TrainJob]:
     """The same run, for torch and, with more settings, for jax."""
     sampled = {"sample_prompts": ("a red cat", "a blue dog", "a hill"), "sampler": SAMPLER}
-    jobs = [
-        make_job("torch", **settings),
-        make_job("jax", runtime="jax", **{**settings, **jax}),
-    ]
+    jobs = [make_job("torch", **settings), make_job("jax", runtime="jax", **{**settings, **jax})]
     return [replace(job, **sampled) for job in jobs]
 
 

@@ -40,11 +40,7 @@ def test_schedule_noise_and_targets_are_diffusers(config: dict) -> None:
     assert_close(ours.add_noise(z, eps, LEVELS), theirs.add_noise(*tensors))
     # Of 1 - alphas_cumprod, a thousandth where the noise is least, a chip's last bits are more.
     np.testing.assert_allclose(ours.snr(LEVELS), compute_snr(theirs, tensors[2]), rtol=1e-4)
-    expected = {
-        "epsilon": eps,
-        "sample": z,
-        "v_prediction": theirs.get_velocity(*tensors).numpy(),
-    }
+    expected = {"epsilon": eps, "sample": z, "v_prediction": theirs.get_velocity(*tensors).numpy()}
     for kind, target in expected.items():
         schedule = NoiseSchedule(ours.alphas_cumprod, kind)
         assert_close(schedule.target(z, eps, LEVELS), target)
@@ -120,10 +116,7 @@ def test_the_shift_by_resolution_is_diffusers(kind: str, size: tuple[int, int]) 
     assert shift is not None
     mu = calculate_shift(size[0] * size[1] // 4)
     assert shift.mu(*size) == pytest.approx(mu, rel=1e-12)
-    schedule, theirs = (
-        FlowSchedule.from_config(config),
-        FlowMatchEulerDiscreteScheduler(**config),
-    )
+    schedule, theirs = (FlowSchedule.from_config(config), FlowMatchEulerDiscreteScheduler(**config))
     theirs.set_timesteps(sigmas=schedule.sigmas[::-1].tolist(), mu=mu)
     assert_close(schedule.shifted(shift, *size).sigmas[::-1], theirs.sigmas[:-1].numpy())
 

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    UNet2DConditionModel,
-)
+from diffusers import UNet2DConditionModel
 from jobs import HOLDOUT, SAMPLER
 from training import RecordedEvents
 
