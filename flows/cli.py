@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import select
+import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -52,22 +53,16 @@ commands = typer.Typer(rich_markup_mode=None)
 DEFAULT_STORE = "store"
 
 
-def _existing(store: str) -> str:
-    """Check that the store exists; the default one may be missing before the first run."""
-    if store != DEFAULT_STORE:
+def _existing(param: typer.CallbackParam, url: Any) -> Any:
+    """Check that a named store or registry exists: a mistyped registry would count as empty.
+
+    The default store may be missing before the first run.
+    """
+    if url != param.default:
         from flows.store_commands import check_store
 
-        check_store(store)
-    return store
-
-
-def _existing_registry(registry: str | None) -> str | None:
-    """Check that a named registry exists: a mistyped one would count as empty."""
-    if registry is not None:
-        from flows.store_commands import check_store
-
-        check_store(registry, "registry")
-    return registry
+        check_store(url, "registry" if param.name == "registry" else "store")
+    return url
 
 
 Store = Annotated[str, typer.Option("--store", help="Store: folder or URL.", callback=_existing)]
@@ -81,7 +76,7 @@ Model = Annotated[
 ]
 RegistryUrl = Annotated[
     str | None,
-    typer.Option("--registry", help="Registry, if outside the store.", callback=_existing_registry),
+    typer.Option("--registry", help="Registry, if outside the store.", callback=_existing),
 ]
 
 
@@ -117,8 +112,7 @@ def show(
 
     Of a published model: its metrics beside those of the champion.
     """
-    from flows.model_commands import is_published, show_model
-    from flows.store_commands import show_artifact
+    from flows.store_commands import is_published, show_artifact, show_model
 
     url = _registry_of(store, registry)
     if is_published(url, what):
@@ -147,11 +141,11 @@ def verify(
 
     Exit code: 1 if any is damaged, 2 if a model is not as signed or nothing is there.
     """
-    from flows.model_commands import is_model, verify_model
-    from flows.store_commands import verify_store
+    from flows.store_commands import is_published, verify_model, verify_store
 
     url = _registry_of(store, registry)
-    if what is not None and (key is not None or is_model(url, what)):
+    is_model = what is not None and (is_published(url, what) or Path(what).is_dir())
+    if what is not None and (key is not None or is_model):
         whole = verify_model(url, what, key, as_json=as_json)
     elif key is not None:
         raise typer.BadParameter("--key needs a model or a folder")
@@ -169,7 +163,7 @@ def sign(
     registry: RegistryUrl = None,
 ) -> None:
     """Sign a published model with a local key; KILN_SIGNING_PASSWORD opens an encrypted one."""
-    from flows.model_commands import sign_model
+    from flows.store_commands import sign_model
 
     sign_model(_registry_of(store, registry), model, key)
 
@@ -188,7 +182,7 @@ def push(
 
     The token is that of HF_TOKEN or `hf auth login`.
     """
-    from flows.model_commands import push_model
+    from flows.store_commands import push_model
 
     push_model(_registry_of(store, registry), model, repo, private=not public)
 
@@ -198,7 +192,7 @@ def history(
     name: Name, store: Store = DEFAULT_STORE, registry: RegistryUrl = None, as_json: AsJson = False
 ) -> None:
     """List every change of a model's champion."""
-    from flows.model_commands import show_history
+    from flows.store_commands import show_history
 
     show_history(_registry_of(store, registry), name, as_json=as_json)
 
@@ -271,7 +265,7 @@ Overrides = Annotated[list[str] | None, _overrides("train.steps=100")]
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from tasks.stage import version
+        from tasks.code_version import version
 
         print(f"kiln {version()}")
         raise typer.Exit
@@ -312,11 +306,18 @@ def _loaded(recipe: str, override: list[str] | None) -> Recipe:
     return loaded
 
 
-def _run(flow: Literal["finetune", "retrain", "sweep"], **arguments: Any) -> None:
+def _run(
+    flow: Literal["finetune", "retrain", "sweep"],
+    recipe: str,
+    overrides: dict[str, Any],
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Run a flow; a rejected model is an exit code."""
-    from flows import run_command
+    from flows.run_in_terminal import run
 
-    if run_command.run(flow, **arguments)["status"] == "rejected":
+    report = run(flow, recipe=recipe, overrides=overrides, as_json=as_json, **options)
+    if report["status"] == "rejected":
         raise typer.Exit(REJECTED)
 
 
@@ -340,16 +341,8 @@ def run(
     Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 2 wrong
     input (nothing was started), 1 failed.
     """
-    overrides = _checked(recipe, override, as_json=as_json)
-    _run(
-        "finetune",
-        recipe=recipe,
-        overrides=overrides,
-        until=until,
-        retry_failed=retry_failed,
-        force=force,
-        as_json=as_json,
-    )
+    options = {"until": until, "retry_failed": retry_failed, "force": force}
+    _run("finetune", recipe, _checked(recipe, override, as_json=as_json), as_json, **options)
 
 
 @app.command()
@@ -361,8 +354,7 @@ def retrain(
     Exit code: 0 published or unchanged, 3 rejected by the gate, 2 wrong input (nothing was
     started), 1 failed.
     """
-    overrides = _checked(recipe, override, as_json=as_json)
-    _run("retrain", recipe=recipe, overrides=overrides, as_json=as_json)
+    _run("retrain", recipe, _checked(recipe, override, as_json=as_json), as_json)
 
 
 @app.command()
@@ -386,7 +378,7 @@ def sweep(
     with error_as_json(as_json):  # report wrong input before slow imports and servers
         overrides = add_values(_parsed(override), values or ())
         load_trials(recipe, overrides)
-    _run("sweep", recipe=recipe, overrides=overrides, as_json=as_json)
+    _run("sweep", recipe, overrides, as_json)
 
 
 @app.command()
@@ -418,16 +410,11 @@ def generate(
         if not prompts and "file" not in settings:
             raise Refused("generate: it has no prompt: give one, or --from-file")
         read_settings(model, prompts, settings)
-    from flows import run_command
+    from flows import run_in_terminal
 
-    run_command.generate(
-        model=model,
-        prompts=prompts,
-        settings=settings,
-        out=out,
-        skip_grid=skip_grid,
-        skip_save=skip_save,
-        as_json=as_json,
+    skipped = {"skip_grid": skip_grid, "skip_save": skip_save}
+    run_in_terminal.generate(
+        model=model, prompts=prompts, settings=settings, out=out, as_json=as_json, **skipped
     )
 
 
@@ -540,9 +527,13 @@ def doctor(
 @app.command()
 def tpu(recipe: RecipeArgument, override: Overrides = None) -> None:
     """Print the gcloud commands of a recipe's run on a slice; none is executed."""
-    from flows.store_commands import show_tpu
+    loaded = _loaded(recipe, override)
+    if loaded.tpu is None:
+        raise Refused(f"recipe {loaded.name}: no section `tpu` (see docs/tpu.md)")
+    from tasks.tpu import list_commands
 
-    show_tpu(_loaded(recipe, override))
+    for why, command in list_commands(loaded.tpu):
+        print(f"# {why}\n{shlex.join(command)}")
 
 
 def _open_closed_streams() -> None:

@@ -30,19 +30,19 @@ from configs.errors import Refused
 from configs.preflight import Check, Finding, collect, fine, note, problem
 from configs.secrets import without_secrets
 from configs.settings.recipe import Recipe, RuntimeName
-from flows.checks import checks_of
-from flows.run_command import check_home, check_server, configured_server
+from flows.run import checks_of
+from flows.run_in_terminal import check_home, check_server, configured_server
 from runtimes import detect_hardware
 from runtimes.contract import Probe
 from runtimes.process.launcher import count_cores
 from runtimes.registry import probe_runtime
 from runtimes.torch_models.gpu_specs import GIB, known_gpu
+from tasks.code_version import package_versions
 from tasks.doors import Doors, devices_here, stages_without_pool
 from tasks.plan.disk import free_bytes
 from tasks.plan.gpu import RecipeMemory, shipped_plans
 from tasks.progress import gib
 from tasks.publish.hub import check_login
-from tasks.stage import package_versions
 
 PYTHONS = ("3.11", "3.12")
 PINNED = ("prefect", "apache-beam", "img2dataset", "torch", "diffusers", "transformers")

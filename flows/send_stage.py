@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID, uuid4
 
 import httpx
@@ -22,6 +22,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.utilities.annotations import quote
 from prefect.utilities.urls import url_for
 
 from artifacts.errors import is_passing, retrying
@@ -30,11 +31,15 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from configs.settings.recipe import Place, PlacedStage, StageName
-from flows.prefect_run import REUSED
 from tasks.progress import Progress
+
+if TYPE_CHECKING:
+    from flows.run import Run
 
 log = logging.getLogger("kiln")
 
+#: Name of the completed state of a stage whose artifact was in the store.
+REUSED = "Reused"
 FLOW = "kiln-stage"
 #: Crashed runs, none of which came further than those before, that end a try of a stage's task.
 MOST_CRASHES = 3
@@ -66,20 +71,22 @@ def check_deployments(place: Place, stages: Sequence[StageName]) -> None:
                 ) from None
 
 
-def run_task(task: Task[Any, Any], place: Place, *arguments: Any, name: str | None = None) -> Any:
+def run_task(task: Task[Any, Any], run: Run, *arguments: Any, name: str | None = None) -> Any:
     """Run a stage's task, once Prefect's server answers: it gives each task a slot.
 
     A task that waits for another run of the stage has no concurrency limit.
 
     Args:
-        place: the stages with a work pool.
+        run: the first argument of the task. It is quoted: Prefect finds a task's result by the
+            identity of its parts, and would draw an edge from each stage that the run names.
+        arguments: the others.
         name: the name of the task run; None: the task's.
     """
-    if task.task_run_name in place.pools():
+    if task.task_run_name in run.recipe.place.pools():
         task = task.with_options(tags={"sent"})
     if name is not None:
         task = task.with_options(task_run_name=name)
-    return retrying(lambda: task(*arguments), passes=is_away, words=_away_in_words)
+    return retrying(lambda: task(quote(run), *arguments), passes=is_away, words=_away_in_words)
 
 
 def is_away(error: BaseException) -> bool:

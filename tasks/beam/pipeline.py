@@ -30,7 +30,8 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from tasks.beam import workers
-from tasks.stage import storing, versions
+from tasks.build_or_reuse import storing
+from tasks.code_version import versions
 
 with workers.quiet_import():
     import apache_beam as beam

@@ -41,10 +41,10 @@ from artifacts.records import digest_bytes, digest_json, distrust, read_checked
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from configs.errors import Failed, Refused, UserError
 from runtimes.data.loader import Prefetch
+from tasks.build_or_reuse import build_or_reuse
 from tasks.download.list_files import reading
 from tasks.download.lists import MalformedList, Piece, Source
 from tasks.download.rows import HASH_SIZE, HASHED, shard_ends
-from tasks.stage import build_or_reuse
 
 SECRET = ["url", "file"]
 #: The column for the encrypted columns, whose Arrow stream is in the first row of a shard.

@@ -21,6 +21,7 @@ from configs.errors import Away, Refused
 from configs.settings.data import Source as SourceSettings
 from configs.settings.recipe import Recipe
 from tasks.beam.workers import REPORTS, beam_options, quiet_import
+from tasks.build_or_reuse import Stage
 from tasks.download import shard_plan
 from tasks.download.data_quality import DownloadStatistics, check_data, warn_of_captions
 from tasks.download.http import is_transient
@@ -29,7 +30,6 @@ from tasks.download.shard import STAGE, VERSION, Deferred, DownloadContext, may_
 from tasks.download.sources import SOURCES
 from tasks.panels import Facts, Panel, PicturePanel, Table, picture_grid, to_png
 from tasks.progress import Report
-from tasks.stage import Stage
 
 NOTES = "deferred"  # folder in the draft with a note for each deferred shard
 #: Facts of a shard that the manifest has; its record has all of them.

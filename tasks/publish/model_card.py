@@ -27,11 +27,12 @@ from runtimes.families import Family
 from runtimes.objective.noise_schedule import SCHEDULERS, read_scheduler_config
 from runtimes.pipeline_folder.folder import Base
 from runtimes.pipeline_folder.weights import pipeline_variant, weight_variant
+from tasks.build_or_reuse import GRID
 from tasks.evaluate.metrics import metric_rows
 from tasks.panels import escape_markdown, human, markdown_table
 from tasks.publish.assemble import KOHYA_SUFFIX
 from tasks.publish.promotion_gate import Verdict, as_rows
-from tasks.stage import GRID, TrainedWeights
+from tasks.trained_weights import TrainedWeights
 
 #: The start of a path that only this machine has.
 ABSOLUTE = re.compile(r"(file|local)://|[/~]")

@@ -28,6 +28,7 @@ from runtimes.adapters.lora import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import FLOW, is_flow
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
+from tasks.build_or_reuse import GATE, GRID, METRICS, Stage
 from tasks.encode import transform as encode
 from tasks.evaluate import stage as evaluate
 from tasks.evaluate.stage import show_closest_pairs
@@ -35,10 +36,9 @@ from tasks.panels import Facts, Panel, PicturePanel, Table
 from tasks.progress import Progress, stage_links
 from tasks.publish import promotion_gate
 from tasks.publish import stage as publish
-from tasks.publish import stage as rejection_artifact
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import SELECTION, Changes
-from tasks.stage import GATE, GRID, METRICS, Stage, local_weights
+from tasks.trained_weights import local_weights
 
 STAGE = "retrain"
 VERSION = 2
@@ -82,20 +82,31 @@ class DecisionStage(Stage):
         """The evaluation, and the verdict on a rejected model."""
         return self.evidence
 
+    @property
+    def too_few_rows(self) -> str | None:
+        """One sentence if the source has fewer new rows than a retraining needs."""
+        changes = self.changes
+        least = self.recipe.retrain.min_new_rows
+        if self.champion is None or changes.new_rows >= least:
+            return None
+        rows = f"{changes.new_rows:,} new rows" if changes.new_rows else "no new rows"
+        enough = f", fewer than {least:,}" if changes.new_rows else ""
+        removed = f"; {changes.removed_rows:,} rows were removed" if changes.removed_rows else ""
+        return f"the source has {rows} since {self.champion.version}{enough}{removed}"
+
     def why_unchanged(self, store: Store) -> str | None:
         """One sentence why there is nothing to train; None if there is."""
-        changes = self.changes
+        if self.too_few_rows is not None:
+            return self.too_few_rows
         champion = self.champion
-        least = self.recipe.retrain.min_new_rows
-        if champion is not None and changes.new_rows < least:
-            return _few(changes, champion, least)
         artifact = store.find(STAGE, self.parts.key)
         if artifact is None:
             return None
         decided = artifact.summary
         if decided["status"] == "rejected":
             before = "the base" if champion is None else champion.version
-            return f"the gate rejected a model of these {changes.rows:,} rows and {before} before"
+            rows = f"these {self.changes.rows:,} rows"
+            return f"the gate rejected a model of {rows} and {before} before"
         if champion is None:  # its registry was deleted
             return None
         version = decided["version"]
@@ -111,13 +122,6 @@ class DecisionStage(Stage):
             "version": None if model is None else model.rpartition("/")[2],
             "changes": asdict(self.changes),
         }
-
-
-def _few(changes: Changes, champion: Champion, least: int) -> str:
-    rows = f"{changes.new_rows:,} new rows" if changes.new_rows else "no new rows"
-    enough = f", fewer than {least:,}" if changes.new_rows else ""
-    removed = f"; {changes.removed_rows:,} rows were removed" if changes.removed_rows else ""
-    return f"the source has {rows} since {champion.version}{enough}{removed}"
 
 
 def show_retraining(
@@ -196,9 +200,8 @@ def _champions_metrics(
 
 def verdict_of(store: Store, report: dict[str, Any]) -> Artifact | None:
     """The verdict on a rejected model; None for a published model."""
-    if rejection_artifact.VERDICT not in report:
-        return None
-    return store.load(rejection_artifact.VERDICT, report[rejection_artifact.VERDICT]["key"])
+    verdict = publish.VerdictStage.name
+    return store.load(verdict, report[verdict]["key"]) if verdict in report else None
 
 
 def _published(uri: str) -> dict[str, Any]:

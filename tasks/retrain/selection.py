@@ -28,13 +28,13 @@ from configs.settings.data import Download
 from configs.settings.recipe import Recipe
 from runtimes.data.shard_cache import ShardFiles
 from runtimes.families import family_named
+from tasks.build_or_reuse import Stage
 from tasks.download import shard_plan
 from tasks.download.rows import shard_ends
 from tasks.download.shard import STAGE as DOWNLOAD
 from tasks.download.shard import shard_key
 from tasks.encode.transform import STAGE, VERSION
 from tasks.retrain.champion import Champion
-from tasks.stage import Stage
 
 Rows = dict[bytes, shard_plan.Span]  # row hash -> its place in the source
 log = logging.getLogger("kiln")

@@ -1,13 +1,10 @@
 """Stages: build an artifact or reuse it, say why, and read what it holds.
 
 Every stage goes through `build_or_reuse`. The reason of a build is what differs from the most
-similar recent artifact. The bytes of shards depend on the versions of this process's code and
-packages.
+similar recent artifact.
 
 METRICS to GRID name files of an evaluation, RECIPE to REPORT those that a published model has in
-addition. Trained weights are read as local folders: pipeline parts or LoRA adapters.
-
-The version of this code is that of pyproject.toml, its git commit, and a digest of its files.
+addition.
 """
 
 from __future__ import annotations
@@ -15,37 +12,36 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property, lru_cache, partial
-from importlib.metadata import distributions
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from artifacts.errors import classify
 from artifacts.filesystems import ask_at_once, subfolders
 from artifacts.lock import owner_in_words
-from artifacts.records import Damaged, digest_bytes, digest_json, first_fault, open_checked
+from artifacts.records import Damaged
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
 from configs.errors import Failed, Refused
-from configs.load_recipe import CHECKOUT
 from configs.secrets import one_line
-from runtimes.adapters.lora import LORA_WEIGHTS
-from runtimes.objective.noise_schedule import SCHEDULER_FILE
-from runtimes.process.job import Drawing
-from runtimes.registry import interpreter, spec_of
+from tasks import code_version
 from tasks.panels import Panel
 from tasks.progress import Progress
+
+log = logging.getLogger("kiln")
+METRICS = "metrics.json"
+BOOTSTRAP = "bootstrap.npz"  # resampled values of every metric, for paired differences
+GRID = "before_after.png"
+
+RECIPE = "recipe.yaml"
+GATE = "gate.json"
+REPORT = "report.html"  # outside the manifest, since it shows the publication itself
 
 #: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
 RECENT = 20
@@ -123,15 +119,6 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-log = logging.getLogger("kiln")
-
-#: Packages whose versions a manifest records.
-RECORDED_PACKAGES = (
-    *("kilnworks", "prefect", "apache-beam", "img2dataset", "numpy", "pillow", "safetensors"),
-    *("torch", "diffusers", "transformers", "torch_xla", "jax", "torchax", "mindspore"),
-)
-
-
 @dataclass(frozen=True)
 class StageResult:
     """A stage's result: its artifact and the outcome.
@@ -161,7 +148,7 @@ class StageResult:
 class Stage(ABC):
     """A stage and what it is built from; each stage is a frozen dataclass of its inputs.
 
-    `Builder.build` (flows/prefect_run.py) records, builds or reuses, and checks all of them.
+    `Builder.build` (flows/run.py) records, builds or reuses, and checks all of them.
     """
 
     name: ClassVar[str]
@@ -330,8 +317,8 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "versions": package_versions(sys.executable, RECORDED_PACKAGES),
-        "git": git_commit(),
+        "versions": code_version.package_versions(sys.executable, code_version.RECORDED_PACKAGES),
+        "git": code_version.git_commit(),
         "reason": reason,
         "seconds": round(time.monotonic() - begun, 3),
         "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
@@ -357,147 +344,3 @@ def storing(store: Store) -> Iterator[None]:
         if meaning is error:
             raise
         raise meaning from error
-
-
-def runtime_facts(name: str) -> dict[str, Any]:
-    """The runtime of a stage and the package versions of its environment, for a manifest."""
-    return {"runtime": name, "versions": package_versions(interpreter(name), RECORDED_PACKAGES)}
-
-
-def package_versions(python: str, packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version of installed packages in the environment of a Python interpreter."""
-    folders = map(str, Path(python).parents[1].glob("lib/python*/site-packages"))
-    path = sys.path if python == sys.executable else list(folders)
-    installed = {name: list(distributions(name=name, path=path)) for name in packages}
-    return {name: matches[0].version for name, matches in installed.items() if matches}
-
-
-def git_commit() -> str | None:
-    """Git commit of this code, with -dirty if the checkout has changes; None outside a checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-#: Packages that decode, resize, encode and write.
-SHARD_PACKAGES = (
-    *("img2dataset", "numpy", "opencv-python-headless", "pillow", "pyarrow", "safetensors"),
-    *("torch", "diffusers", "transformers"),
-)
-FOLDERS = ("artifacts", "configs", "runtimes", "tasks")
-
-
-@lru_cache
-def versions(runtime: str = "torch") -> dict[str, str]:
-    """Package -> version in this process, and in the interpreter of a runtime's encoders.
-
-    `Kilnworks` is a digest of our code. Raises Refused if the runtime is not installed.
-    """
-    ours = {"Kilnworks": CODE, **package_versions(sys.executable, SHARD_PACKAGES)}
-    python = interpreter(runtime)
-    packages = (*SHARD_PACKAGES, *spec_of(runtime).needs)
-    theirs = package_versions(python, packages)
-    if python == sys.executable:
-        return ours | theirs
-    return ours | {f"{name} ({runtime})": version for name, version in theirs.items()}
-
-
-def _code_digest(root: Path = CHECKOUT) -> str:
-    """Digest of our modules; an editor's files, such as the dangling link `.#a.py`, are none."""
-    paths = (path for name in FOLDERS for path in (root / name).rglob("*.py"))
-    digests = {}
-    for path in sorted(path for path in paths if not path.name.startswith(".")):
-        with suppress(FileNotFoundError):
-            digests[path.relative_to(root).as_posix()] = digest_bytes(path.read_bytes())
-    return digest_json(digests)[:12]
-
-
-#: The digest at the time of the import: a long-lived worker runs the code that it began with.
-CODE = _code_digest()
-
-
-METRICS = "metrics.json"
-BOOTSTRAP = "bootstrap.npz"  # resampled values of every metric, for paired differences
-GRID = "before_after.png"
-
-RECIPE = "recipe.yaml"
-GATE = "gate.json"
-REPORT = "report.html"  # outside the manifest, since it shows the publication itself
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """Parts that replace the base's parts, and LoRA adapters. Both empty: the base itself."""
-
-    parts: dict[str, Path] = field(default_factory=dict)  # unet, text_encoder, ... -> folder
-    lora: Path | None = None  # adapter file in diffusers' format
-
-    def drawing(self, out: Path) -> Drawing:
-        """A generate job's part that samples with these weights to a folder."""
-        parts = {name: str(folder) for name, folder in self.parts.items()}
-        return Drawing(str(out), parts, None if self.lora is None else str(self.lora))
-
-
-BASE = TrainedWeights()
-
-
-@contextmanager
-def local_weights(trained: Artifact) -> Iterator[TrainedWeights]:
-    """The weights of a train artifact: in place for a local store, else in a temporary copy.
-
-    Raises Damaged: their bytes are not those that were committed.
-    """
-    fs = trained.store.fs
-    kept = set(_weights(trained))
-    entries = [entry for entry in trained.files if entry.path in kept]
-    if trained.store.is_local:
-        fault = first_fault(fs, trained.path, entries, deep=True)
-        if fault is not None:
-            raise Damaged(f"{trained.uri}: {fault}; run again")
-        yield _tuned(Path(trained.path), trained)
-        return
-    with tempfile.TemporaryDirectory(prefix="kiln-tuned-") as folder:
-        for entry in entries:
-            target = Path(folder) / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            url = trained.url(entry.path)
-            with open_checked(url, entry.sha256) as source, target.open("wb") as copy:
-                shutil.copyfileobj(source, copy, 2**22)
-        yield _tuned(Path(folder), trained)
-
-
-def weights_content(trained: Artifact) -> list[Any]:
-    """Path, size and sha256 of each artifact file that affects the pictures."""
-    kept = set(_weights(trained))
-    return [entry.content() for entry in trained.files if entry.path in kept]
-
-
-def _weights(trained: Artifact) -> list[str]:
-    """Paths of all files that sampling reads: adapters, and parts with their configs."""
-    paths = [entry.path for entry in trained.files]
-    configs = (path for path in paths if path.endswith(("/config.json", f"/{SCHEDULER_FILE}")))
-    parts = {path.rpartition("/")[0] for path in configs}
-    return [path for path in paths if path == LORA_WEIGHTS or path.rpartition("/")[0] in parts]
-
-
-def _tuned(folder: Path, trained: Artifact) -> TrainedWeights:
-    paths = _weights(trained)
-    names = sorted({path.partition("/")[0] for path in paths if "/" in path})
-    lora = folder / LORA_WEIGHTS if LORA_WEIGHTS in paths else None
-    return TrainedWeights({name: folder / name for name in names}, lora)
-
-
-def version() -> str:
-    """The version, commit and digest: `0.1.0 (1a2b3c..., code 4d5e6f...)`.
-
-    An image has no commit; the digest tells its code from other code of the same version.
-    """
-    file = CHECKOUT / "pyproject.toml"
-    number = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"]
-    known = [commit] if (commit := git_commit()) else []
-    return f"{number} ({', '.join([*known, f'code {CODE}'])})"
