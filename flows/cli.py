@@ -22,24 +22,11 @@ import typer
 from typer.exceptions import TyperException
 
 from artifacts.errors import classify
+from configs import load_recipe as loading
 from configs.errors import Refused, UserError
-from configs.load_recipe import (
-    add_values,
-    dump,
-    json_schema,
-    load_recipe,
-    load_trials,
-    parse_override,
-    recipe_names,
-)
 from configs.secrets import one_line, redact_logs, redacted_errors
+from configs.settings import recipe as recipe_settings
 from configs.settings.generate import read_settings
-from configs.settings.recipe import (
-    Recipe,
-    StageName,
-    warnings_without_effect,
-    with_defaults_without_effect,
-)
 from flows.command_errors import error_as_json, import_prefect, usage_error
 from runtimes.detect_hardware import collect_garbage_rarely
 
@@ -287,21 +274,13 @@ def _options(
 
 
 def _parsed(override: list[str] | None) -> dict[str, Any]:
-    return dict(parse_override(text) for text in override or [])
+    return dict(loading.parse_override(text) for text in override or [])
 
 
-def _checked(recipe: str, override: list[str] | None, *, as_json: bool) -> dict[str, Any]:
-    """The overrides of a valid recipe; wrong input is reported before slow imports and servers."""
-    with error_as_json(as_json):
-        overrides = _parsed(override)
-        load_recipe(recipe, overrides)
-    return overrides
-
-
-def _loaded(recipe: str, override: list[str] | None) -> Recipe:
+def _loaded(recipe: str, override: list[str] | None) -> recipe_settings.Recipe:
     """A valid recipe, of a command that runs no flow; stderr names its settings without effect."""
-    loaded = load_recipe(recipe, _parsed(override))
-    for line in warnings_without_effect(loaded):
+    loaded = loading.load_recipe(recipe, _parsed(override))
+    for line in recipe_settings.warnings_without_effect(loaded):
         print(f"warning: {line}", file=sys.stderr)
     return loaded
 
@@ -309,11 +288,23 @@ def _loaded(recipe: str, override: list[str] | None) -> Recipe:
 def _run(
     flow: Literal["finetune", "retrain", "sweep"],
     recipe: str,
-    overrides: dict[str, Any],
+    override: list[str] | None,
+    values: list[str] | None = None,
+    *,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run a flow; a rejected model is an exit code."""
+    """Run a flow; a rejected model is an exit code.
+
+    Wrong input is reported before slow imports and servers.
+    """
+    with error_as_json(as_json):
+        overrides = _parsed(override)
+        if flow == "sweep":
+            overrides = loading.add_values(overrides, values or ())
+            loading.load_trials(recipe, overrides)
+        else:
+            loading.load_recipe(recipe, overrides)
     from flows.run_in_terminal import run
 
     report = run(flow, recipe=recipe, overrides=overrides, as_json=as_json, **options)
@@ -325,7 +316,9 @@ def _run(
 def run(
     recipe: RecipeArgument,
     override: Overrides = None,
-    until: Annotated[StageName, typer.Option("--until", help="The last stage to run.")] = "publish",
+    until: Annotated[
+        recipe_settings.StageName, typer.Option("--until", help="The last stage to run.")
+    ] = "publish",
     retry_failed: Annotated[
         bool,
         typer.Option("--retry-failed", help="Fetch rows with transient failures again (timeout)."),
@@ -341,8 +334,8 @@ def run(
     Exit code: 0 published (or all stages up to --until built), 3 rejected by the gate, 2 wrong
     input (nothing was started), 1 failed.
     """
-    options = {"until": until, "retry_failed": retry_failed, "force": force}
-    _run("finetune", recipe, _checked(recipe, override, as_json=as_json), as_json, **options)
+    options: dict[str, Any] = {"until": until, "retry_failed": retry_failed, "force": force}
+    _run("finetune", recipe, override, as_json=as_json, **options)
 
 
 @app.command()
@@ -354,7 +347,7 @@ def retrain(
     Exit code: 0 published or unchanged, 3 rejected by the gate, 2 wrong input (nothing was
     started), 1 failed.
     """
-    _run("retrain", recipe, _checked(recipe, override, as_json=as_json), as_json)
+    _run("retrain", recipe, override, as_json=as_json)
 
 
 @app.command()
@@ -375,10 +368,7 @@ def sweep(
 
     --set adds to the recipe's `sweep.values`. Exit codes are those of `kiln run`.
     """
-    with error_as_json(as_json):  # report wrong input before slow imports and servers
-        overrides = add_values(_parsed(override), values or ())
-        load_trials(recipe, overrides)
-    _run("sweep", recipe, overrides, as_json)
+    _run("sweep", recipe, override, values, as_json=as_json)
 
 
 @app.command()
@@ -447,7 +437,7 @@ def plan(
 
     Exit code: 0 it fits, 2 it does not; the message has the largest batch, or settings, that do.
     """
-    loaded = with_defaults_without_effect(_loaded(recipe, override))
+    loaded = recipe_settings.with_defaults_without_effect(_loaded(recipe, override))
     places = _once("--topology", topology), _once("--gpu", gpu)
     from flows.show_plan import show_plan
 
@@ -474,7 +464,7 @@ def place(
     ] = None,
 ) -> None:
     """Deploy stages to the work pools of a recipe's `place`; runs then send them there."""
-    loaded = load_recipe(recipe, _parsed(override))
+    loaded = loading.load_recipe(recipe, _parsed(override))
     import_prefect()
     from flows.work_pools import deploy_stages
 
@@ -493,12 +483,12 @@ def recipes(
     if schema and name is not None:
         raise typer.BadParameter("--schema is of all recipes: give no name")
     if schema:
-        print(json.dumps(json_schema(), indent=1))
+        print(json.dumps(loading.json_schema(), indent=1))
     elif name is not None:
-        print(dump(_loaded(name, override)), end="")
+        print(loading.dump(_loaded(name, override)), end="")
     else:
-        for known in recipe_names():
-            print(f"{known:16} {load_recipe(known).description}")
+        for known in loading.recipe_names():
+            print(f"{known:16} {loading.load_recipe(known).description}")
 
 
 @app.command()
@@ -513,7 +503,7 @@ def doctor(
 
     Neither pictures nor weights are fetched. Exit code: 0 ready, 1 a problem, 2 wrong input.
     """
-    checked = None if recipe is None else load_recipe(recipe, _parsed(override))
+    checked = None if recipe is None else loading.load_recipe(recipe, _parsed(override))
     if recipe is None and override:
         raise typer.BadParameter("-o needs a recipe: kiln doctor RECIPE -o KEY=VALUE")
     import_prefect()

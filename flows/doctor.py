@@ -78,7 +78,11 @@ def packages(installed: dict[str, str]) -> Iterator[Finding]:
             yield problem(f"{name} is not installed", "run `make setup`")
     for name, (versions, why) in TRAPS.items():
         if name in installed and _is_within(installed[name], versions):
-            yield problem(f"{name} {installed[name]} {why}", _reinstall(name))
+            pip = f"{sys.executable} -m pip"
+            remedy = f"{pip} install --no-deps --requirement requirements/base.txt"
+            if name == "dataclasses":
+                remedy = f"{pip} uninstall --yes dataclasses"
+            yield problem(f"{name} {installed[name]} {why}", remedy)
 
 
 def _is_within(version: str, versions: str) -> bool:
@@ -86,13 +90,6 @@ def _is_within(version: str, versions: str) -> bool:
         return SpecifierSet(versions, prereleases=True).contains(version)
     except InvalidVersion:
         return False
-
-
-def _reinstall(name: str) -> str:
-    pip = f"{sys.executable} -m pip"
-    if name == "dataclasses":
-        return f"{pip} uninstall --yes dataclasses"
-    return f"{pip} install --no-deps --requirement requirements/base.txt"
 
 
 def nvidia_driver(
@@ -253,7 +250,10 @@ def _machine_checks(
     cuda = [device for device in probes["torch"].devices if device.startswith("cuda")]
 
     def nvidia() -> Iterator[Finding]:
-        wanted = recipe is not None and _asks_cuda(recipe)
+        wanted = False
+        if recipe is not None and recipe.runtime == "torch":
+            devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
+            wanted = any(name.startswith("cuda") for name in devices)
         return nvidia_driver(cuda, installed.get("torch"), wanted=wanted)
 
     return [
@@ -288,11 +288,6 @@ def _trains_on_cpu(probe: Probe, recipe: Recipe | None) -> Iterator[Finding]:
 def _runtimes(probes: dict[str, Probe]) -> Iterator[Finding]:
     if not any(probe.available for probe in probes.values()):
         yield problem("no runtime can train here", "run `make setup`")
-
-
-def _asks_cuda(recipe: Recipe) -> bool:
-    devices = devices_here(recipe, stages_without_pool(recipe.place)).values()
-    return recipe.runtime == "torch" and any(name.startswith("cuda") for name in devices)
 
 
 def _server() -> tuple[str, list[Finding]]:

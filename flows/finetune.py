@@ -43,10 +43,7 @@ REJECTED = "kiln.model.rejected"
 #: Stage name -> function that returns the panels of its artifact.
 SHOWS = {
     stage.name: stage.show
-    for stage in (
-        *(DownloadStage, EncodeStage, TrainStage),
-        *(EvaluateStage, publication.PublishStage),
-    )
+    for stage in (DownloadStage, EncodeStage, TrainStage, EvaluateStage, publication.PublishStage)
 }
 
 #: Reports of the flows that this process has ended: Prefect's server may be away then.

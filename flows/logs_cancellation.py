@@ -118,7 +118,8 @@ def log_to_prefect() -> None:
     logger = logging.getLogger("kiln")
     if not any(isinstance(handler, APILogHandler) for handler in logger.handlers):
         handler = APILogHandler()
-        handler.addFilter(_in_a_run)
+        # The thread of a heartbeat belongs to no run.
+        handler.addFilter(lambda _: bool(FlowRunContext.get() or TaskRunContext.get()))
         logger.addHandler(handler)
         if logger.level == logging.NOTSET:
             logger.setLevel(logging.INFO)
@@ -154,11 +155,6 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 def _is_wrong_input(error: Exception) -> bool:
     return any(isinstance(cause, ValueError) for cause in (error, error.__cause__))
-
-
-def _in_a_run(record: logging.LogRecord) -> bool:
-    """Whether the thread belongs to a run; a heartbeat's does not."""
-    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
 
 
 #: Seconds until an ignored interruption is raised again: the callback that ignored it has ended.

@@ -13,11 +13,7 @@ import httpx
 from prefect import Task
 from prefect.artifacts import create_link_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterType,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.deployments import run_deployment
@@ -224,7 +220,11 @@ def _tell(
     name = pool.partition("/")[0]
     url = url_for("flow-run", obj_id=sent.id)
     log.info("%s: sent to pool %s%s", stage, pool, f": {url}" if url else "")
-    _link(url, sent, pool, progress)
+    if url is not None:
+        try:
+            create_link_artifact(url, f"{sent.name} on {pool}", key=f"{progress.key}-run")
+        except Exception as error:  # the run counts, not its display
+            log.warning("%s: the link to the run is not shown: %s", stage, error)
     try:
         ready = client.read_work_pool(name).status
     except (ObjectNotFound, *AWAY) as error:  # the run is sent, and is waited for
@@ -240,15 +240,6 @@ def _check_away(stage: str, error: Exception) -> None:
         raise Failed(f"{stage}: the Prefect server refuses: {one_line(error)}") from error
 
 
-def _link(url: str | None, sent: FlowRun, pool: str, progress: Progress) -> None:
-    if url is None:
-        return
-    try:
-        create_link_artifact(url, f"{sent.name} on {pool}", key=f"{progress.key}-run")
-    except Exception as error:  # the run counts, not its display
-        log.warning("%s: the link to the run is not shown: %s", progress.stage, error)
-
-
 def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[Any]:
     """The final state of a sent run, whose progress is shown as this run's until then."""
     away = False
@@ -262,18 +253,17 @@ def _wait(client: SyncPrefectClient, sent: FlowRun, reached: _Reached) -> State[
         except AWAY as error:
             _check_away(reached.progress.stage, error)
             if not away:
-                log.warning(
-                    "%s: the Prefect server is away: %s", reached.progress.stage, one_line(error)
-                )
+                message = "%s: the Prefect server is away: %s"
+                log.warning(message, reached.progress.stage, one_line(error))
             away = True
         time.sleep(POLL_SECONDS)
 
 
 def _show(client: SyncPrefectClient, run: UUID, reached: _Reached) -> None:
     artifacts = client.read_artifacts(
-        artifact_filter=ArtifactFilter(
-            flow_run_id=ArtifactFilterFlowRunId(any_=[run]),
-            type=ArtifactFilterType(any_=["progress"]),
+        artifact_filter=filters.ArtifactFilter(
+            flow_run_id=filters.ArtifactFilterFlowRunId(any_=[run]),
+            type=filters.ArtifactFilterType(any_=["progress"]),
         )
     )
     for artifact in artifacts:

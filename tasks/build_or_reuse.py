@@ -55,9 +55,8 @@ def why_built(store: Store, parts: KeyParts) -> str:
     The artifact with the fewest changes counts, among the RECENT newest; if several, the newest.
     It may belong to another recipe (`kiln ls` has the recipes of each key).
     """
-    folder = f"{store.root}/{parts.stage}"
     try:
-        if store.fs.exists(f"{folder}/{parts.key}/manifest.json"):
+        if store.fs.exists(f"{store.root}/{parts.stage}/{parts.key}/{MANIFEST}"):
             return "it was damaged"
         recent = _recent_keys(store, parts.stage)
         if not recent:
@@ -74,8 +73,8 @@ def why_built(store: Store, parts: KeyParts) -> str:
     if not changed:
         return "the artifacts before could not be read"
     key, fewest = min(changed, key=lambda pair: len(pair[1]))
-    changes = ", ".join([*fewest[:SHOWN], *["…"][: len(fewest) > SHOWN]])
-    return f"changed since {key[:12]}: {changes}"
+    changes = [*fewest[:SHOWN], "…"] if len(fewest) > SHOWN else fewest
+    return f"changed since {key[:12]}: {', '.join(changes)}"
 
 
 def _readable(store: Store, stage: str, key: str) -> Artifact | None:
@@ -241,7 +240,13 @@ def build_or_reuse(
     with failing(parts.stage), storing(store):
         artifact = store.find(parts.stage, parts.key)
         if artifact is None and send is not None:
-            artifact, outcome = _built_elsewhere(store, parts, send)
+            outcome = send()
+            artifact = store.find(parts.stage, parts.key)
+            if artifact is None:
+                raise Failed(
+                    f"{parts.stage} {parts.key[:12]}: the run on the work pool built another "
+                    "artifact: its workers need this version of Kilnworks, and the same models"
+                )
         elif artifact is None:
             ours = versions()
             on_wait = partial(_on_wait, parts, help_builder, ours)
@@ -262,20 +267,6 @@ def build_or_reuse(
                     log.info("%s: committed %s", parts.stage, parts.key[:12])
     seconds = round(time.monotonic() - started, 3)
     return StageResult(parts.stage, parts.key, artifact.uri, artifact.digest, outcome, seconds)
-
-
-def _built_elsewhere(
-    store: Store, parts: KeyParts, send: Callable[[], str]
-) -> tuple[Artifact, str]:
-    """The artifact and the outcome of the run elsewhere."""
-    outcome = send()
-    artifact = store.find(parts.stage, parts.key)
-    if artifact is None:
-        raise Failed(
-            f"{parts.stage} {parts.key[:12]}: the run on the work pool built another artifact: its "
-            "workers need this version of Kilnworks, and the same models"
-        )
-    return artifact, outcome
 
 
 def _on_wait(

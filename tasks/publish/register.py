@@ -179,11 +179,7 @@ def register(
         path = f"{published.path}/{REPORT}"
         if results[-1].outcome == "built" or not store.fs.exists(path):
             with _warning(f"{REPORT} is missing"):
-                champion = champion_evaluation(registry.champion(), evaluated, published)
-                if champion is not None:
-                    evaluate = partial(shows[evaluated.stage], champion=champion)
-                    shows = {**shows, evaluated.stage: evaluate}
-                html = page(recipe, list(zip(artifacts, results, strict=True)), shows)
+                html = _page(model, list(zip(artifacts, results, strict=True)), shows)
                 write_atomic(store.fs, path, html.encode())
     with storing(registry.store):
         version = registry.publish(published)
@@ -206,6 +202,19 @@ def register(
     if recipe.publish.hub is not None:
         registered["hub"] = _pushed(recipe.publish.hub, registry, version)
     return registered | compared
+
+
+def _page(
+    model: PublishStage,
+    stages: Sequence[tuple[Artifact, StageResult]],
+    shows: Mapping[str, Callable[..., list[Panel]]],
+) -> str:
+    """The report, whose evaluation has the champion too if it is comparable."""
+    evaluate = model.evaluated.stage
+    champion = champion_evaluation(model.registry.champion(), model.evaluated, stages[-1][0])
+    if champion is not None:
+        shows = {**shows, evaluate: partial(shows[evaluate], champion=champion)}
+    return page(model.recipe, stages, shows)
 
 
 def _promote(model: PublishStage, version: Version, published: Artifact, start: str | None) -> None:

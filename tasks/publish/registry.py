@@ -401,8 +401,7 @@ class Registry:
 
     def last_move(self) -> dict[str, Any] | None:
         """The last change of the champion: {version, why, at}; None without a champion."""
-        moves = self.history()
-        return moves[-1] if moves else None
+        return next(reversed(self.history()), None)
 
     def history(self) -> Moves:
         """Changes of the champion, oldest first. Raises Refused if they are damaged."""
