@@ -2,22 +2,17 @@
 
 `prepare` passes the doors with a recipe (tasks/doors.py) and asks Prefect's server for work pools.
 Before a server is started, what asks other machines is left out; `kiln doctor RECIPE` lists what
-all doors find. A `Builder` builds all stages in the same way: the begin is recorded for `kiln gc`,
-the end is shown in Prefect's UI. A run builds its stages, or one stage that another run waits for;
-a retraining starts from a champion.
+all doors find. A run builds its stages, or one stage that another run waits for; a retraining
+starts from a champion.
 """
 
 from __future__ import annotations
 
-import logging
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
-
-from prefect.states import Completed
 
 from artifacts.gc import record_run
 from artifacts.latent_shards import Latents
@@ -27,25 +22,22 @@ from configs.load_recipe import dump
 from configs.preflight import Check, enter
 from configs.settings.recipe import PLACED_STAGES, STAGES, PlacedStage, Recipe, StageName
 from flows.run_in_terminal import configured_server, lasting_server
-from flows.send_stage import REUSED, check_deployments, send_stage
+from flows.send_stage import check_deployments, send_stage
 from runtimes.pipeline_folder.folder import Base
 from tasks import download, train
 from tasks.beam.workers import settings_to_send
-from tasks.build_or_reuse import Stage, StageResult, build_or_reuse, storing
+from tasks.build_or_reuse import Builder, StageResult, storing
 from tasks.doors import Doors
 from tasks.evaluate.inputs import EvalInputs, MeasuringModels, model_digests
 from tasks.evaluate.metrics import metric_names
 from tasks.evaluate.published import PublishedMetrics, metrics_of_published
-from tasks.panels import Panel
 from tasks.plan.disk import check_disk
-from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
+from tasks.progress import Progress
 from tasks.publish import stage as publish
 from tasks.publish.promotion_gate import check_rules
 from tasks.publish.registry import Version
 from tasks.retrain.champion import Champion
 from tasks.retrain.selection import plan_changes
-
-log = logging.getLogger("kiln")
 
 
 def prepare(
@@ -125,88 +117,6 @@ def check_gate_rules(recipe: Recipe, latents: Latents) -> None:
     hint = f"{share} selected {count or 'none'} of these few pictures: raise it or remove the rule"
     known = metric_names(recipe, held_out=count)
     check_rules(recipe.publish.gate, known, recipe.evaluate.bootstrap, hint)
-
-
-class Builder(ABC):
-    """What builds the stages of a flow run, each in the same way."""
-
-    store: Store
-    id: str  # of the flow run
-
-    @property
-    @abstractmethod
-    def model_name(self) -> str:
-        """Name of the model, which separates recipes in Prefect."""
-
-    @property
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """What the record of the run has beside its stages."""
-
-    def begin(self, parts: KeyParts) -> Progress:
-        """Record, before a stage is built, that the run needs it: `kiln gc` keeps what runs need.
-
-        Returns the progress of building the stage.
-        """
-        with storing(self.store):
-            record_run(self.store, self.id, {**self.facts, "stages": {parts.stage: [parts.key]}})
-        return Progress(parts.stage, self.model_name)
-
-    def send(
-        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
-    ) -> Callable[[], str] | None:
-        """A call that lets a run elsewhere build a stage; None: it is built here.
-
-        Args:
-            before: what the stage is built from: results of the stages before, or the plan.
-        """
-        return None
-
-    def build(
-        self, stage: Stage, before: Sequence[StageResult | Artifact] | None = None
-    ) -> StageResult:
-        """Build a stage's artifact, here or elsewhere, or reuse it, and check it.
-
-        Args:
-            before: as of `send`; None: it is built here.
-
-        Raises:
-            Failed: as `build_or_reuse` and the stage's `check`.
-        """
-        parts = stage.parts
-        progress = self.begin(parts)
-        result = build_or_reuse(
-            *(self.store, parts, partial(stage.build, progress=progress)),
-            parents=stage.parents,
-            help_builder=stage.helper(self.store, progress),
-            versions=stage.versions,
-            send=None if before is None else self.send(parts, progress, before),
-        )
-        summary = result.load(self.store).summary
-        stage.check(summary)
-        return replace(result, facts=stage.facts(summary))
-
-    def ended(self, result: StageResult, show: Callable[[Artifact], list[Panel]]) -> Any:
-        """Show a stage's artifact in the UI, and return the final state of its task.
-
-        Prefect passes the result to a task that receives the state, and draws an edge.
-
-        Args:
-            show: returns the panels of the stage's artifact.
-        """
-        heading = f"{result.stage}: {result.outcome}"
-        # The artifact is loaded where an error is only logged.
-        self.show(result.stage, heading, lambda: show(result.load(self.store)))
-        text = "%s: %s in %.1f s (%s)"
-        log.info(text, result.stage, result.outcome, result.seconds, result.key[:12])
-        return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
-
-    def show(self, stage: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
-        """Show panels of a stage in the UI, with links to the artifacts of the stages before."""
-        earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else ()
-        links = [stage_links(self.model_name, earlier)] if earlier else []
-        key = artifact_key(self.model_name, stage)
-        show_in_prefect(key, heading, lambda: [*panels(), *links])
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from artifacts.store import Store
 from configs.errors import Away, Failed, Refused
 from configs.secrets import one_line
 from configs.settings.recipe import Place, PlacedStage, StageName
+from tasks.build_or_reuse import REUSED
 from tasks.progress import Progress
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kiln")
 
-#: Name of the completed state of a stage whose artifact was in the store.
-REUSED = "Reused"
 FLOW = "kiln-stage"
 #: Crashed runs, none of which came further than those before, that end a try of a stage's task.
 MOST_CRASHES = 3

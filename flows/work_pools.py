@@ -32,10 +32,10 @@ from flows.finetune import download, encode, evaluate, report_of
 from flows.retrain import training_task
 from flows.run import Run, Sent, prepare
 from flows.run_in_terminal import check_server, lasting_server
-from flows.send_stage import FLOW, REUSED
+from flows.send_stage import FLOW
 from flows.task_limits import ACCELERATOR, revealed
 from tasks.beam.workers import received_recipe
-from tasks.build_or_reuse import StageResult
+from tasks.build_or_reuse import REUSED, StageResult
 from tasks.publish.stage import registry_of
 from tasks.retrain.champion import Champion, find_champion
 

@@ -1,7 +1,8 @@
 """Stages: build an artifact or reuse it, say why, and read what it holds.
 
-Every stage goes through `build_or_reuse`. The reason of a build is what differs from the most
-similar recent artifact.
+A `Builder` builds all stages in the same way: the begin is recorded for `kiln gc`, the end is shown
+in Prefect's UI. Every stage goes through `build_or_reuse`. The reason of a build is what differs
+from the most similar recent artifact.
 
 METRICS to GRID name files of an evaluation, RECIPE to REPORT those that a published model has in
 addition.
@@ -16,23 +17,25 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from artifacts.errors import classify
 from artifacts.filesystems import ask_at_once, subfolders
+from artifacts.gc import record_run
 from artifacts.lock import owner_in_words
 from artifacts.records import Damaged
 from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
 from configs.errors import Failed, Refused
 from configs.secrets import one_line
+from configs.settings.recipe import STAGES
 from tasks import code_version
 from tasks.panels import Panel
-from tasks.progress import Progress
+from tasks.progress import Progress, artifact_key, show_in_prefect, stage_links
 
 log = logging.getLogger("kiln")
 METRICS = "metrics.json"
@@ -43,6 +46,8 @@ RECIPE = "recipe.yaml"
 GATE = "gate.json"
 REPORT = "report.html"  # outside the manifest, since it shows the publication itself
 
+#: Name of the completed state in Prefect of a stage whose artifact was in the store.
+REUSED = "Reused"
 #: Artifacts of a stage that are compared, the newest first: a store may have several recipes.
 RECENT = 20
 #: Changes that a reason names.
@@ -147,7 +152,7 @@ class StageResult:
 class Stage(ABC):
     """A stage and what it is built from; each stage is a frozen dataclass of its inputs.
 
-    `Builder.build` (flows/run.py) records, builds or reuses, and checks all of them.
+    `Builder.build` records, builds or reuses, and checks all of them.
     """
 
     name: ClassVar[str]
@@ -314,6 +319,90 @@ def _facts(reason: str, begun: float, parents: dict[str, Artifact]) -> dict[str,
         "seconds": round(time.monotonic() - begun, 3),
         "parents": {n: {"stage": a.stage, "key": a.key} for n, a in parents.items()},
     }
+
+
+class Builder(ABC):
+    """What builds the stages of a flow run, each in the same way."""
+
+    store: Store
+    id: str  # of the flow run
+
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """Name of the model, which separates recipes in Prefect."""
+
+    @property
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the record of the run has beside its stages."""
+
+    def begin(self, parts: KeyParts) -> Progress:
+        """Record, before a stage is built, that the run needs it: `kiln gc` keeps what runs need.
+
+        Returns the progress of building the stage.
+        """
+        with storing(self.store):
+            record_run(self.store, self.id, {**self.facts, "stages": {parts.stage: [parts.key]}})
+        return Progress(parts.stage, self.model_name)
+
+    def send(
+        self, parts: KeyParts, progress: Progress, before: Sequence[StageResult | Artifact]
+    ) -> Callable[[], str] | None:
+        """A call that lets a run elsewhere build a stage; None: it is built here.
+
+        Args:
+            before: what the stage is built from: results of the stages before, or the plan.
+        """
+        return None
+
+    def build(
+        self, stage: Stage, before: Sequence[StageResult | Artifact] | None = None
+    ) -> StageResult:
+        """Build a stage's artifact, here or elsewhere, or reuse it, and check it.
+
+        Args:
+            before: as of `send`; None: it is built here.
+
+        Raises:
+            Failed: as `build_or_reuse` and the stage's `check`.
+        """
+        parts = stage.parts
+        progress = self.begin(parts)
+        result = build_or_reuse(
+            *(self.store, parts, partial(stage.build, progress=progress)),
+            parents=stage.parents,
+            help_builder=stage.helper(self.store, progress),
+            versions=stage.versions,
+            send=None if before is None else self.send(parts, progress, before),
+        )
+        summary = result.load(self.store).summary
+        stage.check(summary)
+        return replace(result, facts=stage.facts(summary))
+
+    def ended(self, result: StageResult, show: Callable[[Artifact], list[Panel]]) -> Any:
+        """Show a stage's artifact in the UI, and return the final state of its task.
+
+        Prefect passes the result to a task that receives the state, and draws an edge.
+
+        Args:
+            show: returns the panels of the stage's artifact.
+        """
+        from prefect.states import Completed
+
+        heading = f"{result.stage}: {result.outcome}"
+        # The artifact is loaded where an error is only logged.
+        self.show(result.stage, heading, lambda: show(result.load(self.store)))
+        text = "%s: %s in %.1f s (%s)"
+        log.info(text, result.stage, result.outcome, result.seconds, result.key[:12])
+        return Completed(name=REUSED if result.outcome == "reused" else None, data=result)
+
+    def show(self, stage: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
+        """Show panels of a stage in the UI, with links to the artifacts of the stages before."""
+        earlier = STAGES[: STAGES.index(stage)] if stage in STAGES else ()
+        links = [stage_links(self.model_name, earlier)] if earlier else []
+        key = artifact_key(self.model_name, stage)
+        show_in_prefect(key, heading, lambda: [*panels(), *links])
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_a_cached_flows_operations_do_not_grow_with_the_store(
     def show(key: str, heading: str, panels: Callable[[], list[Panel]]) -> None:
         assert to_markdown(heading, panels())
 
-    for module in ("flows.run", "flows.finetune"):
+    for module in ("tasks.build_or_reuse", "flows.finetune"):
         monkeypatch.setattr(f"{module}.show_in_prefect", show)
     for stage in STAGES:  # without Prefect's engine, which reads and writes elsewhere
         task = getattr(finetune, stage)

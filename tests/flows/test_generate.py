@@ -101,7 +101,9 @@ def test_pictures_have_no_stages_before_them(monkeypatch: pytest.MonkeyPatch) ->
     none: Any = None
     shown: list[object] = []
     monkeypatch.setattr(GenerateRun, "model_name", "tiny")
-    monkeypatch.setattr("flows.run.show_in_prefect", lambda *given: shown.append(given[-1]()))
+    monkeypatch.setattr(
+        "tasks.build_or_reuse.show_in_prefect", lambda *given: shown.append(given[-1]())
+    )
     run = GenerateRun(none, "a-run", none)
     for stage in ("generate", "download"):
         run.show(stage, "", list)

@@ -14,7 +14,6 @@ from artifacts.store import Artifact, Store
 from configs.errors import Away, Failed
 from configs.settings.recipe import STAGES, Hub
 from flows import finetune
-from flows import run as run_module
 from flows.run import Run, Sent
 from tasks.build_or_reuse import StageResult
 from tasks.publish import stage as publish
@@ -137,7 +136,7 @@ def test_an_error_of_the_report_or_after_the_promotion_is_a_warning(
     def load_before(self: StageResult, store: Store) -> Artifact:
         return load(self, store) if registry.champion() is None else broken()
 
-    monkeypatch.setattr(run_module, "build_or_reuse", lambda *_, **__: result)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", lambda *_, **__: result)
     monkeypatch.setattr(finetune, "SHOWS", dict.fromkeys(finetune.SHOWS, broken))
     monkeypatch.setattr(StageResult, "load", load_before)
     monkeypatch.setattr(publish.Registry, "last_move", broken)
@@ -182,7 +181,7 @@ def test_a_run_reports_the_champion_that_its_model_was_compared_with(
             raise publish.Rejected([], {**measured, "fingerprint": "f"})
         return reused(made)
 
-    monkeypatch.setattr(run_module, "build_or_reuse", judge)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", judge)
     state: Any = finetune.publish.fn(run, *before)
     assert state.data.outcome == ("rejected" if is_rejected else "reused")
     assert {name: state.data.facts[name] for name in measured} == measured

@@ -54,7 +54,7 @@ def test_a_stages_key_has_all_its_inputs(run: Run, monkeypatch: pytest.MonkeyPat
         assert parts.stage == task.fn.__name__
         return parts.inputs, parents
 
-    monkeypatch.setattr(run_module, "build_or_reuse", note)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", note)
     made = {
         stage: commit(run.store, stage, 1, {"source": "s", "base": "b"})
         for stage in ("download", "encode", "train", "evaluate")
@@ -102,7 +102,7 @@ def test_a_run_records_its_stages_before_their_builds(
         kept.extend({s for s, _ in run.keys} for run in runs(store))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "build_or_reuse", killed)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", killed)
     with pytest.raises(KeyboardInterrupt):
         finetune.download.fn(run)
     with pytest.raises(KeyboardInterrupt):
@@ -121,7 +121,7 @@ def test_generate_records_its_run_before_the_build(
         kept.extend((key, parts.key) for run in runs(store) for _, key in run.keys)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "build_or_reuse", drawn)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", drawn)
     with pytest.raises(KeyboardInterrupt):
         generate.draw.fn(settings, "a-run")
     ((recorded, wanted),) = kept

@@ -15,7 +15,6 @@ from artifacts.store import KeyParts, Store
 from configs.load_recipe import load_recipe
 from configs.settings.recipe import STAGES
 from flows import finetune
-from flows import run as run_module
 from flows.run import Run
 from tasks.build_or_reuse import StageResult, build_or_reuse
 from tasks.encode.stage import EncodeStage
@@ -34,7 +33,7 @@ def run(tmp_path: Path) -> Run:
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of artifacts in Prefect."""
     found: list[str] = []
-    monkeypatch.setattr("flows.run.show_in_prefect", lambda key, *_: found.append(key))
+    monkeypatch.setattr("tasks.build_or_reuse.show_in_prefect", lambda key, *_: found.append(key))
     return found
 
 
@@ -58,7 +57,7 @@ def test_the_final_state_of_a_task_names_the_outcome(
 ) -> None:
     made = result(run.store, "encode", outcome)
     monkeypatch.setattr(EncodeStage, "parts", KeyParts("encode", 1, {}, {}))
-    monkeypatch.setattr(run_module, "build_or_reuse", lambda *_, **__: made)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", lambda *_, **__: made)
     state: Any = finetune.encode.fn(run, result(run.store, "download"))
     assert state.is_completed() and state.name == name
     assert state.result() == made
@@ -88,7 +87,7 @@ def test_a_rejected_model_is_an_outcome_with_its_verdicts(
     parts = KeyParts("publish", 1, {}, inputs)
     monkeypatch.setattr(PublishStage, "parts", parts)
     monkeypatch.setattr(finetune.publication, "lineage_of", lambda *_: {})
-    monkeypatch.setattr(run_module, "build_or_reuse", refuse)
+    monkeypatch.setattr("tasks.build_or_reuse.build_or_reuse", refuse)
     state: Any = finetune.publish.fn(run, *before)
     assert state.is_completed() and state.name == "Rejected"
     assert "cmmd < base (measured 2, bound 1)" in state.message
