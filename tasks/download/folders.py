@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import logging
 import re
-import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,27 +42,11 @@ from tasks.download.list_files import (
     reading,
     require_columns,
 )
-from tasks.download.rows import (
-    additional_of,
-    captions_of,
-    score_of,
-    shard_ends,
-    text_of,
-    text_of_file,
-)
+from tasks.download.rows import shard_ends, text_of, text_of_file
 from tasks.download.tars import EXTENSIONS
 
 LOOPBACK = "127.0.0.1"
 Served = TypeVar("Served")
-
-
-def check_port(port: int) -> None:
-    """Raise Refused unless a server can listen on `port` of loopback; 0 selects a free port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _bind(lambda: probe.bind((LOOPBACK, port)), port)
-        # SO_REUSEADDR lets two sockets bind one port, but only one of them can listen.
-        _bind(probe.listen, port)
 
 
 @contextmanager
@@ -75,8 +58,16 @@ def serve_folder(
     Raises:
         Refused: the port is in use or needs privileges.
     """
-    handler = partial(_QuietHandler, directory=str(folder))
-    server: _Server = _bind(lambda: _Server((LOOPBACK, port), handler), port)
+    try:
+        server = _Server((LOOPBACK, port), partial(_QuietHandler, directory=str(folder)))
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges"
+        raise Refused(
+            f"port {port} {why} on this machine: choose another, or 0 for a free one",
+            setting="source.port",
+        ) from None
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
@@ -96,19 +87,6 @@ class _Server(ThreadingHTTPServer):
 class _QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Suppress the log line per request."""
-
-
-def _bind(bind: Callable[[], Any], port: int) -> Any:
-    try:
-        return bind()
-    except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        why = "is in use" if error.errno == errno.EADDRINUSE else "needs privileges"
-        raise Refused(
-            f"port {port} {why} on this machine: choose another, or 0 for a free one",
-            setting="source.port",
-        ) from None
 
 
 PICTURES_AT_ONCE = 32  # in memory, of a parquet file
@@ -147,13 +125,8 @@ class Dataset(lists.Source):
 
         def rows() -> Iterator[dict[str, Any]]:
             for number, values in parquet_rows(file, list(lists.named_columns(s).values())):
-                captions = captions_of(values[s.caption_column])
-                score = score_of(values.get(s.aesthetic_column or ""))
                 picture = self._picture(values[s.image_column])
-                more = additional_of(s.additional_columns, values)
-                yield lists.embedded_row(
-                    picture, lists.PictureLocation(file, number), captions, score, more
-                )
+                yield lists.embedded_row(picture, lists.PictureLocation(file, number), s, values)
 
         return lists.hash_rows(rows())
 
@@ -283,8 +256,8 @@ class Folder(lists.Source):
             require_columns(self.columns, columns, table)
         needs_table = self.settings.aesthetic_column or self.settings.additional_columns
         if needs_table and not files.tables:
-            scores = self.settings.aesthetic_column is not None
-            setting = "aesthetic_column" if scores else "additional_columns"
+            has_scores = self.settings.aesthetic_column is not None
+            setting = "aesthetic_column" if has_scores else "additional_columns"
             raise Refused(f"source.{setting}: {folder} has no {', '.join(METADATA)}")
         if not files.tables and not any(_has(f.name, *PICTURES) for f in files.captioned):
             raise Refused(
@@ -334,9 +307,8 @@ class Folder(lists.Source):
         def rows() -> Iterator[dict[str, Any]]:
             for file, text in captions.items():
                 caption = text_of_file(_bytes_at(text) or b"").strip()
-                yield lists.embedded_row(
-                    _bytes_at(file), lists.PictureLocation(file, None), (caption,), None
-                )
+                place = lists.PictureLocation(file, None)
+                yield lists.embedded_row(_bytes_at(file), place, self.settings, None, caption)
 
         return lists.hash_rows(rows())
 
@@ -352,12 +324,8 @@ class Folder(lists.Source):
                     raise Refused(f"source: {metadata}: file_name {name!r} leads out of the folder")
                 file = f"{_folder(metadata)}/{name}"
                 picture = _bytes_at(file) if name else None
-                captions = captions_of(values.get(self.settings.caption_column))
-                score = score_of(values.get(self.settings.aesthetic_column or ""))
-                more = additional_of(self.settings.additional_columns, values)
-                yield lists.embedded_row(
-                    picture, lists.PictureLocation(file, None), captions, score, more
-                )
+                place = lists.PictureLocation(file, None)
+                yield lists.embedded_row(picture, place, self.settings, values)
             if hidden:
                 words = "source: %s: %d lines name hidden files, which are no rows"
                 log.warning(words, without_secrets(metadata), hidden)

@@ -35,10 +35,13 @@ from tasks.download.list_files import ListedFile, located, open_file, reading, r
 from tasks.download.rows import (
     COLUMNS,
     HASHED,
+    additional_of,
     canonical_additional,
+    captions_of,
     integer,
     literal,
     row_hash,
+    score_of,
     text_of,
 )
 
@@ -197,10 +200,10 @@ COMPRESSIONS = ("", ".gz", ".zst")
 OWN_COLUMNS = "hive_partitioning = false"
 #: Column of a plan -> the setting that names the list's column.
 SETTINGS = {
-    "url": "source.url_column",
-    "captions": "source.caption_column",
-    "sha256": "source.sha256_column",
-    "aesthetic_score": "source.aesthetic_column",
+    "url": "url_column",
+    "captions": "caption_column",
+    "sha256": "sha256_column",
+    "aesthetic_score": "aesthetic_column",
 }
 NUMBERS = {f"{u}{n}INT" for u in ("", "U") for n in ("TINY", "SMALL", "BIG", "HUGE")} | {
     *("INTEGER", "UINTEGER", "FLOAT", "DOUBLE", "BOOLEAN")
@@ -222,47 +225,32 @@ class MalformedList(Refused):
     """DuckDB refuses a text file, such as one with a malformed line."""
 
 
-def read_list(
-    file: str,
-    format: ListFormat,
-    columns: Mapping[str, str | None],
-    base_url: str | None,
-    additional: Sequence[str],
-) -> Iterator[pa.Table]:
+def read_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     """Tables of HASHED, in the order of the file.
-
-    Args:
-        columns: `url`, `captions`, `sha256` and `aesthetic_score` -> the file's column or None.
-        additional: further columns to keep.
 
     Raises:
         MalformedList: DuckDB refuses a text file, perhaps after some tables.
         Refused: the file cannot be read.
     """
+    format = FORMATS[source.format]
     with reading(file), connection(file) as (db, path):
         try:
-            table = format.table(file, path)
-            yield from _read(db, format, table, columns, base_url, additional, file)
+            yield from _read(db, source, format.table(file, path), file)
         except (duckdb.Error, pa.ArrowException, OSError) as error:  # also by an Arrow stream
             if format.tolerant is None:
                 raise
             raise MalformedList(f"source: {file}: {one_line(error)}") from None
 
 
-def read_malformed_list(
-    file: str,
-    format: ListFormat,
-    columns: Mapping[str, str | None],
-    base_url: str | None,
-    additional: Sequence[str],
-) -> Iterator[pa.Table]:
+def read_malformed_list(file: str, source: UrlSource) -> Iterator[pa.Table]:
     """As `read_list`, but Python finds the lines; a malformed line is a row with empty values.
 
     All rows come from this reader: the two readers number the rows of some files differently.
     """
+    format = FORMATS[source.format]
     assert format.tolerant is not None
     table = "lines"
-    texts = dict.fromkeys((*filter(None, columns.values()), *additional))
+    texts = dict.fromkeys(named_columns(source).values())
     if format.is_json:  # DuckDB reads the values, too: Python writes 1e30 and true in other ways
         valid = "if(json_type(try_cast(json as json)) = 'OBJECT', json, '{}')"
         table = f"(select {valid} as json from lines)"
@@ -271,21 +259,15 @@ def read_malformed_list(
     with reading(file), _cursor() as db:
         for lines in _batches(format.tolerant(file), lambda line: line.values()):
             db.register("lines", pa.Table.from_pylist(lines, schema=schema))
-            yield from _read(db, format, table, columns, base_url, additional, file)
+            yield from _read(db, source, table, file)
 
 
 def _read(
-    db: duckdb.DuckDBPyConnection,
-    format: ListFormat,
-    table: str,
-    columns: Mapping[str, str | None],
-    base_url: str | None,
-    additional: Sequence[str],
-    file: str,
+    db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, made from a table with columns of any types."""
-    selected = _selected(db, format, table, columns, additional, file)
-    yield from (_hashed_with_additional if additional else _hashed)(db, selected, base_url)
+    hashed = _hashed_with_additional if source.additional_columns else _hashed
+    yield from hashed(db, _selected(db, source, table, file), source.base_url)
 
 
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
@@ -447,23 +429,24 @@ class _Values(NamedTuple):
     binary: frozenset[str] = frozenset()  # columns of a plan whose values are bytes
 
 
-def _selected(
-    db: duckdb.DuckDBPyConnection,
-    format: ListFormat,
-    table: str,
-    columns: Mapping[str, str | None],
-    additional: Sequence[str],
-    file: str,
-) -> str:
+def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str) -> str:
     """SQL of the rows of COLUMNS in a table of any types."""
+    format = FORMATS[source.format]
+    additional = source.additional_columns
+    columns = {name: getattr(source, setting) for name, setting in SETTINGS.items()}
     named = {name: column for name, column in columns.items() if column is not None}
     if format.is_json:
         values = _json_values(named, additional)
     else:
         types = {name: kind for name, kind, *_ in db.execute(f"describe from {table}").fetchall()}
-        _refuse_names_by_case([*named.values(), *additional], types, format, file)
-        require_columns({SETTINGS[name]: named[name] for name in named}, [*types], file)
-        require_columns(additional_settings(additional), [*types], file)
+        absent = {*named.values(), *additional} - types.keys()
+        # DuckDB, which ignores case, has one of two names that differ by it under another name.
+        if absent and (renamed := sorted(absent & set(format.columns(file)))):
+            raise Refused(
+                f"source: {file} has another column {renamed[0]!r} in other case: rename one of "
+                "them"
+            )
+        require_columns(named_columns(source), [*types], file)
         values = _typed_values(named, additional, types)
         if format.tolerant is not None:  # Python's csv reader knows no null
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
@@ -487,17 +470,6 @@ def _selected(
             from {table}
         )
     """
-
-
-def _refuse_names_by_case(
-    wanted: Iterable[str], types: Mapping[str, str], format: ListFormat, file: str
-) -> None:
-    """Raise Refused for a column that DuckDB, which ignores case, has under another name."""
-    absent = set(wanted) - types.keys()
-    if absent and (renamed := sorted(absent & set(format.columns(file)))):
-        raise Refused(
-            f"source: {file} has another column {renamed[0]!r} in other case: rename one of them"
-        )
 
 
 def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values:
@@ -576,17 +548,8 @@ def _digest(value: str, binary: bool) -> str:
     return f"if(octet_length({value}) = 32, hex({value}), {text})" if binary else text
 
 
-def additional_settings(columns: Sequence[str]) -> dict[str, str]:
-    """{setting: column} of the columns that source.additional_columns names."""
-    return {f"source.additional_columns.{n}": column for n, column in enumerate(columns)}
-
-
 def _packed(*suffixes: str) -> tuple[str, ...]:
     return tuple(suffix + end for suffix in suffixes for end in COMPRESSIONS)
-
-
-def _parquet_columns(file: str) -> list[str]:
-    return list(_parquet_schema(file).names)
 
 
 def require_text(wanted: Mapping[str, str], file: str) -> None:
@@ -597,7 +560,7 @@ def require_text(wanted: Mapping[str, str], file: str) -> None:
     schema = _parquet_schema(file)
     for setting, column in wanted.items():
         kind = schema.field(column).type
-        is_caption = setting == SETTINGS["captions"]
+        is_caption = setting == "source.caption_column"
         if pa.types.is_nested(getattr(kind, "value_type", kind) if is_caption else kind):
             raise Refused(
                 f"{file}: column {column!r} holds {kind!s:.100}, not text: write the "
@@ -611,10 +574,6 @@ def _parquet_schema(file: str) -> pa.Schema:
 
     with reading(file), open_file(file) as stream:
         return pq.ParquetFile(stream).schema_arrow
-
-
-def _parquet_table(file: str, path: str) -> str:
-    return f"read_parquet({literal(path)}, {OWN_COLUMNS})"
 
 
 def _csv(delimiter: str, *suffixes: str) -> ListFormat:
@@ -646,25 +605,20 @@ def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
                 raise Refused(
                     f"source: {file} looks like {words}: change source.format, or convert the file"
                 )
-            first = next(json_rows(file), {}) if is_lines else _keys(db, table(file, path))
-        if not first:
+            if is_lines:
+                names = list(next(json_rows(file), {}))
+            else:
+                keys = f"select json_keys(json) from {table(file, path)} limit 1"
+                names = [name for row in db.execute(keys).fetchall() for name in row[0]]
+        if not names:
             raise Refused(f"source: {file}: its first line is not a JSON object")
-        return list(first)
+        return names
 
     def table(file: str, path: str) -> str:
         return f"read_json_objects({literal(path)}, format = {literal(kind)}, {OWN_COLUMNS})"
 
     tolerant = json_lines if is_lines else None
     return ListFormat(_packed(*suffixes), columns, table, is_json=True, tolerant=tolerant)
-
-
-def _keys(db: duckdb.DuckDBPyConnection, table: str) -> list[str]:
-    row = db.execute(f"select json_keys(json) from {table} limit 1").fetchone()
-    return list(row[0]) if row else []
-
-
-def _text_columns(file: str) -> list[str]:
-    return ["url"]
 
 
 def _text_table(file: str, path: str) -> str:
@@ -677,12 +631,16 @@ def _text_table(file: str, path: str) -> str:
 
 #: The setting source.format -> the format.
 FORMATS = {
-    "parquet": ListFormat((".parquet",), _parquet_columns, _parquet_table),
+    "parquet": ListFormat(
+        (".parquet",),
+        lambda file: list(_parquet_schema(file).names),
+        lambda _, path: f"read_parquet({literal(path)}, {OWN_COLUMNS})",
+    ),
     "csv": _csv(",", ".csv"),
     "tsv": _csv("\t", ".tsv", ".tab"),
     "jsonl": _json("newline_delimited", ".jsonl", ".ndjson", is_lines=True),
     "json": _json("array", ".json", is_lines=False),
-    "txt": ListFormat(_packed(".txt"), _text_columns, _text_table, tolerant=text_rows),
+    "txt": ListFormat(_packed(".txt"), lambda _: ["url"], _text_table, tolerant=text_rows),
 }
 
 
@@ -735,8 +693,9 @@ def named_columns(
 ) -> dict[str, str]:
     """{setting: column} of the columns that are configured."""
     named = {f"source.{name}": value for name, value in settings if name.endswith("_column")}
-    chosen = {setting: column for setting, column in named.items() if column is not None}
-    return chosen | additional_settings(settings.additional_columns)
+    more = enumerate(settings.additional_columns)
+    named |= {f"source.additional_columns.{n}": column for n, column in more}
+    return {setting: column for setting, column in named.items() if column is not None}
 
 
 def identity(settings: Section, files: list[ListedFile]) -> str:
@@ -748,13 +707,25 @@ def identity(settings: Section, files: list[ListedFile]) -> str:
 def embedded_row(
     picture: bytes | None,
     place: PictureLocation,
-    captions: tuple[str, ...],
-    score: float | None,
-    additional: str | None = None,
+    settings: FolderSource | DatasetSource | TarsSource,
+    values: Mapping[str, Any] | None,
+    caption: str | None = None,
 ) -> dict[str, Any]:
-    """The row of COLUMNS of a picture in the source, identified by its content."""
-    row: dict[str, Any] = {"url": "", "captions": captions, "aesthetic_score": score}
-    row["additional"] = additional
+    """The row of COLUMNS of a picture in the source, identified by its content.
+
+    Args:
+        values: those of the row's columns; None: no table describes the picture.
+        caption: the caption, if it is not among the values.
+    """
+    columns = settings.additional_columns
+    named = values or {}
+    text = named.get(settings.caption_column or "") if caption is None else caption
+    row: dict[str, Any] = {
+        "url": "",
+        "captions": captions_of(text),
+        "aesthetic_score": score_of(named.get(settings.aesthetic_column or "")),
+        "additional": None if values is None else additional_of(columns, values),
+    }
     if picture is None:
         return row
     sha256 = digest_bytes(picture)

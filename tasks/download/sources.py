@@ -14,7 +14,7 @@ from artifacts.records import digest_json
 from configs.errors import Refused
 from configs.settings.data import DigitsSource, UrlSource
 from tasks.download import lists
-from tasks.download.folders import Dataset, Folder, check_port, serve_folder
+from tasks.download.folders import Dataset, Folder, serve_folder
 from tasks.download.list_files import ListedFile, list_files, require_columns
 from tasks.download.tars import Tars
 
@@ -35,19 +35,11 @@ class UrlList(lists.Source):
             lists.require_text({name: named[name] for name in texts if name in named}, file)
 
     def pieces(self) -> Iterator[lists.Piece]:
-        s = self.settings
-        columns = {
-            "url": s.url_column,
-            "captions": s.caption_column,
-            "sha256": s.sha256_column,
-            "aesthetic_score": s.aesthetic_column,
-        }
         for file in self._files():
-            arguments = (file.name, self.format, columns, s.base_url, s.additional_columns)
             yield lists.Piece(
-                lists.identity(s, [file]),
-                partial(lists.read_list, *arguments),
-                partial(lists.read_malformed_list, *arguments),
+                lists.identity(self.settings, [file]),
+                partial(lists.read_list, file.name, self.settings),
+                partial(lists.read_malformed_list, file.name, self.settings),
             )
 
     def open(self) -> AbstractContextManager[lists.ServedAt]:
@@ -65,11 +57,11 @@ class Digits(lists.Source):
         name = f"digits-{settings.seed}-{settings.count}-{settings.rehearsal}"
         self.folder = cache_folder() / "demo" / name
         path = str(self.folder / "urls.parquet")
-        listed = {"kind": "urls", "path": path, "sha256_column": "sha256"}
-        self.list = UrlList(UrlSource.model_validate(listed))
+        self.list = UrlList(UrlSource(kind="urls", path=path, sha256_column="sha256"))
 
     def check(self) -> None:
-        check_port(self.settings.port)
+        with serve_folder(self.folder, self.settings.port, lists.ServedAt):
+            pass  # the port is free
 
     def pieces(self) -> Iterator[lists.Piece]:
         yield lists.Piece(

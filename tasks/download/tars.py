@@ -34,7 +34,7 @@ from tasks.download.list_files import (
     reading,
     require_columns,
 )
-from tasks.download.rows import additional_of, captions_of, integer, score_of, text_of_file
+from tasks.download.rows import integer, text_of_file
 
 BLOCK = 512  # bytes
 END = bytes(BLOCK)
@@ -370,23 +370,18 @@ class Tars(lists.Source):
 
     def _row(self, file: str, sample: Sample) -> dict[str, Any]:
         """A row, without a picture if any file of the sample that it needs is unusable."""
-        s = self.settings
         files = sample.files
         values = _json(sample) if self.needs_json else {}
         text = files["txt"].content if self.has_text and "txt" in files else b""
         pictures = self._pictures(sample)
         picture = pictures[0] if len(pictures) == 1 else None
         is_usable = picture is not None and values is not None and text is not None
-        values = values or {}
-        captions: tuple[str, ...] = captions_of(values.get(s.caption_column or ""))
-        if self.has_text:
-            captions = (text_of_file(text or b"").strip(),)
         return lists.embedded_row(
             picture.content if picture is not None and is_usable else None,
             lists.PictureLocation(file, picture.offset if picture is not None else None),
-            captions,
-            score_of(values.get(s.aesthetic_column or "")),
-            additional_of(s.additional_columns, values),
+            self.settings,
+            values or {},
+            text_of_file(text or b"").strip() if self.has_text else None,
         )
 
     def _limit(self, extension: str) -> int:
