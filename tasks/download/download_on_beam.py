@@ -16,23 +16,24 @@ from artifacts.records import write_atomic
 from artifacts.store import Store
 from tasks.beam.pipeline import ShardProgress, run_linear
 from tasks.beam.workers import WorkerReports, shard_counts, worker_report
-from tasks.download.data_quality import most_common
 from tasks.download.rows import Outage
-from tasks.download.shard import STAGE, Deferred, DownloadContext, download_shard, is_retried
+from tasks.download.shard import (
+    STAGE,
+    Deferred,
+    DownloadContext,
+    all_reasons,
+    download_shard,
+    is_retried,
+)
 from tasks.download.shard_plan import ShardSpec
 
 #: Shards in progress per process. They share its connections, which one shard's end leaves idle.
 THREADS = 4
-
-
 #: Shards that a process defers in a row before the stage stops: all others would fare alike.
 MOST_DEFERRED = 8
 
-
 #: Run -> shards that this process has deferred since its last download of a shard.
 _in_a_row: Counter[str] = Counter()
-
-
 _in_a_row_lock = threading.Lock()
 
 
@@ -51,7 +52,10 @@ class DownloadShard(beam.DoFn):
         if isinstance(result, Deferred):
             note = f"{self.context.notes}/{spec.key}.json"
             write_atomic(Store(self.context.store).fs, note, json.dumps(result.reasons).encode())
-            self._count_deferred()
+            with _in_a_row_lock:
+                _in_a_row[self.run] += 1
+                if _in_a_row[self.run] >= MOST_DEFERRED:
+                    raise Outage(f"{MOST_DEFERRED} shards in a row")
         else:
             outcomes = result.meta["outcomes"]
             failed = {reason: rows for reason, rows in outcomes.items() if reason != "success"}
@@ -63,12 +67,6 @@ class DownloadShard(beam.DoFn):
                 with _in_a_row_lock:
                     del _in_a_row[self.run]
         yield spec.key
-
-    def _count_deferred(self) -> None:
-        with _in_a_row_lock:
-            _in_a_row[self.run] += 1
-            if _in_a_row[self.run] >= MOST_DEFERRED:
-                raise Outage(f"{MOST_DEFERRED} shards in a row")
 
 
 def run_pipeline(
@@ -95,9 +93,8 @@ def run_pipeline(
     sizes = {spec.key: spec.rows for spec in specs}
     watch = ShardProgress(store, context.reports, sizes, progress)
     dofn = DownloadShard(context)
-    known = (Outage,)
     try:
-        run_linear(specs, dofn, options, watch, threads=THREADS, known=known)
+        run_linear(specs, dofn, options, watch, threads=THREADS, known=(Outage,))
     except Outage:
         noted = _read_notes(store, context)
         raise Outage(
@@ -110,14 +107,6 @@ def run_pipeline(
     deferred = _read_notes(store, context)
     _clear(store, context.notes)
     return deferred
-
-
-def all_reasons(deferred: Sequence[Deferred]) -> str:
-    """The most common failure reasons of deferred shards, with their numbers of rows."""
-    reasons: Counter[str] = Counter()
-    for shard in deferred:
-        reasons.update(shard.reasons)
-    return most_common(reasons)
 
 
 def _read_notes(store: Store, context: DownloadContext) -> list[Deferred]:

@@ -87,7 +87,7 @@ def as_fetch_failed() -> Iterator[None]:
         yield
     except FetchFailed as failure:
         raise FetchFailed(failure.reason, failure.wait, failure.attempts) from None
-    except (aiohttp.InvalidURL, UnicodeError):
+    except aiohttp.InvalidURL:
         raise FetchFailed("bad url") from None
     except aiohttp.ClientConnectorCertificateError as error:
         raise FetchFailed(_reason(error.certificate_error)) from None
@@ -106,13 +106,6 @@ def as_fetch_failed() -> Iterator[None]:
 def is_of_machine(error: OSError) -> bool:
     """Whether this machine lacks what a fetch needs: descriptors, ports, memory or disk."""
     return shortage(error) is not None or is_full(error)
-
-
-def status_failure(status: int, headers: Mapping[str, str]) -> FetchFailed:
-    """The failure of a response without a picture."""
-    if 300 <= status < 400:
-        return FetchFailed("bad redirect")
-    return FetchFailed(f"http {status}", _retry_after(headers))
 
 
 def _reason(error: Exception) -> str:
@@ -179,26 +172,22 @@ class Room:
         self.size = 0
         self.is_grown = False
 
-    async def reserve(self, size: int | None) -> float:
-        """Reserve a body's bytes instead of those of an earlier attempt; the seconds waited."""
-        since = time.monotonic()
+    async def reserve(self, size: int | None) -> None:
+        """Reserve a body's bytes instead of those of an earlier attempt."""
         self.free()
         size = self.memory.unknown if size is None else size
         await self.memory.reserve(size)
         self.size = size
-        return time.monotonic() - since
 
-    async def grow(self, size: int) -> float:
-        """Reserve `size` bytes in all for a body that is being read; the seconds waited.
+    async def grow(self, size: int) -> None:
+        """Reserve `size` bytes in all for a body that is being read.
 
         It does not wait for free memory: bodies that do so with a part of theirs wait in a ring.
         """
-        since = time.monotonic()
         await self.memory.growth.acquire()
         self.is_grown = True
         self.memory.used += size - self.size
         self.size = size
-        return time.monotonic() - since
 
     def free(self) -> None:
         """Free the bytes."""
@@ -292,6 +281,10 @@ _connecting: ContextVar[Connecting] = ContextVar("connecting")
 Admit = Callable[[Target, Deadline], AbstractAsyncContextManager[bool]]
 
 
+#: The context of all clients: to read the certificates takes milliseconds.
+_tls = cache(ssl.create_default_context)
+
+
 class SafeHttpClient:
     """A client of one event loop; use it as an asynchronous context manager."""
 
@@ -303,7 +296,7 @@ class SafeHttpClient:
         limits = self.limits
         connector = aiohttp.TCPConnector(
             resolver=_Resolver(limits.timeout),
-            socket_factory=self._checked_socket,
+            socket_factory=self._permitted_socket,
             ssl=_tls(),
             limit=0,  # callers limit the connections
             keepalive_timeout=KEEP_ALIVE,
@@ -369,15 +362,19 @@ class SafeHttpClient:
         ):
             if response.status in REDIRECTS:
                 return _redirected(target, response)
+            if 300 <= response.status < 400:
+                raise FetchFailed("bad redirect")
             if not 200 <= response.status < 300:
-                raise status_failure(response.status, response.headers)
+                raise FetchFailed(f"http {response.status}", _retry_after(response.headers))
             size = response.content_length
             if truncate is None and size is not None and size > self.limits.max_bytes:
                 raise FetchFailed("too large")
 
-            async def waited(reserved: Awaitable[float]) -> None:
+            async def waited(reserved: Awaitable[None]) -> None:
                 limit.reschedule(None)  # a wait for memory is not the server's fault
-                deadline.at += await reserved
+                since = time.monotonic()
+                await reserved
+                deadline.at += time.monotonic() - since
                 limit.reschedule(deadline.at)
 
             if room is not None:
@@ -415,7 +412,7 @@ class SafeHttpClient:
         response: aiohttp.ClientResponse,
         truncate: int | None,
         room: Room | None,
-        waited: Callable[[Awaitable[float]], Awaitable[None]],
+        waited: Callable[[Awaitable[None]], Awaitable[None]],
     ) -> bytes:
         body = bytearray()
         async for chunk in response.content.iter_any():
@@ -428,7 +425,7 @@ class SafeHttpClient:
                 raise FetchFailed("too large")
         return bytes(body)
 
-    def _checked_socket(self, info: Any) -> socket.socket:
+    def _permitted_socket(self, info: Any) -> socket.socket:
         """The socket of a connection, if its address and port are permitted."""
         family, kind, protocol, _, address = info
         connecting = _connecting.get()
@@ -507,8 +504,9 @@ def parse_url(url: str) -> Target:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         if not host.isascii():
             host = host.encode("idna").decode().lower()
-        with suppress(OSError):  # 2130706433 and 127.1 are addresses too
-            host = socket.inet_ntoa(socket.inet_aton(host)) if _is_number(host) else host
+        if host.replace(".", "").isdigit():
+            with suppress(OSError):  # 2130706433 and 127.1 are addresses too
+                host = socket.inet_ntoa(socket.inet_aton(host))
         path, query = (
             urllib.parse.quote(part, safe=SAFE, errors="surrogateescape")
             for part in (parts.path or "/", parts.query)
@@ -533,10 +531,6 @@ def _unpacked(body: bytes, max_bytes: int, truncate: int | None) -> bytes:
     return content[:limit]
 
 
-def _is_number(host: str) -> bool:
-    return host.replace(".", "").isdigit()
-
-
 def _redirected(target: Target, response: aiohttp.ClientResponse) -> Target:
     """The target of a redirect, which does not receive the credentials."""
     location = response.headers.get("Location")
@@ -544,11 +538,6 @@ def _redirected(target: Target, response: aiohttp.ClientResponse) -> Target:
         raise FetchFailed("bad redirect")
     following = parse_url(urllib.parse.urljoin(target.url, location))
     return following._replace(authorization=None)
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 class _Resolver(AbstractResolver):

@@ -24,18 +24,8 @@ from configs.errors import Refused
 
 #: Names, in fsspec's file info, of values that change when the file changes.
 CHANGE_MARKERS = (
-    "mtime",
-    "ino",
-    "created",
-    "oid",
-    "blob_id",  # the hub's
-    "etag",
-    "ETag",
-    "generation",
-    "md5Hash",
-    "crc32c",
-    "LastModified",
-    "Last-Modified",
+    *("mtime", "ino", "created", "oid", "blob_id", "etag", "ETag", "generation", "md5Hash"),
+    *("crc32c", "LastModified", "Last-Modified"),
 )
 
 #: Folders that macOS, Synology, QNAP and Windows write.
@@ -126,10 +116,11 @@ def list_files(path: str, suffixes: tuple[str, ...]) -> list[ListedFile]:
             name if is_local else str(fs.unstrip_protocol(name)): chosen[name] for name in chosen
         }
         for name in named:
-            if not _is_utf8(name):
-                raise Refused(
-                    f"the name of {name!r} is not UTF-8: rename the file", setting="source.path"
-                )
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                why = f"the name of {name!r} is not UTF-8: rename the file"
+                raise Refused(why, setting="source.path") from None
         return [ListedFile(name, named[name]) for name in sorted(named)]
 
 
@@ -221,14 +212,6 @@ def _glob(fs: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any]]:
 def _fixed_part(pattern: str) -> str:
     """The folder in front of the first wildcard."""
     return re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
-
-
-def _is_utf8(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def find_info(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, islice
 from typing import IO, Any, NamedTuple
@@ -190,8 +189,10 @@ def _member(stream: IO[bytes], offset: int, end: int) -> tuple[Member | None, in
                 raise ValueError("a header is too large")
             extended |= _extended(header.type, _read(stream, start, header.size))
         elif header.type not in (tarfile.XGLTYPE, tarfile.GNUTYPE_LONGLINK):
-            if header.type == tarfile.GNUTYPE_SPARSE:
-                start = _behind_sparse_headers(stream, start, block[482])
+            is_extended = block[482] if header.type == tarfile.GNUTYPE_SPARSE else 0
+            while is_extended:
+                is_extended = _read(stream, start, BLOCK)[504]
+                start += BLOCK
             return _described(header, first, start, extended, end)
         offset = _behind(start, header.size, end)
     raise ValueError("a member has too many headers")
@@ -218,12 +219,6 @@ def _behind(start: int, size: int, end: int) -> int:
     if following > end:
         raise ValueError(CUT_OFF)
     return following
-
-
-def _behind_sparse_headers(stream: IO[bytes], start: int, is_extended: int) -> int:
-    while is_extended:
-        start, is_extended = start + BLOCK, _read(stream, start, BLOCK)[504]
-    return start
 
 
 def _extended(kind: bytes, data: bytes) -> dict[str, str]:
@@ -294,7 +289,7 @@ class Tars(lists.Source):
 
     def check(self) -> None:
         file = self._files()[0].name
-        with _opened(file) as stream:
+        with reading(file), open_file(file) as stream:
             first_samples = list(islice(samples(stream, self._limit_of_text), CHECKED))
         if not first_samples:
             return
@@ -324,7 +319,7 @@ class Tars(lists.Source):
 
     def pictures(self, places: Iterable[lists.PictureLocation]) -> Iterator[bytes | None]:
         for file, group in groupby(places, lambda place: place.file):
-            with _opened(file) as stream:
+            with reading(file), open_file(file) as stream:
                 for place in group:
                     yield content_at(stream, int(place.row or 0), MAX_PICTURE)
 
@@ -365,7 +360,7 @@ class Tars(lists.Source):
                 words = "source: %s: %d samples have no usable picture, the first is %r"
                 log.warning(words, without_secrets(file), missing, first[:200])
 
-        with _opened(file) as stream:
+        with reading(file), open_file(file) as stream:
             yield from lists.hash_rows(rows())
 
     def _row(self, file: str, sample: Sample) -> dict[str, Any]:
@@ -418,9 +413,3 @@ def _json(sample: Sample) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[IO[bytes]]:
-    with reading(file), open_file(file) as stream:
-        yield stream

@@ -28,7 +28,7 @@ from artifacts.store import KeyParts, Store
 from configs.errors import Away, Failed, Refused
 from configs.settings.recipe import Recipe
 from tasks import download
-from tasks.beam.pipeline import check_options
+from tasks.beam.pipeline import make_pipeline
 from tasks.download import DownloadStage
 from tasks.panels import Table
 
@@ -219,10 +219,10 @@ def test_invalid_beam_options_are_named(
     tmp_path: Path, web: Web, beam: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(Refused, match=words):
-        check_options(beam)
+        make_pipeline(beam)
     with pytest.raises(Refused, match=words):
         build(make_recipe(tmp_path, web, rows(), beam=beam))
-    check_options({"direct_num_workers": 2})
+    make_pipeline({"direct_num_workers": 2})
 
 
 def test_importing_beam_prints_nothing() -> None:
