@@ -196,12 +196,15 @@ class ShardProgress:
         Args:
             failed: rows without a result, by reason.
         """
-        total = sum(self.sizes.values())
-        count = len(self.sizes)
         counts = workers.shard_counts(0, failed, 0, is_new=False)
-        shown = f"{count:,} of {count:,} shards"
-        text = workers.progress_text(total, total, shown, self.unit, counts, 0.0)
-        self.progress(total, total, text)
+        self.show(sum(self.sizes.values()), len(self.sizes), counts, 0.0)
+
+    def show(self, rows: int, shards: int, counts: Mapping[str, int], seconds: float) -> None:
+        """Show how many rows and shards are done, `seconds` after the beginning."""
+        total = sum(self.sizes.values())
+        of_shards = f"{shards:,} of {len(self.sizes):,} shards"
+        text = workers.progress_text(rows, total, of_shards, self.unit, counts, seconds)
+        self.progress(rows, total, text)
 
 
 @quiet_beam()
@@ -246,20 +249,19 @@ def run_linear(
 
 
 def _run(pipeline: beam.Pipeline, options: Mapping[str, Any]) -> None:
-    with _dask_settings() if workers.is_dask(options) else nullcontext():
+    preloaded: AbstractContextManager[Any] = nullcontext()
+    if workers.is_dask(options):
+        import dask
+
+        # The workers of this run's own cluster import Beam quietly, before their first shard.
+        preloaded = dask.config.set({"distributed.worker.preload": ["tasks.beam.pipeline"]})
+    with preloaded:
         result = pipeline.run()
     try:
         result.wait_until_finish()
     finally:
         if hasattr(result, "client"):  # Dask's, which its runner leaves open
             result.client.close()
-
-
-def _dask_settings() -> AbstractContextManager[Any]:
-    """Make the workers of this run's own cluster import Beam quietly, before their first shard."""
-    import dask
-
-    return dask.config.set({"distributed.worker.preload": ["tasks.beam.pipeline"]})
 
 
 def dask_teardown(_worker: object) -> None:
@@ -313,8 +315,6 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
     """Show progress in a thread, since Beam's `run` blocks without progress."""
     reports = workers.WorkerReports(watch.store, watch.reports)
     begun = time.monotonic()
-    total = sum(watch.sizes.values())
-    count = len(watch.sizes)
     stop = threading.Event()
 
     def report() -> None:
@@ -323,11 +323,8 @@ def _watching(watch: ShardProgress) -> Iterator[None]:
         except Exception as error:  # stores raise any type; the pipeline itself fails if they do
             log.debug("no progress was read: %s", one_line(error))
             return
-        done = work.rows(watch.sizes)
         seconds = time.monotonic() - begun
-        shown = f"{len(work.shards):,} of {count:,} shards"
-        text = workers.progress_text(done, total, shown, watch.unit, work.counts, seconds)
-        watch.progress(done, total, text)
+        watch.show(work.rows(watch.sizes), len(work.shards), work.counts, seconds)
 
     def poll() -> None:
         while not stop.wait(workers.EVERY_SECONDS[watch.store.is_local]):

@@ -30,7 +30,7 @@ from uuid import uuid4
 
 from pydantic import SecretStr, ValidationError
 
-from artifacts.filesystems import REAL, Clock, Entry, ask_at_once, entries, name_of, read_small_file
+from artifacts.filesystems import REAL, Clock, ask_at_once, entries, name_of, read_small_file
 from artifacts.records import parse_json, write_atomic
 from artifacts.store import Store
 from configs.errors import Refused
@@ -255,18 +255,15 @@ def _work_pool_places(recipe: Recipe, stage: StageName) -> Iterator[tuple[str, s
 def _why_not(setting: str, place: str, shared: Sequence[str]) -> str | None:
     """The reason and the remedy, or None if nothing is known against the place."""
     if "://" not in place:
+        section, _, name = setting.partition(".")
+        is_file = name == "inception" or name.endswith(".file")
+        is_model = section in ("model", "evaluate") and not is_file
         is_shipped = Path(os.path.abspath(place)).is_relative_to(SHIPPED)
-        if is_shipped or (_is_model(setting) and is_hub_id(place)):
+        if is_shipped or (is_model and is_hub_id(place)):
             return None
         if not Path(place).expanduser().is_absolute():
             return "a path relative to this folder: write a URL (s3://, gs://) or an absolute path"
     return out_of_reach(place, Workers.REMOTE, shared)
-
-
-def _is_model(setting: str) -> bool:
-    section, _, name = setting.partition(".")
-    is_file = name == "inception" or name.endswith(".file")
-    return section in ("model", "evaluate") and not is_file
 
 
 def _relative(value: Any) -> Any:
@@ -420,10 +417,11 @@ class WorkerReports:
 
     def done(self) -> Done:
         """The sum of all reports. Raises as the filesystem does."""
-        files = entries(self._store.fs, self._folder)
+        fs = self._store.fs
+        files = entries(fs, self._folder)
         # A report that is written again has grown, as its list of shards has.
         changed = [e for e in files if self._read.get(name_of(e), (-1,))[0] != e["size"]]
-        contents = ask_at_once(self._store.fs, self._bytes, changed)
+        contents = ask_at_once(fs, lambda entry: read_small_file(fs, entry["name"]), changed)
         for entry, data in zip(changed, contents, strict=True):
             self._read[name_of(entry)] = (entry["size"], parse_json(data))
         total = Done()
@@ -431,9 +429,6 @@ class WorkerReports:
             total.shards.update(report["shards"])
             total.counts.update(report["counts"])
         return total
-
-    def _bytes(self, entry: Entry) -> bytes:
-        return read_small_file(self._store.fs, entry["name"])
 
 
 @contextmanager

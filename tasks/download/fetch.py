@@ -233,14 +233,10 @@ class Fetcher:
             pause *= 2
 
     async def _request(
-        self,
-        url: str,
-        deadline: http.Deadline,
-        *,
-        room: http.Room | None = None,
-        is_robots: bool = False,
+        self, url: str, deadline: http.Deadline, *, room: http.Room | None
     ) -> tuple[bytes, MultiMapping[str]]:
-        """One request of a picture, or of a robots.txt, and its redirects."""
+        """One request of a picture and its redirects; without `room`, of a robots.txt."""
+        is_robots = room is None
         visited: list[http.Target] = []
         with self.dead_hosts.watch() as connects:
 
@@ -312,7 +308,7 @@ class Fetcher:
     async def _read_robots(self, url: str) -> bytes:
         """The body of a robots.txt; empty if there is none (RFC 9309, 2.3.1)."""
         try:
-            return (await self._retried(partial(self._request, url, is_robots=True))).body
+            return (await self._retried(partial(self._request, url, room=None))).body
         except http.FetchFailed as failure:
             is_answer = failure.reason.startswith("http ") or failure.reason == "bad redirect"
             if is_answer and not failure.transient:

@@ -25,7 +25,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -304,9 +304,7 @@ class SafeHttpClient:
         self.session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=limits.timeout, sock_read=limits.timeout
-            ),
+            timeout=aiohttp.ClientTimeout(sock_connect=limits.timeout, sock_read=limits.timeout),
             auto_decompress=False,
             request_class=_Request,
             max_line_size=MAX_HEADER,
@@ -507,15 +505,13 @@ def parse_url(url: str) -> Target:
         if host.replace(".", "").isdigit():
             with suppress(OSError):  # 2130706433 and 127.1 are addresses too
                 host = socket.inet_ntoa(socket.inet_aton(host))
-        path, query = (
-            urllib.parse.quote(part, safe=SAFE, errors="surrogateescape")
-            for part in (parts.path or "/", parts.query)
-        )
+        quote = partial(urllib.parse.quote, safe=SAFE, errors="surrogateescape")
+        path = quote(parts.path or "/")
         userinfo, at, _ = parts.netloc.rpartition("@")
         basic = base64.b64encode(urllib.parse.unquote_to_bytes(userinfo)).decode()
         authorization = f"Basic {basic}" if at else None
         address = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
-        plain = urllib.parse.urlunsplit((parts.scheme, address, path, query, ""))
+        plain = urllib.parse.urlunsplit((parts.scheme, address, path, quote(parts.query), ""))
         return Target(plain, parts.scheme, host, port, authorization)
 
 

@@ -31,7 +31,7 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from configs.settings.base_section import Section
 from configs.settings.data import DatasetSource, FolderSource, TarsSource, UrlSource
-from tasks.download.list_files import ListedFile, located, open_file, reading, require_columns
+from tasks.download import source_files
 from tasks.download.rows import (
     COLUMNS,
     HASHED,
@@ -44,6 +44,7 @@ from tasks.download.rows import (
     score_of,
     text_of,
 )
+from tasks.download.source_files import ListedFile, located, open_file, reading
 
 #: Bytes of a line in memory, as of DuckDB's largest JSON object: a packed file may have one line.
 MAX_LINE = 2**24
@@ -79,7 +80,7 @@ def csv_rows(file: str, delimiter: str) -> Iterator[dict[str, str]]:
 def json_rows(file: str) -> Iterator[dict[str, Any]]:
     """The JSON object of each line; an empty object for a malformed line."""
     with _open_text(file) as stream:
-        yield from (_json_object(line) for line in _lines(stream) if line.strip())
+        yield from map(_json_object, filter(str.strip, _lines(stream)))
 
 
 def json_lines(file: str) -> Iterator[dict[str, str]]:
@@ -88,11 +89,10 @@ def json_lines(file: str) -> Iterator[dict[str, str]]:
     DuckDB refuses unpaired surrogates, which are replaced.
     """
     with _open_text(file) as stream:
-        for line in _lines(stream):
-            if line.strip():
-                if SURROGATE.search(line):
-                    line = text_of(json.dumps(_json_object(line), ensure_ascii=False))
-                yield {"json": line}
+        for line in filter(str.strip, _lines(stream)):
+            if SURROGATE.search(line):
+                line = text_of(json.dumps(_json_object(line), ensure_ascii=False))
+            yield {"json": line}
 
 
 def text_rows(file: str) -> Iterator[dict[str, str]]:
@@ -101,12 +101,6 @@ def text_rows(file: str) -> Iterator[dict[str, str]]:
         for line in _lines(stream):
             if url := line.strip(BLANK):
                 yield {"url": url if len(line) < MAX_LINE else ""}
-
-
-def first_byte(file: str) -> bytes:
-    """The first byte that is no blank."""
-    with _open_text(file) as stream:
-        return stream.read(BUFFER).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
 
 @contextmanager
@@ -124,7 +118,7 @@ def _open_text(file: str) -> Iterator[IO[bytes]]:
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
     """The lines of UTF-8 text without the byte order mark, each cut to MAX_LINE."""
-    mark = b"\xef\xbb\xbf"
+    mark = codecs.BOM_UTF8
     is_start = True
     while line := stream.readline(MAX_LINE):
         if is_start:
@@ -446,7 +440,7 @@ def _selected(db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file
                 f"source: {file} has another column {renamed[0]!r} in other case: rename one of "
                 "them"
             )
-        require_columns(named_columns(source), [*types], file)
+        source_files.require_columns(named_columns(source), [*types], file)
         values = _typed_values(named, additional, types)
         if format.tolerant is not None:  # Python's csv reader knows no null
             kept = {name: f"coalesce({value}, '')" for name, value in values.additional.items()}
@@ -480,9 +474,8 @@ def _json_values(named: Mapping[str, str], additional: Sequence[str]) -> _Values
         kind = f"json_type(json, {literal(path)})"
         items = literal(f"{path}[*]")
         # What is no text, as an object, would otherwise be trained on as JSON.
-        texts = (
-            f"list_filter(json_extract(json, {items}), lambda c: not {_is_nested('json_type(c)')})"
-        )
+        is_nested = _is_nested("json_type(c)")
+        texts = f"list_filter(json_extract(json, {items}), lambda c: not {is_nested})"
         many = f"list_transform({texts}, lambda c: json_extract_string(c, '$'))"
         caption = values["captions"]
         no_number = f"{caption} = 'NaN' and {kind} = 'DOUBLE'"
@@ -507,10 +500,8 @@ def _typed_values(
         values["captions"] = f"[{caption}]"
     if "aesthetic_score" in named and types[named["aesthetic_score"]] not in NUMBERS:
         values["aesthetic_score"] += "::varchar"
-    kept = {
-        name: _decoded(_quoted(name)) if types[name] == "BLOB" else _quoted(name)
-        for name in additional
-    }
+    kept = {name: _quoted(name) for name in additional}
+    kept |= {name: _decoded(kept[name]) for name in additional if types[name] == "BLOB"}
     binary = frozenset(name for name in named if types[named[name]].startswith("BLOB"))
     return _Values(values, kept, binary)
 
@@ -552,18 +543,24 @@ def _packed(*suffixes: str) -> tuple[str, ...]:
     return tuple(suffix + end for suffix in suffixes for end in COMPRESSIONS)
 
 
-def require_text(wanted: Mapping[str, str], file: str) -> None:
-    """Raise Refused unless each column of {setting: column} of a parquet file can be text.
+def require_columns(settings: UrlSource | DatasetSource, format: str, file: str) -> None:
+    """Raise Refused unless a list has the configured columns, and text in those of text.
 
     Captions may be lists of text.
     """
+    named = named_columns(settings)
+    source_files.require_columns(named, FORMATS[format].columns(file), file)
+    if format != "parquet":
+        return
     schema = _parquet_schema(file)
-    for setting, column in wanted.items():
-        kind = schema.field(column).type
+    for setting in ("source.url_column", "source.caption_column"):
+        if setting not in named:
+            continue
+        kind = schema.field(named[setting]).type
         is_caption = setting == "source.caption_column"
         if pa.types.is_nested(getattr(kind, "value_type", kind) if is_caption else kind):
             raise Refused(
-                f"{file}: column {column!r} holds {kind!s:.100}, not text: write the "
+                f"{file}: column {named[setting]!r} holds {kind!s:.100}, not text: write the "
                 "text to a column of its own",
                 setting=setting,
             )
@@ -595,12 +592,15 @@ def _csv(delimiter: str, *suffixes: str) -> ListFormat:
     return ListFormat(_packed(*suffixes), columns, table, tolerant=rows)
 
 
-def _json(kind: str, *suffixes: str, is_lines: bool) -> ListFormat:
+def _json(*suffixes: str, is_lines: bool) -> ListFormat:
     """JSON objects: one for each line, or an array of them."""
+    kind = "newline_delimited" if is_lines else "array"
 
     def columns(file: str) -> list[str]:
         with reading(file), connection(file) as (db, path):
-            if first_byte(file) == (b"[" if is_lines else b"{"):
+            with _open_text(file) as stream:
+                start = stream.read(BUFFER).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+            if start == (b"[" if is_lines else b"{"):
                 words = "json, not jsonl" if is_lines else "jsonl, not json"
                 raise Refused(
                     f"source: {file} looks like {words}: change source.format, or convert the file"
@@ -638,8 +638,8 @@ FORMATS = {
     ),
     "csv": _csv(",", ".csv"),
     "tsv": _csv("\t", ".tsv", ".tab"),
-    "jsonl": _json("newline_delimited", ".jsonl", ".ndjson", is_lines=True),
-    "json": _json("array", ".json", is_lines=False),
+    "jsonl": _json(".jsonl", ".ndjson", is_lines=True),
+    "json": _json(".json", is_lines=False),
     "txt": ListFormat(_packed(".txt"), lambda _: ["url"], _text_table, tolerant=text_rows),
 }
 
@@ -651,13 +651,15 @@ class ServedAt(NamedTuple):
     allow_hosts: tuple[str, ...] = ()  # host or host:port with a private address
 
 
+Reader = Callable[[], Iterator[pa.Table]]  # tables of HASHED
+
+
 class Piece(NamedTuple):
     """Consecutive rows of a source, such as a file: read again only if it changed."""
 
     identity: str  # sha256 (hex) of names, stamps and settings: equal ones have equal rows
-    read: Callable[[], Iterator[pa.Table]]  # tables of HASHED; Refused, MalformedList
-    #: Reads all rows after a MalformedList.
-    read_malformed: Callable[[], Iterator[pa.Table]] = lambda: iter(())
+    read: Reader  # raises Refused, MalformedList
+    read_malformed: Reader = lambda: iter(())  # of all rows, after a MalformedList
 
 
 class PictureLocation(NamedTuple):
@@ -698,10 +700,10 @@ def named_columns(
     return {setting: column for setting, column in named.items() if column is not None}
 
 
-def identity(settings: Section, files: list[ListedFile]) -> str:
-    """Identity of the piece of some files, from the settings and the files' names and stamps."""
+def piece_of(settings: Section, files: list[ListedFile], *read: Reader) -> Piece:
+    """The piece of some files, identified by the settings and the files' names and stamps."""
     meaning = settings.model_dump(mode="json", exclude={"path", "port"})
-    return digest_json([meaning, *(file.stamp for file in files)])
+    return Piece(digest_json([meaning, *(file.stamp for file in files)]), *read)
 
 
 def embedded_row(

@@ -261,14 +261,13 @@ class DeadHosts:
             self.check(host)
             visited.append(host)
 
-        silent = None
         try:
             yield connects
         except FetchFailed as failure:
-            silent = visited.pop() if visited and failure.reason in SILENT else None
+            if visited and failure.reason in SILENT:
+                self._silent[visited.pop()] += 1
             raise
         finally:
-            self._silent.update([silent] if silent else [])
             for host in visited:
                 self._silent.pop(host, None)
 

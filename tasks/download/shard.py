@@ -182,11 +182,8 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
     present = store.shard(STAGE, spec.key, discard=True)
     if present is not None and not is_retried(present.meta, context):
         return present
-    with (
-        tempfile.TemporaryDirectory(prefix="kiln-") as folder,
-        ResizedPictures(Path(folder, "pictures")) as pictures,
-    ):
-        shard = _download(spec, context, store, present, Path(folder), pictures)
+    with tempfile.TemporaryDirectory(prefix="kiln-") as folder:
+        shard = _download(spec, context, present, Path(folder))
     # Rows leave cycles of tasks, errors and frames, which Python finds late. A search of young
     # objects only would keep what was in flight at the search before: 360 MiB in 100,000 rows.
     gc.collect()
@@ -194,27 +191,24 @@ def download_shard(spec: ShardSpec, context: DownloadContext) -> Shard | Deferre
 
 
 def _download(
-    spec: ShardSpec,
-    context: DownloadContext,
-    store: Store,
-    present: Shard | None,
-    scratch: Path,
-    pictures: ResizedPictures,
+    spec: ShardSpec, context: DownloadContext, present: Shard | None, scratch: Path
 ) -> Shard | Deferred:
-    earlier = [] if present is None else _outcomes(store, present, pictures)
-    rows = planned_rows(spec, context, scratch)
-    outcomes, costs = _download_rows(rows, earlier, context, pictures)
-    failures = [outcome.get("error_message") for outcome in outcomes]
-    reasons = Counter(failures)
-    if is_outage([row.url for row in rows], failures, context.settings.max_transient):
-        return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
-    kept = bool(getattr(context.source, "additional_columns", ()))
-    described = [
-        _described(spec.key, number, row, outcome, additional=kept)
-        for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
-    ]
-    samples = _samples(described, rows, pictures, context.settings.encode_format)
-    count = write_tar(scratch / "shard.tar", samples)
+    store = Store(context.store)
+    with ResizedPictures(scratch / "pictures") as pictures:
+        earlier = [] if present is None else _outcomes(store, present, pictures)
+        rows = planned_rows(spec, context, scratch)
+        outcomes, costs = _download_rows(rows, earlier, context, pictures)
+        failures = [outcome.get("error_message") for outcome in outcomes]
+        reasons = Counter(failures)
+        if is_outage([row.url for row in rows], failures, context.settings.max_transient):
+            return Deferred(spec.key, {r: n for r, n in reasons.items() if r and is_transient(r)})
+        kept = bool(getattr(context.source, "additional_columns", ()))
+        described = [
+            _described(spec.key, number, row, outcome, additional=kept)
+            for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
+        ]
+        samples = _samples(described, rows, pictures, context.settings.encode_format)
+        count = write_tar(scratch / "shard.tar", samples)
     write_rows(scratch / "shard.parquet", described, additional=kept)
     counts = {reason or "success": n for reason, n in reasons.items()}
     meta = {

@@ -41,9 +41,9 @@ from artifacts.records import digest_bytes, digest_json, distrust, read_checked
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from configs.errors import Failed, Refused, UserError
 from runtimes.data.loader import Prefetch
-from tasks.download.list_files import reading
 from tasks.download.lists import MalformedList, Piece, Source
 from tasks.download.rows import HASH_SIZE, HASHED, shard_ends
+from tasks.download.source_files import reading
 from tasks.stage import build_or_reuse
 
 SECRET = ["url", "file"]
@@ -86,7 +86,17 @@ class PlanWriter:
         rest = pa.nulls(len(shard) - 1, SEALED.type)
         table = shard.drop_columns(SECRET).append_column(SEALED, pa.chunked_array([first, rest]))
         if self._writer is None or self._groups == GROUPS:
-            self._open(table.schema)
+            self.close()
+            self._groups = 0
+            self.files.append(str(self.folder / f"{len(self.files)}.parquet"))
+            self._writer = pq.ParquetWriter(
+                self.files[-1],
+                table.schema,
+                compression=CODECS,
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            )
         self._writer.write_table(table, row_group_size=len(shard))
         group = self._groups
         self._groups += 1
@@ -98,20 +108,6 @@ class PlanWriter:
         """Finish the last file."""
         if self._writer is not None:
             self._writer.close()
-
-    def _open(self, schema: pa.Schema) -> None:
-        self.close()
-        path = str(self.folder / f"{len(self.files)}.parquet")
-        self._writer = pq.ParquetWriter(
-            path,
-            schema,
-            compression=CODECS,
-            use_dictionary=False,
-            write_statistics=False,
-            write_page_checksum=True,
-        )
-        self.files.append(path)
-        self._groups = 0
 
 
 def read_group(file: str, group: int, key: str) -> pa.Table:

@@ -47,10 +47,8 @@ def check(recipe: Recipe) -> None:
     """Raise Refused if the source is unusable. Runs before any work, so cheap."""
     download = recipe.download
     if download.encode_format == "png" and download.encode_quality > 9:
-        raise Refused(
-            f"for png it is the compression level, 0 to 9 (got {download.encode_quality})",
-            setting="download.encode_quality",
-        )
+        why = f"for png it is the compression level, 0 to 9 (got {download.encode_quality})"
+        raise Refused(why, setting="download.encode_quality")
     SOURCES[recipe.source.kind](recipe.source).check()
 
 
@@ -219,12 +217,10 @@ class DownloadStage(Stage):
         reasons = sorted(examples, key=lambda reason: -summary["outcomes"].get(reason, 0))
         failed = [{"outcome": reason, "row": n} for reason in reasons for n in examples[reason]]
         facts = {name: summary[name] for name in ("rows", "images", "shards")}
-        panels: list[Panel] = [
-            Facts("Download", facts),
-            Table("Outcomes", rows, bars="rows"),
-            *([Table("Examples of failed rows", failed)] if failed else []),
-            *_data_panels(summary),
-        ]
+        panels: list[Panel] = [Facts("Download", facts), Table("Outcomes", rows, bars="rows")]
+        if failed:
+            panels.append(Table("Examples of failed rows", failed))
+        panels += _data_panels(summary)
         tars = [artifact.url(file.path) for file in artifact.files if file.path.endswith(".tar")]
         if pictures := _thumbnails(tars):
             grid = picture_grid(pictures, len(pictures), GRID[0], gap=0)
@@ -244,16 +240,14 @@ def _data_panels(summary: dict[str, Any]) -> list[Panel]:
     for length, count in data["caption_lengths"].items():
         bins[int(length) // BIN * BIN] += count
     lengths = [{"characters from": length, "pictures": bins[length]} for length in sorted(bins)]
+    facts = {
+        "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
+        "pictures with the bytes of another": f"{data['duplicates']:.2%}",
+        "pictures below image_size": f"{data['undersized'] / images:.2%}",
+        **{text: f"{n:,}" for text, n in texts.items() if n},
+    }
     return [
-        Facts(
-            "Data",
-            {
-                "fetched": f"{data['bytes'] / 1e9:,.3f} GB",
-                "pictures with the bytes of another": f"{data['duplicates']:.2%}",
-                "pictures below image_size": f"{data['undersized'] / images:.2%}",
-                **{text: f"{n:,}" for text, n in texts.items() if n},
-            },
-        ),
+        Facts("Data", facts),
         Table("Caption lengths", lengths, bars="pictures"),
         Table("Hosts with the most failures", data["failing_hosts"], bars="failed"),
         Table("Hosts that took the longest", data["slowest_hosts"]),

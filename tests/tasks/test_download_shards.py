@@ -51,7 +51,7 @@ def test_every_row_has_an_outcome_and_every_success_a_picture(tmp_path: Path, we
     recipe = make_recipe(tmp_path, web, rows(*FAILURES), max_transient=0.5)
     seen: list[tuple[int, int]] = []
     plan = download.plan(recipe)
-    parts = KeyParts(download.STAGE, download.VERSION, {}, {"source": plan.source_digest})
+    parts = KeyParts("download", download.VERSION, {}, {"source": plan.source_digest})
     draft = Store(recipe.store).draft(parts)
     stage = DownloadStage(recipe, plan)
     summary = stage.build(draft, lambda done, total, _: seen.append((done, total)))

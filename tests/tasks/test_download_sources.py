@@ -22,8 +22,8 @@ from configs.errors import Away, Refused
 from configs.settings.data import UrlSource
 from tasks import download
 from tasks.download import lists as download_lists
-from tasks.download.list_files import reading
 from tasks.download.rows import Row
+from tasks.download.source_files import reading
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
 
