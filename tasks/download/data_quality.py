@@ -7,7 +7,7 @@ download's data has its limit in the recipe: above it, the stage fails.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,10 +59,13 @@ def shard_statistics(
     """
     hosts: dict[str, Host] = {}
     pictures: list[tuple[Row, Mapping[str, Any]]] = []
+    failed: defaultdict[str, list[Row]] = defaultdict(list)
     for row, outcome, (seconds, _) in zip(rows, outcomes, costs, strict=True):
         is_success = outcome["status"] == "success"
         if is_success:
             pictures.append((row, outcome))
+        else:
+            failed[outcome.get("error_message", outcome["status"])].append(row)
         _add(hosts, host_of(row.url, base_url), [1, not is_success, round(1000 * seconds)])
     fetched = sum(size for _, size in costs)
     before: Mapping[str, Any] = {"bytes": 0, "hosts": {}} if earlier is None else earlier
@@ -77,7 +80,7 @@ def shard_statistics(
     return {
         "bytes": before["bytes"] + fetched,
         "fetched": fetched,  # by this download alone
-        "examples": _examples(rows, outcomes),
+        "examples": {reason: _named(own)["examples"] for reason, own in failed.items()},
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
         "caption_lengths": {str(length): count for length, count in sorted(lengths.items())},
         "illegible": _named(illegible),
@@ -89,24 +92,13 @@ def shard_statistics(
     }
 
 
-def _examples(rows: Sequence[Row], outcomes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Reason -> the first rows that failed for it, by place, URL or caption, without secrets."""
-    examples: dict[str, list[str]] = {}
-    for row, outcome in zip(rows, outcomes, strict=True):
-        if outcome["status"] != "success":
-            named = examples.setdefault(outcome.get("error_message", outcome["status"]), [])
-            if len(named) < EXAMPLES:
-                named.append(_name(row))
-    return examples
-
-
 def _name(row: Row) -> str:
     name = row.place or row.url or f"the row of caption {row.captions[0]!r}"
     return without_secrets(name)[:LONGEST_NAME]
 
 
 def _named(rows: Sequence[Row]) -> dict[str, Any]:
-    """The number of rows, and the names of the first."""
+    """The number of rows, and the first by place, URL or caption, without secrets."""
     return {"rows": len(rows), "examples": [_name(row) for row in rows[:EXAMPLES]]}
 
 

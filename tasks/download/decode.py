@@ -275,11 +275,9 @@ def rotate_and_reduce(body: bytes, reduction: int = 1) -> Upright:
                 upright = to_rgb(upright)
             elif upright.mode not in PNG_MODES:
                 upright = upright.convert("RGB")
-            buffer = BytesIO()
-            if upright.mode in ("L", "RGB"):  # decoded again at once
-                upright.save(buffer, "PPM")
-            else:
-                upright.save(buffer, "PNG", compress_level=0)
+            buffer = BytesIO()  # decoded again at once
+            kind = "PPM" if upright.mode in ("L", "RGB") else "PNG"
+            upright.save(buffer, kind, compress_level=0)
             return Upright(buffer.getvalue(), *size)
     except MemoryError:
         raise

@@ -37,7 +37,7 @@ from fsspec.core import url_to_fs
 
 from artifacts.errors import caching
 from artifacts.models import cache_folder
-from artifacts.records import digest_bytes, digest_json, distrust, read_checked
+from artifacts.records import FileEntry, digest_bytes, digest_json, distrust, read_checked
 from artifacts.store import SHARDS, Artifact, Draft, KeyParts, Shard, Store
 from configs.errors import Failed, Refused, UserError
 from runtimes.data.loader import Prefetch
@@ -373,11 +373,11 @@ class _Builder:
                 except MalformedList:
                     shard = self._commit(key, piece.read_malformed(), rest)
             self.draft.add_shard(shard)
-            names = {entry.path.split(".", 2)[2]: entry.path for entry in shard.files}
-            index.append(self._index(shard, names))
+            files = {entry.path.split(".", 2)[2]: entry for entry in shard.files}
+            index.append(self._index(files))
             rest = shard.meta["rest"]
             if rest is not None:
-                place = {**rest["place"], "file": names[rest["place"]["file"]]}
+                place = {**rest["place"], "file": files[rest["place"]["file"]].path}
                 rest = {"content": rest["content"], "place": place}
         if rest is not None:
             last = {**rest["place"], "digest": bytes.fromhex(rest["place"]["digest"])}
@@ -425,13 +425,13 @@ class _Builder:
             files = {f".{Path(name).name}": name for name in (*writer.files, str(file))}
             return self.store.commit_shard(STAGE, key, files, meta)
 
-    def _index(self, piece: Shard, names: dict[str, str]) -> pa.Table:
-        """The shards of a piece, by the names of its files in the store. Raises Damaged."""
-        (sha256,) = (entry.sha256 for entry in piece.files if entry.path == names[INDEX])
+    def _index(self, files: dict[str, FileEntry]) -> pa.Table:
+        """The shards of a piece, whose files have other names in the store. Raises Damaged."""
+        own = files[INDEX]
         root = self.store.shards_path(STAGE)
-        index = _table(read_checked(self.store.fs, root, names[INDEX], sha256))
-        files = pa.array([names[file] for file in index["file"].to_pylist()], pa.string())
-        return index.set_column(index.schema.get_field_index("file"), "file", files)
+        index = _table(read_checked(self.store.fs, root, own.path, own.sha256))
+        paths = pa.array([files[name].path for name in index["file"].to_pylist()], pa.string())
+        return index.set_column(index.schema.get_field_index("file"), "file", paths)
 
 
 def _cut(rows: pa.Table, average: int) -> Iterator[pa.Table]:
