@@ -99,15 +99,15 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
     """
     for stage in BEAM_STAGES:
         options = beam_options(recipe, stage)
-        where = workers_of(options)
-        if stage not in stages or where is Workers.THREADS:
+        kind = workers_of(options)
+        if stage not in stages or kind is Workers.THREADS:
             continue
-        who = f"the workers of {options.get('runner', 'multi_processing')} ({stage})"
+        name = f"the workers of {options.get('runner', 'multi_processing')} ({stage})"
         places = [("store", recipe.store), *_source_places(recipe.source, stage, in_pool=False)]
         for setting, place in places:
-            _refuse(who, setting, place, out_of_reach(place, where, recipe.shared_folders))
-        for name in ("dask_client_address", "job_endpoint"):  # of the scheduler or job service
-            address = options.get(name)
+            _refuse(name, setting, place, out_of_reach(place, kind, recipe.shared_folders))
+        for option in ("dask_client_address", "job_endpoint"):  # of the scheduler or job service
+            address = options.get(option)
             if not isinstance(address, str) or ":" not in address:
                 continue
             url = _split(address)
@@ -115,7 +115,7 @@ def check_workers(recipe: Recipe, stages: Sequence[StageName]) -> None:
                 socket.create_connection((url.hostname, url.port), CONNECT_SECONDS).close()
             except (OSError, ValueError) as error:
                 raise Refused(
-                    f"beam.{name}: nothing answers at {address} ({error}): start it, or correct "
+                    f"beam.{option}: nothing answers at {address} ({error}): start it, or correct "
                     "the address"
                 ) from None
 
@@ -201,9 +201,9 @@ def check_places(recipe: Recipe, stages: Sequence[StageName]) -> None:
     for stage, pool in recipe.place.pools().items():
         if stage not in stages:
             continue
-        who = f"workers of pool {pool} (place.{stage})"
+        name = f"workers of pool {pool} (place.{stage})"
         for setting, place in _work_pool_places(recipe, stage):
-            _refuse(who, setting, place, _why_not(setting, place, recipe.shared_folders))
+            _refuse(name, setting, place, _why_not(setting, place, recipe.shared_folders))
         if (secret := _secret(hide_secrets(settings_to_send(recipe)))) is not None:
             raise Refused(
                 f"{secret}: a secret cannot be sent to pool {pool} (place.{stage}), since Prefect "

@@ -80,7 +80,7 @@ def shard_statistics(
     return {
         "bytes": before["bytes"] + fetched,
         "fetched": fetched,  # by this download alone
-        "examples": {reason: _named(own)["examples"] for reason, own in failed.items()},
+        "examples": {reason: _named(listed)["examples"] for reason, listed in failed.items()},
         "hosts": {name: hosts[name] for name in sorted(_worst(hosts, HOSTS)) if name},
         "caption_lengths": {str(length): count for length, count in sorted(lengths.items())},
         "illegible": _named(illegible),
