@@ -141,12 +141,10 @@ class Fetcher:
         self.clock = clock or politeness.AsyncClock()
         self.shared: Shared = shared(settings.max_connections)
         self.dead_hosts = politeness.DeadHosts(settings.max_host_failures)
-        self.own_hosts = frozenset(host.lower() for host in served_at.allow_hosts)
-        hosts = self.own_hosts | {host.lower() for host in settings.allow_hosts}
-        ports = frozenset(settings.allow_ports)
-        limits = http.FetchLimits(settings.max_bytes, settings.timeout, hosts, ports)
+        self.own_hosts = {host.lower() for host in served_at.allow_hosts}
         self.token = (settings.user_agent_token or TOKEN).strip().lower()
-        self.client = http.SafeHttpClient(limits, {"User-Agent": user_agent(settings)})
+        headers = {"User-Agent": user_agent(settings)}
+        self.client = http.SafeHttpClient(settings, self.own_hosts, headers)
         self._rules: dict[str, asyncio.Task[politeness.Rules]] = {}
         self._rows: Counter[str] = Counter()  # of the shard that have no outcome yet, by host
         self._requests: Counter[str] = Counter()  # of them that are being answered, by host

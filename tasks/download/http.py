@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.parse
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
@@ -34,6 +34,7 @@ from multidict import MultiMapping
 from yarl import URL
 
 from artifacts.errors import is_full, shortage
+from configs.settings.data import Download
 
 #: Reasons of rows that are not requested: their host is dead, or asks for a long wait.
 NO_ANSWER = "host does not answer"
@@ -227,16 +228,6 @@ ZLIB_OR_GZIP = 47  # zlib's window bits that recognize both headers
 KEEP_ALIVE = 4.0
 
 
-@dataclass(frozen=True)
-class FetchLimits:
-    """Limits of each fetch, and the hosts and ports that it may reach."""
-
-    max_bytes: int
-    timeout: float  # seconds per name lookup, per connect and per read
-    allow_hosts: frozenset[str] = frozenset()  # host or host:port: any address, any port
-    allow_ports: frozenset[int] = frozenset((80, 443))  # of all other hosts
-
-
 class Target(NamedTuple):
     """A checked URL."""
 
@@ -286,16 +277,24 @@ _tls = cache(ssl.create_default_context)
 
 
 class SafeHttpClient:
-    """A client of one event loop; use it as an asynchronous context manager."""
+    """A client of one event loop; use it as an asynchronous context manager.
 
-    def __init__(self, limits: FetchLimits, headers: dict[str, str]) -> None:
-        self.limits = limits
+    Args:
+        own_hosts: host or host:port of this stage's servers, allowed beside those of the settings.
+        headers: of each request.
+    """
+
+    def __init__(
+        self, settings: Download, own_hosts: Collection[str], headers: dict[str, str]
+    ) -> None:
+        self.settings = settings
+        self.allow_hosts = {host.lower() for host in (*settings.allow_hosts, *own_hosts)}
         self.headers = {"Accept-Encoding": "identity", **headers}
 
     async def __aenter__(self) -> SafeHttpClient:
-        limits = self.limits
+        timeout = self.settings.timeout
         connector = aiohttp.TCPConnector(
-            resolver=_Resolver(limits.timeout),
+            resolver=_Resolver(timeout),
             socket_factory=self._permitted_socket,
             ssl=_tls(),
             limit=0,  # callers limit the connections
@@ -304,7 +303,7 @@ class SafeHttpClient:
         self.session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(sock_connect=limits.timeout, sock_read=limits.timeout),
+            timeout=aiohttp.ClientTimeout(sock_connect=timeout, sock_read=timeout),
             auto_decompress=False,
             request_class=_Request,
             max_line_size=MAX_HEADER,
@@ -365,7 +364,7 @@ class SafeHttpClient:
             if not 200 <= response.status < 300:
                 raise FetchFailed(f"http {response.status}", _retry_after(response.headers))
             size = response.content_length
-            if truncate is None and size is not None and size > self.limits.max_bytes:
+            if truncate is None and size is not None and size > self.settings.max_bytes:
                 raise FetchFailed("too large")
 
             async def waited(reserved: Awaitable[None]) -> None:
@@ -379,7 +378,7 @@ class SafeHttpClient:
                 await waited(room.reserve(size))
             body = await self._read_body(response, truncate, room, waited)
             if (coding := response.headers.get("Content-Encoding", "").strip().lower()) in PACKED:
-                most = self.limits.max_bytes
+                most = self.settings.max_bytes
                 if room is not None and not room.is_grown:
                     await waited(room.grow(most))
                 body = await asyncio.to_thread(_unpacked, body, most, truncate)
@@ -392,7 +391,7 @@ class SafeHttpClient:
         self, target: Target, headers: dict[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response of a request, before its body is read."""
-        is_allowed = bool({target.host, target.name} & self.limits.allow_hosts)
+        is_allowed = bool({target.host, target.name} & self.allow_hosts)
         connecting = Connecting(is_allowed)
         _connecting.set(connecting)
         url = URL(target.url, encoded=True)
@@ -414,12 +413,12 @@ class SafeHttpClient:
     ) -> bytes:
         body = bytearray()
         async for chunk in response.content.iter_any():
-            if room is not None and room.size < len(body) + len(chunk) <= self.limits.max_bytes:
-                await waited(room.grow(self.limits.max_bytes))
+            if room is not None and room.size < len(body) + len(chunk) <= self.settings.max_bytes:
+                await waited(room.grow(self.settings.max_bytes))
             body += chunk
             if truncate is not None and len(body) >= truncate:
                 return bytes(body[:truncate])
-            if len(body) > self.limits.max_bytes:
+            if len(body) > self.settings.max_bytes:
                 raise FetchFailed("too large")
         return bytes(body)
 
@@ -431,7 +430,7 @@ class SafeHttpClient:
             if not connecting.is_allowed:
                 if not is_public(str(address[0])):
                     raise RefusedAddress("refused address")
-                if address[1] not in self.limits.allow_ports:
+                if address[1] not in self.settings.allow_ports:
                     raise RefusedAddress("refused port")
             return _Socket(family, kind, protocol, connecting=connecting)
         except OSError as error:

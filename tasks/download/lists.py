@@ -260,8 +260,18 @@ def _read(
     db: duckdb.DuckDBPyConnection, source: UrlSource, table: str, file: str
 ) -> Iterator[pa.Table]:
     """Tables of HASHED, made from a table with columns of any types."""
-    hashed = _hashed_with_additional if source.additional_columns else _hashed
-    yield from hashed(db, _selected(db, source, table, file), source.base_url)
+    selected = _selected(db, source, table, file)
+    if not source.additional_columns:
+        yield from _hashed(db, selected, source.base_url)
+        return
+    place = COLUMNS.get_field_index("additional")
+    with _cursor() as hashing:  # Python writes the canonical form of further columns
+        for batch in db.sql(selected).to_arrow_reader(BATCH):
+            texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
+            rows = pa.Table.from_batches([batch]).cast(COLUMNS)
+            rows = rows.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
+            hashing.register("listed", rows)
+            yield from _hashed(hashing, "select * from listed", source.base_url)
 
 
 def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> Iterator[pa.Table]:
@@ -269,8 +279,8 @@ def hash_rows(rows: Iterable[dict[str, Any]], base_url: str | None = None) -> It
     canonical = ({**row, "additional": canonical_additional(row.get("additional"))} for row in rows)
     with _cursor() as db:
         for batch in _batches(canonical, lambda row: [*row["captions"], row["additional"] or ""]):
-            db.register("given", pa.Table.from_pylist(batch, schema=COLUMNS))
-            yield from _hashed(db, "select * from given", base_url)
+            db.register("listed", pa.Table.from_pylist(batch, schema=COLUMNS))
+            yield from _hashed(db, "select * from listed", base_url)
 
 
 def _batches(
@@ -399,20 +409,6 @@ def _hashed(
         if any(column.null_count for column in texts):
             raise pa.ArrowInvalid("it has nulls in a column whose statistics count none")
         yield pa.Table.from_batches([batch]).cast(HASHED)
-
-
-def _hashed_with_additional(
-    db: duckdb.DuckDBPyConnection, selected: str, base_url: str | None
-) -> Iterator[pa.Table]:
-    """As `_hashed`, with further columns in their canonical form, which Python writes."""
-    place = COLUMNS.get_field_index("additional")
-    with _cursor() as hashing:
-        for batch in db.sql(selected).to_arrow_reader(BATCH):
-            texts = [canonical_additional(text) for text in batch["additional"].to_pylist()]
-            table = pa.Table.from_batches([batch]).cast(COLUMNS)
-            table = table.set_column(place, COLUMNS.field(place), pa.array(texts, pa.string()))
-            hashing.register("given", table)
-            yield from _hashed(hashing, "select * from given", base_url)
 
 
 class _Values(NamedTuple):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -116,9 +116,8 @@ class RowDownloader:
         resized = self.resizer.resize(body)
         if isinstance(resized, str):
             return resized
-        keep(resized.picture)
-        names = ("width", "height", "original_width", "original_height")
-        sizes = {name: getattr(resized, name) for name in names}
+        sizes = asdict(resized)
+        keep(sizes.pop("picture"))
         return {"status": "success", **sizes, "sha256": digest_bytes(body), "bytes": len(body)}
 
 
