@@ -229,7 +229,6 @@ def warn_of_captions(summary: Mapping[str, Any], *, expected: bool = True) -> No
 def _failures(summary: Mapping[str, Any], limit: float) -> str:
     outcomes = summary["outcomes"]
     examples = summary["data"]["examples"]
-    rows = summary["rows"]
     why = most_common({reason: n for reason, n in outcomes.items() if reason != "success"})
     allowed = f"download.max_failed allows {limit:.0%}"
     if any(map(is_transient, outcomes)):
@@ -237,8 +236,8 @@ def _failures(summary: Mapping[str, Any], limit: float) -> str:
     reasons = [reason for reason, _ in Counter(outcomes).most_common(4) if reason in examples]
     named = ", ".join(f"{reason}: {examples[reason][0]}" for reason in reasons)
     allowed += f"; for example {named}" if named else ""
-    failed = rows - summary["images"]
-    return f"download: {failed:,} of {rows:,} rows failed ({why}); {allowed}"
+    failed = summary["rows"] - summary["images"]
+    return f"download: {failed:,} of {summary['rows']:,} rows failed ({why}); {allowed}"
 
 
 def most_common(reasons: Mapping[str, int]) -> str:

@@ -88,8 +88,6 @@ def as_fetch_failed() -> Iterator[None]:
         yield
     except FetchFailed as failure:
         raise FetchFailed(failure.reason, failure.wait, failure.attempts) from None
-    except aiohttp.InvalidURL:
-        raise FetchFailed("bad url") from None
     except aiohttp.ClientConnectorCertificateError as error:
         raise FetchFailed(_reason(error.certificate_error)) from None
     except OSError as error:
@@ -97,11 +95,11 @@ def as_fetch_failed() -> Iterator[None]:
         if is_of_machine(cause):
             raise cause from None
         raise FetchFailed(_reason(cause)) from None
+    except ValueError:  # also aiohttp's errors of URLs
+        raise FetchFailed("bad url") from None
     except aiohttp.ClientError:
         # An early close is indistinguishable from a server that does not speak HTTP.
         raise FetchFailed("connection broken") from None
-    except ValueError:
-        raise FetchFailed("bad url") from None
 
 
 def is_of_machine(error: OSError) -> bool:
