@@ -154,9 +154,9 @@ class Doors:
     def _workers(self) -> None:
         for stage in workers.BEAM_STAGES:
             if options := workers.beam_options(self.recipe, stage):
-                from tasks.beam.pipeline import check_options  # seconds to import
+                from tasks.beam.pipeline import make_pipeline  # seconds to import
 
-                check_options(options)
+                make_pipeline(options)
         workers.check_workers(self.recipe, self.here)
 
     def _runtime(self) -> None:
