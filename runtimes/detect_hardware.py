@@ -83,13 +83,13 @@ def nvidia_driver_version() -> str | None:
 def torch_cuda_version() -> str | None:
     """CUDA version of the installed PyTorch; None for a CPU build, or without PyTorch.
 
-    Read from PyTorch's stage.py: its import takes seconds.
+    Read from PyTorch's version.py: its import takes seconds.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     try:
-        text = Path(spec.origin).with_name("stage.py").read_text(encoding="utf-8")
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     match = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
