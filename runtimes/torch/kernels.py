@@ -175,12 +175,6 @@ AROUND_BLOCKS = ("_operate_on_continuous_inputs", "_get_output_for_continuous_in
 log = logging.getLogger("kiln")
 
 
-def check_compiler(what: str) -> None:
-    """Raise Refused if `train.compile` demands programs and there is no C compiler."""
-    if find_c_compiler() is None:
-        raise Refused(f"train.compile: {what}: {NO_COMPILER}, or set train.compile=none")
-
-
 def compile_denoiser(
     denoiser: Any, what: str, device_hooks: DeviceHooks, recomputed: str = "none"
 ) -> None:

@@ -28,7 +28,6 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import TIMEOUT, join
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.torch.device import check_fsdp
 from runtimes.torch_models.network import Network
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "hpu": "cpu:gloo,hpu:hccl"}
@@ -338,12 +337,7 @@ def _shard_mesh(device: torch.device, world: int, group: int) -> DeviceMesh:
 
 
 def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:
-    """Join the process group of the run, if it has several processes.
-
-    Raises:
-        Refused: `train.fsdp` does not suit the number of processes.
-    """
-    check_fsdp(settings, ranks, device.type)
+    """Join the process group of the run, if it has several processes."""
     if ranks.world == 1:
         return SingleProcess()
     # gloo serves host tensors, which NCCL and HCCL do not support.

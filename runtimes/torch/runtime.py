@@ -43,7 +43,7 @@ class TheRuntime(BaseRuntime):
             settings.device, ranks, settings.hpu, job.compiled
         )
         self._device = hooks.device
-        device.check_on_device(settings, self._device)
+        device.check_on_device(settings, self._device, ranks)
         check_family("torch", base.family.name, self._device.type)
         device.make_deterministic(
             device.is_deterministic(settings, self._device), tf32=settings.allow_tf32

@@ -230,9 +230,6 @@ class Update:
         settings: optimizer, clipping and EMA.
         parallel: reduces norms, and gathers or shards State; None is a single process.
         device_hooks: hooks of the device; None is the CPU.
-
-    Raises:
-        Refused: the optimizer is not available for this device.
     """
 
     def __init__(
