@@ -16,7 +16,6 @@ from configs.settings.train import Train
 from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
 from runtimes.optimizer_state import owned_copies, shapes_of
 from runtimes.pipeline_folder.folder import Base
-from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 
 
@@ -27,7 +26,6 @@ class BaseRuntime(ABC):
     # `load` of a runtime sets these.
     versions: dict[str, str]
     device: str
-    _job: TrainJob
     _base: Base
     _settings: Train
     _ranks: Ranks

@@ -61,7 +61,7 @@ class AbstractStep:
     def lower(self) -> Any:
         """The lowered step; call `compile()` on it."""
         state = self._state()
-        untouched = names_without_gradient(self._counter.network, self._network, self._batch)
+        untouched = names_without_gradient(self._counter, self._network, self._batch)
         predict = as_function(self._network, training=True, splash=self._splash)
         scanned = scan_blocks.scanned_names(self._network)
         step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)

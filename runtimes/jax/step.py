@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.data.loader import pad_batch
+from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.jax.mesh import Mesh
 from runtimes.optimizer_state import learning_rate_factors
+from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.network import Network
 
 Arrays = dict[str, Array]
@@ -218,7 +219,7 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
     count = len(batch.timesteps)
     size = min(size or count, count)
     parts = -(-count // size)
-    rows = mesh.padded_rows(size)
+    rows = padded_rows(size, mesh.local)
     # Sample index of each row. Padding rows repeat sample 0.
     places = np.zeros((parts, rows), np.int64)
     weight = np.zeros((parts, rows), np.float32)
@@ -335,7 +336,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
 
 
 def names_without_gradient(
-    counted: torch.nn.Module, network: Network, batch: StepBatch
+    counter: FlopCounter, network: Network, batch: StepBatch
 ) -> frozenset[str]:
     """State's keys of trained parameters on which the loss does not depend.
 
@@ -344,22 +345,13 @@ def names_without_gradient(
     the compiled step must do the same.
 
     Args:
-        counted: a copy of the network on `meta`.
+        counter: of the network.
         network: the trained network.
         batch: its shapes are used.
     """
-
-    def empty(array: NDArray[Any]) -> torch.Tensor:
-        return torch.empty_like(torch.from_numpy(array[:1]), device="meta")
-
-    conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
-    inputs = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
     try:
-        counted(*inputs).mean().backward()
+        reached = counter.reached(batch)
     except RuntimeError as error:
         log.warning("weights without gradient are unknown, so weight decay changes them: %s", error)
         return frozenset()
-    reached = {name for name, p in counted.named_parameters() if p.grad is not None}
-    counted.zero_grad(set_to_none=True)
-    names = trained_names(network)
-    return frozenset(name for name, own in names.items() if own not in reached)
+    return frozenset(name for name, own in trained_names(network).items() if own not in reached)

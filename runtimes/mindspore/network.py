@@ -18,17 +18,7 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import (
-    ADAPTER,
-    Adapter,
-    Layer,
-    alpha,
-    check_unambiguous,
-    choose_layers,
-    initial_down,
-    merged_weights,
-    state_name,
-)
+from runtimes.adapters import lora
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, repeated_blocks
 from runtimes.families.extra_inputs import ExtraInputs
@@ -37,12 +27,12 @@ from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
 
-A = f".lora_A.{ADAPTER}.weight"
-B = f".lora_B.{ADAPTER}.weight"
+A = f".lora_A.{lora.ADAPTER}.weight"
+B = f".lora_B.{lora.ADAPTER}.weight"
 
 
 def add_adapters(
-    part: str, model: nn.Cell, lora: Lora, seed: int, attention: Sequence[str] = ()
+    part: str, model: nn.Cell, settings: Lora, seed: int, attention: Sequence[str] = ()
 ) -> None:
     """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
 
@@ -51,32 +41,35 @@ def add_adapters(
     Args:
         part: component name, such as `unet`.
         model: the component, changed in place.
-        lora: rank, alpha, dropout and targets.
+        settings: rank, alpha, dropout and targets.
         seed: initializes `down`.
         attention: name suffixes of attention layers (families/family.py).
 
     Raises:
         Refused: the targets match no layer, or one target's name is a suffix of another's.
     """
-    chosen = choose_layers(part, _layers(model), lora, attention)
+    chosen = lora.choose_layers(part, _layers(model), settings, attention)
     config = LoraConfig(
-        r=lora.rank, lora_alpha=alpha(lora), lora_dropout=lora.dropout, target_modules=chosen
+        r=settings.rank,
+        lora_alpha=lora.alpha(settings),
+        lora_dropout=settings.dropout,
+        target_modules=chosen,
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    inject_adapter_in_model(config, model, adapter_name=lora.ADAPTER)
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
-    check_unambiguous(part, chosen, adapted)
+    lora.check_unambiguous(part, chosen, adapted)
     for name, parameter in model.parameters_and_names():
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):
-            stored = state_name(part, name.removesuffix(A))
+            stored = lora.state_name(part, name.removesuffix(A))
             load_diffusers_weights.set_parameter(
-                parameter, initial_down(seed, stored, parameter.shape)
+                parameter, lora.initial_down(seed, stored, parameter.shape)
             )
         elif name.endswith(B):
             load_diffusers_weights.set_parameter(parameter, parameter.asnumpy() * 0)
 
 
-def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
+def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, lora.Adapter]) -> None:
     """Merge adapters into the float32 weights of a component.
 
     Args:
@@ -89,16 +82,16 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -
     """
     parameters = load_diffusers_weights.named_weights(model)
     weights = {name: parameters[f"{name}.weight"] for name in _layers(model)}
-    for name, merged in merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
+    for name, merged in lora.merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
         load_diffusers_weights.set_parameter(weights[name], merged)
 
 
-def _layers(model: nn.Cell) -> dict[str, Layer]:
+def _layers(model: nn.Cell) -> dict[str, lora.Layer]:
     kinds = ((name, _kind(cell)) for name, cell in model.cells_and_names())
     return {name: kind for name, kind in kinds if kind is not None}
 
 
-def _kind(cell: nn.Cell) -> Layer | None:
+def _kind(cell: nn.Cell) -> lora.Layer | None:
     if isinstance(cell, (mint.nn.Linear, nn.Dense)):
         return "linear"
     return "conv" if isinstance(cell, (mint.nn.Conv2d, nn.Conv2d)) else None
@@ -244,7 +237,7 @@ class Network(nn.Cell):
     def trained(self) -> dict[str, Parameter]:
         """Trained parameters by their keys in State."""
         return {
-            state_name(part, name): parameter
+            lora.state_name(part, name): parameter
             for part, cell in self.parts.items()
             for name, parameter in load_diffusers_weights.named_weights(cell).items()
             if parameter.requires_grad

@@ -136,7 +136,6 @@ class TheRuntime(BaseRuntime):
     """Implements contract.Runtime. Weights are replicated, so rank 0 samples alone."""
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)

@@ -24,16 +24,8 @@ from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
 from runtimes.families.extra_inputs import fully_masked
 from runtimes.mindspore import load_diffusers_weights
+from runtimes.mindspore import network as networks
 from runtimes.mindspore.device import choose, precision, start
-from runtimes.mindspore.network import (
-    Inputs,
-    Network,
-    encode_ids,
-    load_frozen_clip,
-    merge_adapters,
-    pooled_outputs,
-    tensor,
-)
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
@@ -113,8 +105,8 @@ class Encoder:
         ids = Tensor(pad_rows(self.input_ids(captions), self._caption_rows))
         models = list(self.text_encoders.values())
         penultimate = self._family.clip_states == "penultimate"
-        pooling = pooled_outputs(self._family, models)
-        states, pooled = encode_ids(penultimate, models, pooling, ids)
+        pooling = networks.pooled_outputs(self._family, models)
+        states, pooled = networks.encode_ids(penultimate, models, pooling, ids)
         count = len(captions)
         embeds = states.astype(ms.float32).asnumpy()[:count]
         return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()[:count]
@@ -192,7 +184,7 @@ class Sampler(PipelineSampler):
         super().__init__(pipe, family, make_scheduler)
 
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
-        latents = tensor(batch.noise).astype(self._dtype)
+        latents = networks.tensor(batch.noise).astype(self._dtype)
         try:
             return self._pipe(batch.prompts, latents=latents, generator=batch.rngs, **options)[0]
         except (RuntimeError, TypeError) as error:
@@ -215,10 +207,10 @@ class Sampler(PipelineSampler):
         return fully_masked(mean, self._encoder.info)
 
     def _to_device(self, array: NDArray[np.float32]) -> Tensor:
-        return tensor(array)
+        return networks.tensor(array)
 
     def _append_channels(self, latents: Tensor, more: NDArray[np.float32]) -> Tensor:
-        return ops.cat((latents, tensor(more).astype(latents.dtype)), axis=1)
+        return ops.cat((latents, networks.tensor(more).astype(latents.dtype)), axis=1)
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
@@ -252,7 +244,7 @@ class ThePipeline(BasePipeline):
         start(job.device)
         super().__init__(job, base, make_scheduler)
 
-    def _load_network(self, drawing: Drawing) -> Network:
+    def _load_network(self, drawing: Drawing) -> networks.Network:
         job = self._job
         flash = job.flash_attention
         return load_network(drawing, self._base, self._dtype, job.text_dtype, flash=flash)
@@ -266,7 +258,7 @@ class ThePipeline(BasePipeline):
         self._sampler.use(self._network.parts, self._scheduler)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        inputs = Inputs(batch, self._network, self._dtype)
+        inputs = networks.Inputs(batch, self._network, self._dtype)
         return inputs.errors(self._network).asnumpy()
 
 
@@ -277,7 +269,7 @@ def load_network(
     text_dtype: str | None = None,
     *,
     flash: bool = True,
-) -> Network:
+) -> networks.Network:
     """Load the denoiser of a drawing and the text encoders that it runs, for inference in `dtype`.
 
     Adapters are merged in float32 before the weights are cast. `text_dtype` is as in
@@ -293,14 +285,14 @@ def load_network(
             part = load_diffusers_weights.load_denoiser(folder)
         else:
             part = load_diffusers_weights.load_text_encoder(base, name, folder=folder)
-        merge_adapters(name, part, adapters)
+        networks.merge_adapters(name, part, adapters)
         return part
 
     parts = load_trained_components(drawing, base, load)
     frozen = None
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_clip(base, text_dtype)
-    network = Network(family, parts, frozen)
+        frozen = networks.load_frozen_clip(base, text_dtype)
+    network = networks.Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():
         load_diffusers_weights.set_flash_attention(part, flash=flash)

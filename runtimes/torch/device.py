@@ -155,8 +155,8 @@ def open_device(
     settings = settings or Hpu()
     compile_cache = gaudi.load(settings, compiled)
     choose_device(name, ranks)
-    if number := name.partition(":")[2]:
-        gaudi.choose_module(int(number))
+    if number := name.partition(":")[2]:  # the bridge shows it as the only device
+        os.environ[gaudi.MODULE] = str(int(number))
     if ranks.world > 1:
         gaudi.load_hccl()
     return gaudi.Gaudi(settings, compile_cache)

@@ -21,16 +21,15 @@ from typing import Any
 import torch
 
 from configs.errors import Refused
-from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
 from runtimes.detect_hardware import hpu_bridge_version, missing_for_hpu
 from runtimes.process.compile_cache import CompileCache
-from runtimes.torch.kernels import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks, not_loaded
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
-MODULE = "HLS_MODULE_ID"
+MODULE = "HLS_MODULE_ID"  # number of the Gaudi that this process uses
 BRIDGE = "habana_frameworks.torch"
 
 
@@ -65,11 +64,7 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
             import_module(f"{BRIDGE}.gpu_migration")
     # AssertionError: the bridge was built for another version of PyTorch.
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
-        missing = "; ".join(missing_for_hpu())
-        raise Refused(
-            f"device hpu: habana_frameworks does not load: {one_line(error, 200)}"
-            + (f" ({missing})" if missing else "")
-        ) from None
+        raise not_loaded("device hpu: habana_frameworks", error, missing_for_hpu()) from None
     if settings.mode not in (None, mode()):
         raise Refused(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
     return compile_cache
@@ -97,11 +92,6 @@ def count() -> int:
 def mode() -> str:
     """Mode of the bridge in this process (`lazy` or `eager`), loaded or not."""
     return "lazy" if os.environ.get(LAZY) == "1" else "eager"
-
-
-def choose_module(number: int) -> None:
-    """Select this process's Gaudi by number. The bridge then shows it as the only device."""
-    os.environ[MODULE] = str(number)
 
 
 def check(settings: Train) -> None:

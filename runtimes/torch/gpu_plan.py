@@ -42,15 +42,11 @@ from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
 from runtimes.torch_models.network import Network, sample_batch
 
 _aten: Any = torch.ops.aten
+_FLASH = "_scaled_dot_product_flash_attention"
 #: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.
-FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+FLOPS: dict[Any, Any] = flop_registry | {
+    getattr(_aten, f"{_FLASH}_for_cpu{end}"): flop_registry[getattr(_aten, f"{_FLASH}{end}")]
+    for end in ("", "_backward")
 }
 ALIGNMENT = 512  # bytes; PyTorch's CUDA allocator rounds sizes up to it
 #: Batch sizes whose peak is exact; between them it is interpolated from above.

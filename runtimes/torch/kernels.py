@@ -84,11 +84,13 @@ def load() -> None:
     try:
         import torch_npu  # noqa: F401  # registers the device
     except (ImportError, RuntimeError, OSError) as error:
-        missing = "; ".join(missing_for_npu())
-        raise Refused(
-            f"device npu: torch_npu does not load: {one_line(error, 200)}"
-            + (f" ({missing})" if missing else "")
-        ) from None
+        raise not_loaded("device npu: torch_npu", error, missing_for_npu()) from None
+
+
+def not_loaded(package: str, error: Exception, missing: Sequence[str]) -> Refused:
+    """The error where a device's package does not load, with what the machine lacks."""
+    words = f" ({'; '.join(missing)})" if missing else ""
+    return Refused(f"{package} does not load: {one_line(error, 200)}{words}")
 
 
 def enable_npu_attention(denoiser: Any, device: torch.device) -> None:

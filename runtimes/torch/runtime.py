@@ -25,7 +25,8 @@ from runtimes.torch.kernels import compile_denoiser, enable_npu_attention, load_
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.step import Step, Update, keep_channels_last, memory_format
 from runtimes.torch_models.activation_memory import Inputs, sender
-from runtimes.torch_models.flop_count import FlopCounter, peak_flops
+from runtimes.torch_models.flop_count import FlopCounter
+from runtimes.torch_models.gpu_specs import known_peak
 from runtimes.torch_models.loading import trained_scheduler
 
 
@@ -33,7 +34,6 @@ class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = device.versions()
         settings = self._settings = Train(**job.train)
@@ -81,7 +81,9 @@ class TheRuntime(BaseRuntime):
         return self._counter.of(batch)
 
     def peak_flops(self) -> float | None:
-        return peak_flops(self._device, self._settings.product_dtype)
+        if self._device.type != "cuda":
+            return None
+        return known_peak(torch.cuda.get_device_name(self._device), self._settings.product_dtype)
 
     def state(self, owners: Owners | None = None) -> State:
         self._device_hooks.save_compiled()

@@ -237,14 +237,8 @@ def open_encoder(job: EncodeJob) -> Encoder:
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
     base = Base.of(job)
+    options: dict[str, Any] = {"device": hooks.device, "dtype": job.dtype, "embeds": job.embeds}
     if not hooks.pads_batches:
-        return Encoder(base, device=hooks.device, dtype=job.dtype, embeds=job.embeds)
-    return PaddedEncoder(
-        base,
-        images=job.batch_size,
-        captions=TEXT_BATCH,
-        save_compiled=hooks.save_compiled,
-        device=hooks.device,
-        dtype=job.dtype,
-        embeds=job.embeds,
-    )
+        return Encoder(base, **options)
+    options |= {"images": job.batch_size, "captions": TEXT_BATCH}
+    return PaddedEncoder(base, save_compiled=hooks.save_compiled, **options)

@@ -170,9 +170,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stages: list[_Stage] = []
-        if device.type == "cuda":
-            self._stages = [_Stage(), _Stage()]
+        self._stages = [_Stage(), _Stage()] if device.type == "cuda" else []
 
     def copy(self, tensor: torch.Tensor) -> NDArray[np.float32]:
         """A new array for a tensor's values, which must not change before `finish`."""
@@ -325,10 +323,9 @@ class Update:
             Refused: the state has other names or shapes than this model.
         """
         groups = self._tensors()
+        arrays = read_state_arrays(state, self.shapes(), self._parallel.local_rows)
         with torch.no_grad():
-            for group, name, rows in read_state_arrays(
-                state, self.shapes(), self._parallel.local_rows
-            ):
+            for group, name, rows in arrays:
                 groups[group][name].copy_(torch.from_numpy(rows))
         self._step = step
         self._optimizer.set_step(step)
@@ -416,9 +413,8 @@ class Step:
 
     def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         """The batch's micro-batches, copied to the device."""
-        return micro_batches(
-            batch, self.settings.micro_batch_size, sender(self.device_hooks.device)
-        )
+        send = sender(self.device_hooks.device)
+        return micro_batches(batch, self.settings.micro_batch_size, send)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context of computation in the compute dtype."""

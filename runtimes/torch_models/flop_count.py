@@ -7,11 +7,11 @@ import logging
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtimes.contract import StepBatch
 from runtimes.torch_models.activation_memory import without_recomputation
-from runtimes.torch_models.gpu_specs import known_peak
 
 log = logging.getLogger("kiln")
 
@@ -46,17 +46,32 @@ class FlopCounter:
         return None if per_sample is None else float(per_sample * len(batch.timesteps))
 
     def _count(self, batch: StepBatch) -> int:
-        def empty(array: Any) -> torch.Tensor:
-            return torch.empty((1, *array.shape[1:]), dtype=_dtype(array), device="meta")
-
-        conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
         with FlopCounterMode(display=False) as counter:
-            predicted = self.network(
-                empty(batch.noisy_latents), empty(batch.timesteps), conditioning
-            )
-            predicted.square().mean().backward()
+            self._backward(batch)
         self.network.zero_grad(set_to_none=True)
         return int(counter.get_total_flops())
+
+    def reached(self, batch: StepBatch) -> set[str]:
+        """Names of the parameters on which the loss of a batch depends.
+
+        Raises:
+            RuntimeError: an operation of the network does not run on `meta` tensors.
+        """
+        self._backward(batch)
+        reached = {name for name, p in self.network.named_parameters() if p.grad is not None}
+        self.network.zero_grad(set_to_none=True)
+        return reached
+
+    def _backward(self, batch: StepBatch) -> None:
+        """A forward and backward pass of one sample."""
+
+        def empty(array: NDArray[Any]) -> torch.Tensor:
+            dtype = torch.from_numpy(array[:0]).dtype
+            return torch.empty((1, *array.shape[1:]), dtype=dtype, device="meta")
+
+        conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
+        predicted = self.network(empty(batch.noisy_latents), empty(batch.timesteps), conditioning)
+        predicted.square().mean().backward()
 
 
 def without_weights(network: torch.nn.Module) -> torch.nn.Module:
@@ -68,14 +83,3 @@ def without_weights(network: torch.nn.Module) -> torch.nn.Module:
     for buffer in network.buffers():
         kept[id(buffer)] = buffer.to("meta")
     return copy.deepcopy(network, kept)
-
-
-def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of a CUDA device (see GpuSpec.peak); None for other or unknown devices."""
-    if device.type != "cuda":
-        return None
-    return known_peak(torch.cuda.get_device_name(device), dtype)
-
-
-def _dtype(array: Any) -> torch.dtype:
-    return torch.from_numpy(array[:0]).dtype

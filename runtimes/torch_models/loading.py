@@ -74,7 +74,11 @@ def open_weights(
     files = weight_files(folder)
     weights: dict[str, StoredRows] = {}
     for path in files:
-        weights |= _open_file(path, dtype)
+        try:
+            stream = safe_open(path, framework="pt")
+            weights |= {n: _FileTensor(stream.get_slice(n), dtype) for n in stream.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise Refused(f"{path} cannot be read: {error}") from None
     if config is not None:
         names = [name for name in source_weight_names(config) if name in weights]
         known = {name: weights[name][...].float().numpy() for name in names}
@@ -120,10 +124,8 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
     except Exception as error:  # of any type, such as AssertionError without a message
         reason = str(error) or type(error).__name__
         raise Refused(f"{folder / 'config.json'}: not a denoiser's config: {reason}") from None
-    for family in all_families().values():
-        if family.denoiser_class == kind:
-            family.make_constants(denoiser)
-            break
+    family = next(f for f in all_families().values() if f.denoiser_class == kind)
+    family.make_constants(denoiser)
     return denoiser
 
 
@@ -183,14 +185,6 @@ def load_text_encoder(
     if missing := sorted(loaded["missing_keys"]):
         raise Refused(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
     return model.eval()
-
-
-def _open_file(path: Path, dtype: torch.dtype) -> dict[str, StoredRows]:
-    try:
-        stream = safe_open(path, framework="pt")
-        return {name: _FileTensor(stream.get_slice(name), dtype) for name in stream.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise Refused(f"{path} cannot be read: {error}") from None
 
 
 def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

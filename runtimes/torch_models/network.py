@@ -19,18 +19,7 @@ from numpy.typing import NDArray
 from artifacts.latent_shards import LatentSample
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import (
-    ADAPTER,
-    Adapter,
-    Layer,
-    alpha,
-    check_unambiguous,
-    choose_layers,
-    initial_down,
-    merged_weights,
-    state_name,
-    stored_name,
-)
+from runtimes.adapters import lora
 from runtimes.contract import StepBatch, StoredRows
 from runtimes.families import Captioned, Family
 from runtimes.families.extra_inputs import ExtraInputs
@@ -45,7 +34,7 @@ from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_i
 def add_adapters(
     part: str,
     model: torch.nn.Module,
-    lora: Lora,
+    settings: Lora,
     seed: int,
     attention: Sequence[str] = (),
     read: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
@@ -58,7 +47,7 @@ def add_adapters(
     Args:
         part: component name, such as `unet`.
         model: the component, changed in place.
-        lora: rank, alpha, dropout, targets and DoRA.
+        settings: rank, alpha, dropout, targets and DoRA.
         seed: initializes `down`.
         attention: name suffixes of attention layers (families/family.py).
         read: values of a base weight, which may be on `meta`.
@@ -67,28 +56,29 @@ def add_adapters(
         Refused: the targets match no layer, or one target's name is a suffix of another's.
     """
     from peft import LoraConfig, inject_adapter_in_model  # seconds to import
+    from peft.tuners.lora import LoraLayer
 
-    chosen = choose_layers(part, _layers(model), lora, attention)
+    chosen = lora.choose_layers(part, _layers(model), settings, attention)
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=alpha(lora),  # type: ignore[arg-type]  # takes any number
-        lora_dropout=lora.dropout,
+        r=settings.rank,
+        lora_alpha=lora.alpha(settings),  # type: ignore[arg-type]  # takes any number
+        lora_dropout=settings.dropout,
         target_modules=chosen,
-        use_dora=lora.dora,
+        use_dora=settings.dora,
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # PEFT's initialization is replaced below
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    adapted = dict(_adapted(model))
-    check_unambiguous(part, chosen, adapted)
+        inject_adapter_in_model(config, model, adapter_name=lora.ADAPTER)
+    adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    lora.check_unambiguous(part, chosen, adapted)
     for name, layer in adapted.items():
         # PEFT would cast activations to float32, which autocast casts back to the compute dtype.
         layer.cast_input_dtype_enabled = False
-        _initialize(f"{part}.{stored_name(part, name)}", layer, seed, read)
+        _initialize(f"{part}.{lora.stored_name(part, name)}", layer, seed, read)
 
 
 @torch.no_grad()
-def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter]) -> None:
+def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, lora.Adapter]) -> None:
     """Merge adapters into the weights of a component; the sum is computed in float32.
 
     Args:
@@ -99,27 +89,21 @@ def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Ada
     Raises:
         Refused: the component lacks an adapted layer, or the layer has another shape.
     """
-    modules = ((stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
+    modules = ((lora.stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
     weights: dict[str, Any] = {name: module.weight for name, module in modules}
-    for name, merged in merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
+    for name, merged in lora.merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
         weights[name].copy_(torch.from_numpy(merged))
 
 
-def _layers(model: torch.nn.Module) -> dict[str, Layer]:
+def _layers(model: torch.nn.Module) -> dict[str, lora.Layer]:
     kinds = ((name, _kind(module)) for name, module in model.named_modules())
     return {name: kind for name, kind in kinds if kind is not None}
 
 
-def _kind(module: torch.nn.Module) -> Layer | None:
+def _kind(module: torch.nn.Module) -> lora.Layer | None:
     if isinstance(module, torch.nn.Linear):
         return "linear"
     return "conv" if isinstance(module, torch.nn.Conv2d) else None
-
-
-def _adapted(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    from peft.tuners.lora import LoraLayer
-
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
 
 
 @torch.no_grad()
@@ -127,13 +111,13 @@ def _initialize(
     name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
-    down = layer.lora_A[ADAPTER]
-    up = layer.lora_B[ADAPTER]
-    initial = torch.from_numpy(initial_down(seed, name, down.weight.shape))
+    down = layer.lora_A[lora.ADAPTER]
+    up = layer.lora_B[lora.ADAPTER]
+    initial = torch.from_numpy(lora.initial_down(seed, name, down.weight.shape))
     down.weight = torch.nn.Parameter(initial)
     up.weight = torch.nn.Parameter(torch.zeros(up.weight.shape))
-    if ADAPTER in layer.lora_magnitude_vector:
-        magnitude = layer.lora_magnitude_vector[ADAPTER]
+    if lora.ADAPTER in layer.lora_magnitude_vector:
+        magnitude = layer.lora_magnitude_vector[lora.ADAPTER]
         lengths = torch.linalg.vector_norm(read(layer.weight).float().flatten(1), dim=1)
         magnitude.weight = torch.nn.Parameter(lengths.view(magnitude.weight.shape))
 
@@ -236,9 +220,8 @@ class Network(torch.nn.Module):
         load: Callable[[Base, str, torch.dtype], Any] = loading.load_text_encoder,
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
-        def read(weight: torch.Tensor) -> torch.Tensor:
-            values: torch.Tensor = unread.get(id(weight), weight)[...]
-            return values
+        def read(weight: torch.Tensor) -> Any:
+            return unread.get(id(weight), weight)[...]
 
         family = base.family
         parts = {family.denoiser: denoiser}
@@ -290,7 +273,7 @@ class Network(torch.nn.Module):
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by their keys in State."""
         return {
-            state_name(part, name): parameter
+            lora.state_name(part, name): parameter
             for part, module in self.parts.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
@@ -391,18 +374,16 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
         tokens = base.caption_limits[family.clip_encoders[0]]
         ids = np.zeros((len(family.clip_encoders), tokens), np.int32)
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
-    captioned = Captioned(sample, embeds, pooled, ids)
-    conditioning = family.condition([captioned])
+    conditioning = family.condition([Captioned(sample, embeds, pooled, ids)])
     if extras.inpainting:
         shape = (1, 1 + len(latents[0]), rows, columns)
         conditioning["inpainting"] = np.zeros(shape, np.float32)
     if extras.aesthetic_score:
         conditioning["aesthetic_score"] = np.zeros(1, np.float32)
-    schedule = base.schedule()
     return StepBatch(
         step=0,
         noisy_latents=latents,
-        timesteps=schedule.timesteps(np.zeros(1, np.int32)),
+        timesteps=base.schedule().timesteps(np.zeros(1, np.int32)),
         target=latents,
         weight=np.ones(1, np.float32),
         conditioning=conditioning,

@@ -259,7 +259,6 @@ class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)
