@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
+from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, StepOutput, Writers
 from runtimes.optimizer_state import owned_copies, shapes_of
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.launcher import Ranks
@@ -31,6 +31,7 @@ class BaseRuntime(ABC):
     _ranks: Ranks
     _network: Any
     _update: Any
+    _step: Any
     _collectives: Any  # of all ranks, on the host where the framework permits it
 
     @cached_property
@@ -43,6 +44,10 @@ class BaseRuntime(ABC):
 
     def broadcast(self, number: int) -> int:
         return int(self._collectives.broadcast(number))
+
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        output: StepOutput = self._step(batch, learning_rate)
+        return output
 
     def flops(self, batch: StepBatch) -> float | None:
         return None

@@ -152,20 +152,14 @@ class AbstractStep:
         trained = set(self._names.values())
         half = jnp.dtype(self._settings.compute_dtype)
 
-        def dtype(name: str, tensor: torch.Tensor) -> Any:
-            if not tensor.is_floating_point():
-                return jnp.int32
-            own = name.startswith("frozen_clip.")  # as `frozen_arrays` has it
-            return jnp.dtype(str(tensor.dtype).removeprefix("torch.")) if own else half
+        def abstract(name: str, tensor: torch.Tensor) -> ShapeDtypeStruct:
+            dtype: Any = half if tensor.is_floating_point() else jnp.int32
+            if name.startswith("frozen_clip.") and dtype is half:  # as `frozen_arrays` has it
+                dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+            return ShapeDtypeStruct(tuple(tensor.shape), dtype, sharding=self._mesh.replicated)
 
         tensors = (*self._network.named_parameters(), *self._network.named_buffers())
-        return {
-            name: ShapeDtypeStruct(
-                tuple(tensor.shape), dtype(name, tensor), sharding=self._mesh.replicated
-            )
-            for name, tensor in tensors
-            if name not in trained
-        }
+        return {name: abstract(name, t) for name, t in tensors if name not in trained}
 
     def _stacked(self) -> dict[str, Any]:
         """Abstract arrays of a global batch, stacked as by jax/micro_batches.py."""

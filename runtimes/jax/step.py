@@ -136,11 +136,10 @@ class Step:
             The next state, and [loss, gradient norm] f32.
         """
         weights = self._working(state["weights"])
-        trained = self._sharded(state["weights"])
 
         def gradient(micro: Any) -> tuple[Array, Arrays]:
             loss, gradients = jax.value_and_grad(self._loss)(weights, frozen, *micro)
-            return loss, trained(gradients)
+            return loss, self._sharded(gradients)
 
         def accumulate(sums: Any, micro: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, gradient(micro)), None
@@ -168,14 +167,14 @@ class Step:
         arrays = frozen | {self.names[name]: array for name, array in weights.items()}
         return jnp.sum(micro["weight"] * errors(self.predict, arrays, seed, micro))
 
-    def _sharded(self, weights: Arrays) -> Callable[[Arrays], Arrays]:
-        """A function that shards gradients as the weights: each device sums its own shard."""
+    def _sharded(self, gradients: Arrays) -> Arrays:
+        """Gradients, sharded as the weights: each device sums its own shard."""
 
-        def constrain(name: str, gradient: Array) -> Array:
-            spread = self.mesh.array_sharding(weights[name].shape)
+        def constrain(gradient: Array) -> Array:
+            spread = self.mesh.array_sharding(gradient.shape)
             return jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), spread)
 
-        return lambda gradients: {name: constrain(name, array) for name, array in gradients.items()}
+        return {name: constrain(gradient) for name, gradient in gradients.items()}
 
 
 def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:

@@ -22,7 +22,7 @@ from runtimes.adapters import lora
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, repeated_blocks
 from runtimes.families.extra_inputs import ExtraInputs
-from runtimes.mindspore import load_diffusers_weights
+from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
@@ -62,11 +62,9 @@ def add_adapters(
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):
             stored = lora.state_name(part, name.removesuffix(A))
-            load_diffusers_weights.set_parameter(
-                parameter, lora.initial_down(seed, stored, parameter.shape)
-            )
+            loading.set_parameter(parameter, lora.initial_down(seed, stored, parameter.shape))
         elif name.endswith(B):
-            load_diffusers_weights.set_parameter(parameter, parameter.asnumpy() * 0)
+            loading.set_parameter(parameter, parameter.asnumpy() * 0)
 
 
 def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, lora.Adapter]) -> None:
@@ -80,10 +78,10 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, lora.Adapte
     Raises:
         Refused: the component lacks an adapted layer, or the layer has another shape.
     """
-    parameters = load_diffusers_weights.named_weights(model)
+    parameters = loading.named_weights(model)
     weights = {name: parameters[f"{name}.weight"] for name in _layers(model)}
     for name, merged in lora.merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
-        load_diffusers_weights.set_parameter(weights[name], merged)
+        loading.set_parameter(weights[name], merged)
 
 
 def _layers(model: nn.Cell) -> dict[str, lora.Layer]:
@@ -168,7 +166,7 @@ class Network(nn.Cell):
         self.text_encoders = nn.CellList(encoders, auto_prefix=False)
         self.pooling = pooled_outputs(family, encoders)
         for part, cell in {**parts, **self.frozen_clip}.items():
-            for name, parameter in load_diffusers_weights.named_weights(cell).items():
+            for name, parameter in loading.named_weights(cell).items():
                 parameter.name = f"{part}.{name}"
                 parameter.requires_grad &= part in parts
 
@@ -187,16 +185,14 @@ class Network(nn.Cell):
         denoiser = base.denoiser_folder
         config = trained_config(base.denoiser, settings, job.denoiser_config)
         if settings.init == "random":
-            unet = load_diffusers_weights.random_init_denoiser(denoiser, config, settings.seed)
+            unet = loading.random_init_denoiser(denoiser, config, settings.seed)
         else:
-            unet = load_diffusers_weights.load_denoiser(denoiser, dtype, config, settings.seed)
+            unet = loading.load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
         frozen = None
         if settings.train_text_encoder:
             names = family.clip_encoders
-            parts |= {
-                name: load_diffusers_weights.load_text_encoder(base, name, dtype) for name in names
-            }
+            parts |= {name: loading.load_text_encoder(base, name, dtype) for name in names}
         elif job.text_dtype is not None:
             frozen = load_frozen_clip(base, job.text_dtype)
         for name, part in parts.items():
@@ -239,7 +235,7 @@ class Network(nn.Cell):
         return {
             lora.state_name(part, name): parameter
             for part, cell in self.parts.items()
-            for name, parameter in load_diffusers_weights.named_weights(cell).items()
+            for name, parameter in loading.named_weights(cell).items()
             if parameter.requires_grad
         }
 
@@ -310,10 +306,7 @@ class Network(nn.Cell):
 def load_frozen_clip(base: Base, dtype: str) -> dict[str, nn.Cell]:
     """The CLIP encoders of a pipeline, in the family's order. Raises Refused."""
     names = base.family.clip_encoders
-    return {
-        name: load_diffusers_weights.load_text_encoder(base, name, getattr(ms, dtype))
-        for name in names
-    }
+    return {name: loading.load_text_encoder(base, name, getattr(ms, dtype)) for name in names}
 
 
 def _recompute(part: nn.Cell) -> None:

@@ -165,9 +165,6 @@ class TheRuntime(BaseRuntime):
             parts = [part.to_device() for part in parts]
         return replace(batch, on_device=parts)
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        return self._step(batch, learning_rate)
-
     def _constants(self) -> State:
         return {}  # UNets and CLIP text encoders have no persistent buffers
 
@@ -189,5 +186,5 @@ class TheRuntime(BaseRuntime):
         flash = self._settings.mindspore.flash_attention
         sampler = Sampler(self._base, self._network.parts, self._dtype, flash=flash)
         config = trained_scheduler_config(self._base.scheduler, self._settings)
-        sampler.use({}, None if config is None else make_scheduler(config))
+        sampler.use(None, None if config is None else make_scheduler(config))
         return sampler

@@ -23,7 +23,7 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
 from runtimes.families.extra_inputs import fully_masked
-from runtimes.mindspore import load_diffusers_weights
+from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.mindspore import network as networks
 from runtimes.mindspore.device import choose, precision, start
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
@@ -67,7 +67,7 @@ class Encoder:
         self.info = base.encoders
         self.limits = base.caption_limits
         self._dtype = dtype
-        self.vae = load_diffusers_weights.load_vae(base.vae, dtype, flash=flash)
+        self.vae = loading.load_vae(base.vae, dtype, flash=flash)
         self.tokenizers = dict[str, Any]()
         self._tokenizers = list[TextTokenizer]()
         self.text_encoders = dict[str, Any]()
@@ -80,9 +80,7 @@ class Encoder:
                 TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
             )
             if embeds:
-                self.text_encoders[part] = load_diffusers_weights.load_text_encoder(
-                    base, part, dtype
-                )
+                self.text_encoders[part] = loading.load_text_encoder(base, part, dtype)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
@@ -138,11 +136,8 @@ def _tokenizer(base: Base, encoder: TextEncoder) -> Any:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise Refused(f"{folder} does not load: {one_line(error)}") from None
-    check_vocabulary(
-        str(folder),
-        tokenizer,
-        load_diffusers_weights.text_config(base.part(encoder.component)).vocab_size,
-    )
+    config = loading.text_config(base.part(encoder.component))
+    check_vocabulary(str(folder), tokenizer, config.vocab_size)
     return tokenizer
 
 
@@ -254,9 +249,6 @@ class ThePipeline(BasePipeline):
         denoiser = {self._network.family.denoiser: self._network.denoiser}
         return Sampler(self._base, denoiser, self._dtype, flash=self._job.flash_attention)
 
-    def _use_network(self) -> None:
-        self._sampler.use(self._network.parts, self._scheduler)
-
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         inputs = networks.Inputs(batch, self._network, self._dtype)
         return inputs.errors(self._network).asnumpy()
@@ -282,9 +274,9 @@ def load_network(
 
     def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
         if name == family.denoiser:
-            part = load_diffusers_weights.load_denoiser(folder)
+            part = loading.load_denoiser(folder)
         else:
-            part = load_diffusers_weights.load_text_encoder(base, name, folder=folder)
+            part = loading.load_text_encoder(base, name, folder=folder)
         networks.merge_adapters(name, part, adapters)
         return part
 
@@ -295,5 +287,5 @@ def load_network(
     network = networks.Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():
-        load_diffusers_weights.set_flash_attention(part, flash=flash)
+        loading.set_flash_attention(part, flash=flash)
     return network.set_train(False)

@@ -68,10 +68,8 @@ class Update:
         self._averaging = ms.jit(averaging.construct) if self._average else None
 
     def _adam(self, names: Sequence[str]) -> _AdamW:
-        masters, first, second = (
-            self._pick(group, names) for group in (self._masters, self._first, self._second)
-        )
-        return _AdamW(masters, first, second, self._settings)
+        groups = (self._masters, self._first, self._second)
+        return _AdamW([self._pick(group, names) for group in groups], self._settings)
 
     @staticmethod
     def _pick(group: Parameters, names: Iterable[str]) -> ParameterTuple:
@@ -179,17 +177,9 @@ class _Norm(nn.Cell):
 
 
 class _AdamW(nn.Cell):
-    def __init__(
-        self,
-        masters: ParameterTuple,
-        first: ParameterTuple,
-        second: ParameterTuple,
-        settings: Train,
-    ) -> None:
+    def __init__(self, groups: Sequence[ParameterTuple], settings: Train) -> None:
         super().__init__(auto_prefix=False)
-        self.masters = masters
-        self.first = first
-        self.second = second
+        self.masters, self.first, self.second = groups
         self.beta1, self.beta2 = (_number(beta) for beta in settings.adam_betas)
         self.most = settings.max_grad_norm
         self.each = ops.HyperMap()

@@ -177,10 +177,8 @@ class Gaudi(DeviceHooks):
         figures = {"device_memory_bytes": float(self._hpu.memory_stats()["Limit"])}
         if self._compilations is not None:
             stats = dict(self._compilations.stats())
-            figures |= {
-                "graphs": float(stats["TotalNumber"]),
-                "compile_seconds": stats["TotalTime"] / 1e6,
-            }
+            figures["graphs"] = float(stats["TotalNumber"])
+            figures["compile_seconds"] = stats["TotalTime"] / 1e6
         return figures
 
     def compile_seconds(self) -> float:
@@ -244,18 +242,13 @@ def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimize
         groups: parameter groups of torch.optim, with `rate`, the group's learning rate factor.
         settings: betas, epsilon, weight decay and `hpu`.
     """
-    like = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
+    like: dict[str, Any] = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
+    decay = settings.weight_decay
     if counts_steps_on_host(settings):
         kind = _as_pytorch(fused_kernel("optimizers", "FusedAdamW"))
-        return kind(groups, decay=settings.weight_decay, weight_decay=0.0, **like)
-    return _OnDevice(
-        groups,
-        lr=torch.tensor(settings.learning_rate, device="hpu"),
-        weight_decay=settings.weight_decay,
-        foreach=True,
-        capturable=True,
-        **like,
-    )
+        return kind(groups, decay=decay, weight_decay=0.0, **like)
+    rate = torch.tensor(settings.learning_rate, device="hpu")
+    return _OnDevice(groups, rate, weight_decay=decay, foreach=True, capturable=True, **like)
 
 
 class _OnDevice(torch.optim.AdamW):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput
+from runtimes.contract import Owners, SavedState, State, StepBatch
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
@@ -74,9 +74,6 @@ class TheRuntime(BaseRuntime):
             return batch
         return replace(batch, on_device=list(self._step.inputs(batch)))
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        return self._step(batch, learning_rate)
-
     def flops(self, batch: StepBatch) -> float | None:
         return self._counter.of(batch)
 
@@ -126,5 +123,5 @@ class TheRuntime(BaseRuntime):
         self._step.release_graphs()  # sampling needs their memory
         dtype = getattr(torch, self._settings.compute_dtype)
         sampler = Sampler(self._base, self._network.parts, self._device_hooks, dtype)
-        sampler.use({}, trained_scheduler(self._base, self._settings))
+        sampler.use(None, trained_scheduler(self._base, self._settings))
         return sampler

@@ -220,9 +220,6 @@ class ThePipeline(BasePipeline):
         hooks = self._device_hooks
         return Sampler(self._base, denoiser, hooks, self._dtype, offload=self._offload)
 
-    def _use_network(self) -> None:
-        self._sampler.use(self._network.parts, self._scheduler)
-
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():
             inputs = Inputs(batch, sender(self._device), dtype=self._dtype)

@@ -103,20 +103,14 @@ class _Program:
     backward: Any
 
     def __post_init__(self) -> None:
-        self._computations = [
-            xla_builder.computation_from_module_proto(
-                "splash_attention", hlo.as_serialized_hlo_module_proto()
-            )
-            for hlo in (self.forward, self.backward)
-        ]
+        make = xla_builder.computation_from_module_proto
+        protos = [p.as_serialized_hlo_module_proto() for p in (self.forward, self.backward)]
+        self._computations = [make("splash_attention", proto) for proto in protos]
 
     def run(self, number: int, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the forward pass, number 0, or the backward pass, 1."""
-        return list(
-            torch_xla._XLAC._xla_user_computation(
-                "xla::splash_attention", list(arrays), self._computations[number]
-            )
-        )
+        call = torch_xla._XLAC._xla_user_computation
+        return list(call("xla::splash_attention", list(arrays), self._computations[number]))
 
 
 class _Call(torch.autograd.Function):

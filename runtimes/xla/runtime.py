@@ -53,7 +53,7 @@ class Update:
     """
 
     def __init__(self, parameters: Parameters, settings: Train, mesh: Mesh) -> None:
-        self._parameters = parameters
+        self._parameters: dict[str, torch.Tensor] = dict(parameters)
         self._settings = settings
         self._mesh = mesh
         self._first = {name: self._zeros(p) for name, p in parameters.items()}
@@ -78,10 +78,9 @@ class Update:
             The global L2 norm of the gradients before clipping, a scalar on the device.
         """
         settings = self._settings
-        scalars = torch.from_numpy(
-            optimizer_state.step_scalars(self._step, learning_rate, settings)
-        )
-        rate, step_size, root, ema_share = scalars.to(torch_xla.device()).unbind()
+        scalars = optimizer_state.step_scalars(self._step, learning_rate, settings)
+        numbers = torch.from_numpy(scalars).to(torch_xla.device())
+        rate, step_size, root, ema_share = numbers.unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         factor = None
@@ -147,11 +146,7 @@ class Update:
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of State on the devices, not copies."""
-        groups: dict[str, dict[str, torch.Tensor]] = {
-            "weights": dict(self._parameters),
-            "exp_avg": self._first,
-            "exp_avg_sq": self._second,
-        }
+        groups = {"weights": self._parameters, "exp_avg": self._first, "exp_avg_sq": self._second}
         return groups | ({"ema": self._average} if self._average else {})
 
 
@@ -245,9 +240,7 @@ def _with_gathered_weights(
 ) -> Any:
     """Outputs of a module's own forward, with its own weights gathered."""
     sharded = dict(module._parameters)
-    gathered = {
-        name: mesh.gathered(weight) for name, weight in sharded.items() if weight is not None
-    }
+    gathered = {n: mesh.gathered(w) for n, w in sharded.items() if w is not None}
     module._parameters.update(gathered)
     try:
         return forward(*arguments, **options)
@@ -285,9 +278,6 @@ class TheRuntime(BaseRuntime):
 
     def put(self, batch: contract.StepBatch) -> contract.StepBatch:
         return replace(batch, on_device=list(self._step.inputs(batch)))
-
-    def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
-        return self._step(batch, learning_rate)
 
     def flops(self, batch: contract.StepBatch) -> float | None:
         whole = self._counter.of(batch)
