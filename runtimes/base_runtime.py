@@ -36,8 +36,7 @@ class BaseRuntime(ABC):
 
     @cached_property
     def writers(self) -> Writers:
-        writers: Writers = self._collectives.writers()
-        return writers
+        return self._collectives.writers()
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self._collectives.any(flag))
@@ -46,8 +45,7 @@ class BaseRuntime(ABC):
         return int(self._collectives.broadcast(number))
 
     def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        output: StepOutput = self._step(batch, learning_rate)
-        return output
+        return self._step(batch, learning_rate)
 
     def flops(self, batch: StepBatch) -> float | None:
         return None
@@ -65,11 +63,10 @@ class BaseRuntime(ABC):
         opened = self._open_sampler()
         try:
             with self.evaluating():
-                drawn: NDArray[np.uint8] = opened.draw(prompts, sampler, first=0)
+                return opened.draw(prompts, sampler, first=0)
         finally:
             del opened
             gc.collect()  # pipelines refer to themselves, and training needs their memory
-        return drawn
 
     def shutdown(self) -> None:
         return None  # no process has to wait for the others
@@ -87,11 +84,10 @@ class BaseRuntime(ABC):
         return nullcontext()
 
     def state_shapes(self) -> StateShapes:
-        shapes: StateShapes = self._update.shapes()
-        return shapes | shapes_of(self._constants())
+        return self._update.shapes() | shapes_of(self._constants())
 
     def state(self, owners: Owners | None = None) -> State:
-        state: State = self._update.state(owners, self._ranks.rank)
+        state = self._update.state(owners, self._ranks.rank)
         return state | owned_copies(self._constants(), owners, self._ranks.rank, np.array)
 
     def restore(self, state: SavedState, step: int) -> None:

@@ -67,8 +67,7 @@ class AbstractStep:
         step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         batch = self._stacked()
         seeds = np.zeros(batch["weight"].shape[0], np.uint32)
-        numbers = np.zeros(4, np.float32)
-        arguments = state, self._frozen(), batch, seeds, numbers, np.float32(1)
+        arguments = state, self._frozen(), batch, seeds, np.zeros(4, np.float32), np.float32(1)
         with scan_blocks.recording() as loops:
             traced = step.compiled(state).trace(*arguments)
         self._loops = loops

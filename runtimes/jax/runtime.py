@@ -92,8 +92,7 @@ class TheRuntime(BaseRuntime):
 
     def _compile(self, batch: contract.StepBatch) -> Any:
         untouched = steps.names_without_gradient(self._counter, self._network, batch)
-        splash = self._mesh.splash_attention()
-        predict = as_function(self._network, training=True, splash=splash)
+        predict = as_function(self._network, training=True, splash=self._mesh.splash_attention())
         scanned = scanned_names(self._network)
         step = steps.Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         return step.compiled(self._state)
@@ -184,8 +183,7 @@ class TheRuntime(BaseRuntime):
         from runtimes.jax.sampler import Sampler  # pipelines are slow to import
 
         sampler = Sampler(self._base, self._mesh, self._settings.compute_dtype)
-        scheduler = trained_scheduler(self._base, self._settings)
-        sampler.use(self._network, self._averaged, scheduler)
+        sampler.use(self._network, self._averaged, trained_scheduler(self._base, self._settings))
         return sampler
 
 

@@ -244,8 +244,7 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         half = getattr(torch, self._job.dtype)
-        host = torch.device("cpu")
-        network = load_network(drawing, self._base, half, host, self._job.text_dtype)
+        network = load_network(drawing, self._base, half, torch.device("cpu"), self._job.text_dtype)
         self._arrays = frozen_arrays(network, self._mesh, half)
         if self._network is not None and same_architecture(network, self._network):
             return self._network  # its programs are reused

@@ -256,8 +256,7 @@ def held_out_errors(
         mesh: devices that share the rows.
         dtype: dtype of latents and conditioning.
     """
-    padded = pad_batch(batch, rows, mesh.count)
-    stacked = stack_micro_batches(padded, None, mesh, dtype)
+    stacked = stack_micro_batches(pad_batch(batch, rows, mesh.count), None, mesh, dtype)
     micro = jax.tree.map(lambda array: mesh.shard_global_rows(array[0]), stacked)
     return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]
 

@@ -147,8 +147,7 @@ def _memory(analysis: Any) -> dict[str, int]:
     temporaries = analysis.temp_size_in_bytes
     # Donated state is aliased: its outputs reuse the memory of the arguments.
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    code = analysis.generated_code_size_in_bytes
-    total = arguments + temporaries + outputs + code
+    total = arguments + temporaries + outputs + analysis.generated_code_size_in_bytes
     return {"arguments": arguments, "temporaries": temporaries, "total": total}
 
 

@@ -103,8 +103,7 @@ class _Backward(nn.Cell):
     def forward(
         self, target: Tensor, share: Tensor, scale: Tensor, *seen: Tensor
     ) -> tuple[Tensor, Tensor]:
-        errors = squared_errors(self.network(*seen), target)
-        loss = (errors * share).sum()
+        loss = (squared_errors(self.network(*seen), target) * share).sum()
         return loss * scale, loss
 
     def construct(
@@ -169,8 +168,7 @@ class TheRuntime(BaseRuntime):
         return {}  # UNets and CLIP text encoders have no persistent buffers
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        inputs = Inputs(batch, self._network, self._dtype)
-        return inputs.errors(self._network).asnumpy()
+        return Inputs(batch, self._network, self._dtype).errors(self._network).asnumpy()
 
     def memory_bytes(self) -> int:
         return memory_bytes()

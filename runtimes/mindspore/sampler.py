@@ -111,8 +111,7 @@ class Encoder:
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
-        rows = [tokenizer.ids(captions)[0] for tokenizer in self._tokenizers]
-        return np.stack(rows, axis=1)
+        return np.stack([tokenizer.ids(captions)[0] for tokenizer in self._tokenizers], axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
         """Text encoder -> number of tokens of each caption before it is cut, special ones too."""
@@ -250,8 +249,7 @@ class ThePipeline(BasePipeline):
         return Sampler(self._base, denoiser, self._dtype, flash=self._job.flash_attention)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        inputs = networks.Inputs(batch, self._network, self._dtype)
-        return inputs.errors(self._network).asnumpy()
+        return networks.Inputs(batch, self._network, self._dtype).errors(self._network).asnumpy()
 
 
 def load_network(

@@ -178,5 +178,4 @@ def _padded(array: Array) -> Array:
 
 def _block(length: int, largest: int, unit: int = LANES) -> int:
     """The largest multiple of a unit, up to a limit, that divides a padded length."""
-    sizes = range(largest - largest % unit, 0, -unit)
-    return next(size for size in sizes if length % size == 0)
+    return next(size for size in range(largest - largest % unit, 0, -unit) if length % size == 0)

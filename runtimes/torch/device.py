@@ -171,8 +171,7 @@ def prepare(job: Job | EncodeJob) -> None:
 def check(settings: Train) -> None:
     """Raise Refused for train settings that the devices of this machine do not support."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
-    device = choose_device(settings.device, ranks)
-    check_on_device(settings, device, ranks)
+    check_on_device(settings, choose_device(settings.device, ranks), ranks)
 
 
 def check_on_device(settings: Train, device: torch.device, ranks: Ranks) -> None:

@@ -238,10 +238,9 @@ def _attention(
     dtype = torch.get_autocast_dtype("cpu")
     options.pop("enable_gqa", None)
     with torch.autocast("cpu", enabled=False):
-        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        return _aten._scaled_dot_product_flash_attention(
             *_cast((query, key, value), dtype), dropout_p, is_causal, False, **options
         )[0]
-    return out
 
 
 def _cast(args: Any, dtype: torch.dtype) -> list[Any]:
@@ -263,8 +262,7 @@ def step_memory(request: GpuStepRequest) -> StepMemory:
     operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
     with operators:
         base = Base.of(request)
-        plan = _sampling if request.sampling_dtype else _training
-        memory = plan(request, base)
+        memory = (_sampling if request.sampling_dtype else _training)(request, base)
     return replace(memory, seconds=time.monotonic() - since)
 
 
@@ -282,8 +280,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
     network = Network.without_weights(request, base, settings)
     encoders = _encoders(base, settings.compute_dtype, network.parts)
-    trained = network.trained()
-    sizes = [parameter.numel() for parameter in trained.values()]
+    sizes = [parameter.numel() for parameter in network.trained().values()]
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
     batch = _batch(request, base, network, text=network.encodes_text)
     live = LiveMemory(samples)

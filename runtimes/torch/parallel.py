@@ -31,7 +31,6 @@ from runtimes.process.launcher import Ranks
 from runtimes.torch_models.network import Network
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "hpu": "cpu:gloo,hpu:hccl"}
-Masters = dict[str, torch.nn.Parameter]
 
 
 class SingleProcess:
@@ -54,7 +53,7 @@ class SingleProcess:
         self._masters = network.trained()
         return network
 
-    def masters(self) -> Masters:
+    def masters(self) -> dict[str, torch.nn.Parameter]:
         """Float32 tensors that this process updates, by State's keys."""
         return self._masters
 
@@ -138,8 +137,7 @@ class DataParallel(SingleProcess):
         if not (self._has_gradients or self._replica.require_backward_grad_sync):
             self._allocate_gradients(*inputs)
         self._has_gradients = True
-        output: torch.Tensor = self._replica(*inputs)
-        return output
+        return self._replica(*inputs)
 
     def _allocate_gradients(self, *inputs: Any) -> None:
         """Let DDP turn the gradients into views of its buckets, then clear them. Collective.
@@ -332,8 +330,7 @@ def _shard_mesh(device: torch.device, world: int, group: int) -> DeviceMesh:
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
         for rows in (ranks.T, ranks)
     ]
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:

@@ -217,8 +217,7 @@ class ThePipeline(BasePipeline):
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
         denoiser = {self._network.family.denoiser: self._network.denoiser}
-        hooks = self._device_hooks
-        return Sampler(self._base, denoiser, hooks, self._dtype, offload=self._offload)
+        return Sampler(self._base, denoiser, self._device_hooks, self._dtype, offload=self._offload)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():

@@ -311,8 +311,7 @@ class Update:
     def state(self, owners: Owners | None = None, rank: int = 0) -> State:
         """As Runtime.state: weights, optimizer state and EMA. Collective."""
         copies = HostCopies(self._masters[0].device)
-        gather = self._parallel.gather_full
-        state = owned_copies(self._tensors(), owners, rank, copies.copy, gather)
+        state = owned_copies(self._tensors(), owners, rank, copies.copy, self._parallel.gather_full)
         copies.finish()
         return state
 

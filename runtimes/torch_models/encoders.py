@@ -168,14 +168,12 @@ def frozen_states(
     As in the pipelines, T5 gets no mask: its states of padding depend on the caption.
     """
     if encoder.kind == "t5":
-        states: torch.Tensor = model(ids)[0]
-        return states
+        return model(ids)[0]
     # The language model's own head would compute logits, which nobody needs.
     output = model.base_model(
         input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
     )
-    layers = [output.hidden_states[index] for index in encoder.layers]
-    return torch.cat(layers, dim=-1)
+    return torch.cat([output.hidden_states[index] for index in encoder.layers], dim=-1)
 
 
 Float32 = NDArray[np.float32]
@@ -328,8 +326,7 @@ class Encoder:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
         if not self._clip:
             return np.zeros((len(captions), 0, 0), np.int64)
-        rows = [tokenizer.ids(captions)[0] for tokenizer, _ in self._clip]
-        return np.stack(rows, axis=1)
+        return np.stack([tokenizer.ids(captions)[0] for tokenizer, _ in self._clip], axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
         """Text encoder -> number of tokens of each caption before it is cut, special ones too."""

@@ -100,8 +100,7 @@ class _FileTensor:
         return tuple(self.stored.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rows: torch.Tensor = self.stored[index]
-        return rows.to(self.dtype)
+        return self.stored[index].to(self.dtype)
 
 
 def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
@@ -259,8 +258,7 @@ class Int8Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        product: torch.Tensor = _Linear.apply(input, self.weight, self.scale, bias)
-        return product
+        return _Linear.apply(input, self.weight, self.scale, bias)
 
 
 class _Linear(torch.autograd.Function):

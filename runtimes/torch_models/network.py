@@ -376,8 +376,7 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
     conditioning = family.condition([Captioned(sample, embeds, pooled, ids)])
     if extras.inpainting:
-        shape = (1, 1 + len(latents[0]), rows, columns)
-        conditioning["inpainting"] = np.zeros(shape, np.float32)
+        conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), rows, columns), np.float32)
     if extras.aesthetic_score:
         conditioning["aesthetic_score"] = np.zeros(1, np.float32)
     return StepBatch(

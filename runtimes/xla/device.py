@@ -42,8 +42,7 @@ def start(name: str, compiled: str | None) -> CompileCache:
     Raises:
         Refused: the device is absent, or this process has opened another device.
     """
-    chips = _count_chips(name)
-    wanted = "CPU" if name == "cpu" or not chips else "TPU"
+    wanted = "CPU" if name == "cpu" or not _count_chips(name) else "TPU"
     if os.environ.setdefault("PJRT_DEVICE", wanted) != wanted and name != "auto":
         raise Refused(f"device {name}: PJRT_DEVICE is {os.environ['PJRT_DEVICE']}")
     kept = CompileCache(compiled, f"xla-{version('torch_xla')}")

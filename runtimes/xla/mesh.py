@@ -29,8 +29,6 @@ from torch_xla.distributed import spmd
 
 from runtimes.spmd.slices import AXES, mesh_shape, shard_axes
 
-Spec = tuple[Any, ...]
-
 
 class Mesh:
     """All devices of all hosts.
@@ -63,7 +61,7 @@ class Mesh:
         Args:
             array: this host's rows [B, ...].
         """
-        rows: Spec = (AXES, *(None for _ in array.shape[1:]))
+        rows = (AXES, *(None for _ in array.shape[1:]))
         spec = spmd.ShardingSpec(self.mesh, rows, minibatch=self._hosts > 1)
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         (sent,) = xm.send_cpu_data_to_device([tensor], self.device, spec)
@@ -106,13 +104,11 @@ class Mesh:
             own = slice(first.start - index.start, first.stop - index.start)
             _data(shard).copy_(rows[(own, *others)])
         data = [s.data for s in shards]
-        devices = [s.shard_device for s in shards]
-        torch_xla._XLAC._load_local_shards(tensor, data, devices)
+        torch_xla._XLAC._load_local_shards(tensor, data, [s.shard_device for s in shards])
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """A sharded array with all elements on each device, and so its gradient."""
-        gathered: torch.Tensor = _Gathered.apply(tensor, self)
-        return gathered
+        return _Gathered.apply(tensor, self)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a full array to the host; a collective call of all hosts."""

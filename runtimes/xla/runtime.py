@@ -79,8 +79,7 @@ class Update:
         """
         settings = self._settings
         scalars = optimizer_state.step_scalars(self._step, learning_rate, settings)
-        numbers = torch.from_numpy(scalars).to(torch_xla.device())
-        rate, step_size, root, ema_share = numbers.unbind()
+        rate, step_size, root, ema_share = torch.from_numpy(scalars).to(torch_xla.device()).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         factor = None
@@ -240,8 +239,7 @@ def _with_gathered_weights(
 ) -> Any:
     """Outputs of a module's own forward, with its own weights gathered."""
     sharded = dict(module._parameters)
-    gathered = {n: mesh.gathered(w) for n, w in sharded.items() if w is not None}
-    module._parameters.update(gathered)
+    module._parameters.update({n: mesh.gathered(w) for n, w in sharded.items() if w is not None})
     try:
         return forward(*arguments, **options)
     finally:
