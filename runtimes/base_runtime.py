@@ -23,6 +23,7 @@ class BaseRuntime(ABC):
     """Methods of contract.Runtime that all runtimes share."""
 
     samples_collectively = False
+    _counter: Any = None  # a FlopCounter, where the network is of PyTorch
     # `load` of a runtime sets these.
     versions: dict[str, str]
     device: str
@@ -48,7 +49,7 @@ class BaseRuntime(ABC):
         return self._step(batch, learning_rate)
 
     def flops(self, batch: StepBatch) -> float | None:
-        return None
+        return None if self._counter is None else self._counter.of(batch)
 
     def peak_flops(self) -> float | None:
         return None

@@ -225,7 +225,6 @@ def raise_open_file_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_MAX if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
-    if soft >= most:
-        return soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)

@@ -53,7 +53,7 @@ class TheRuntime(BaseRuntime):
         self.device = device.describe()
         self._mesh = Mesh(settings.fsdp)
         network = self._network = load_network(job, base, settings, self._mesh)
-        self._counter = FlopCounter(network)
+        self._counter = FlopCounter(network, self._mesh.local)
         self._persistent = super()._constants()  # a copy: `frozen_arrays` frees the buffers
         self._has_dropout = has_dropout(network)
         self._state = steps.initial_state(network, settings, self._mesh)
@@ -103,10 +103,6 @@ class TheRuntime(BaseRuntime):
             return np.zeros(count, np.uint32)
         rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
         return np.array([rng.integers(2**32) for rng in rngs], np.uint32)
-
-    def flops(self, batch: contract.StepBatch) -> float | None:
-        whole = self._counter.of(batch)
-        return None if whole is None else whole * self._collectives.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
         return device.peak_flops(self._settings.compute_dtype)

@@ -10,7 +10,7 @@ encodes images and captions, in padded batches sharded over all devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -102,11 +102,12 @@ class Sampler:
         conditioner = Conditioner(self._encoder.info, texts, lambda pixels: self._images(pixels))
         config = self._network.denoiser.config
         table = conditioner.table(self._scheduler, sampler, config)
+        guidance = self._network.family.guidance_weight(sampler)
         pictures = list[NDArray[np.uint8]]()
         for batch in conditioner.batches(
             prompts, sampler, first=first, denoiser=config, multiple=self._mesh.count
         ):
-            drawn = self._mesh.fetch(self._sample(arrays, batch, table, sampler))
+            drawn = self._mesh.fetch(self._sample(arrays, batch, table, guidance))
             pictures.append(image_levels(drawn[: batch.count]))
         return np.concatenate(pictures)
 
@@ -125,11 +126,7 @@ class Sampler:
         return encoders.Encoder(self._base, device="cpu").images
 
     def _sample(
-        self,
-        arrays: Arrays,
-        batch: ConditionedNoise,
-        table: SchedulerTable,
-        sampler: Mapping[str, Any],
+        self, arrays: Arrays, batch: ConditionedNoise, table: SchedulerTable, guidance: float
     ) -> Array:
         to_devices = self._mesh.shard_global_rows
         conditioning = {
@@ -138,7 +135,7 @@ class Sampler:
         }
         latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
-        inputs = conditioning, np.float32(self._network.family.guidance_weight(sampler))
+        inputs = conditioning, np.float32(guidance)
         if self._whole:
             return self._jit_draw(arrays, self._vae, latents, rows, inputs)
         carry = latents, latents * 0
@@ -356,9 +353,8 @@ class _Embeds(torch.nn.Module):
             states, pooled = encoders.encode_ids(self.family, list(self.clip), rest.pop(0))
         if rest:
             ids, mask = rest
-            assert self.family.frozen_text is not None
-            frozen = encoders.frozen_states(
-                self.family.frozen_text, self.frozen, ids.long(), mask.long()
-            )
+            encoder = self.family.frozen_text
+            assert encoder is not None
+            frozen = encoders.frozen_states(encoder, self.frozen, ids.long(), mask.long())
             states = encoders.join_t5(states, frozen)
         return tuple(array.float() for array in (states, pooled) if array is not None)

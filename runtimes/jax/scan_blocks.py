@@ -8,7 +8,7 @@ recomputation keeps the whole model on a chip.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +21,7 @@ from jax import Array, ShapeDtypeStruct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runtimes.jax.mesh import Mesh
+from runtimes.spmd.splash_attention import holding
 
 #: Whether iterating over a BlockList yields EqualBlocks: only while JAX traces a training pass.
 _SCANNING: ContextVar[bool] = ContextVar("scanning", default=False)
@@ -29,6 +30,8 @@ Weights = dict[str, Array]
 Carry = tuple[Array, ...]
 #: `(weights, key, carry, others) -> carry` of one block; `others` are the same for every block.
 CallBlock = Callable[[Weights, Array, Carry, list[Array]], Carry]
+#: Policy of jax.checkpoint; None recomputes all of a block.
+Policy = Callable[..., bool] | None
 
 
 @dataclass(frozen=True)
@@ -91,25 +94,14 @@ def _form(block: torch.nn.Module) -> tuple[Any, ...]:
     return type(block), str(block), shapes
 
 
-@contextmanager
-def scanning() -> Iterator[None]:
+def scanning() -> AbstractContextManager[Any]:
     """Within the context, equal blocks of BlockLists are scanned."""
-    token = _SCANNING.set(True)
-    try:
-        yield
-    finally:
-        _SCANNING.reset(token)
+    return holding(_SCANNING, True)
 
 
-@contextmanager
-def recording() -> Iterator[list[Loop]]:
+def recording() -> AbstractContextManager[list[Loop]]:
     """Within the context, the list receives every loop that is traced."""
-    loops = list[Loop]()
-    token = _LOOPS.set(loops)
-    try:
-        yield loops
-    finally:
-        _LOOPS.reset(token)
+    return holding(_LOOPS, [])
 
 
 def use_block_lists(part: torch.nn.Module, classes: Sequence[str]) -> None:
@@ -143,7 +135,7 @@ def scan_blocks(
     *,
     mesh: Mesh,
     trained: frozenset[str],
-    policy: Callable[..., bool] | None,
+    policy: Policy,
 ) -> Carry:
     """Call n equal blocks one after another.
 
@@ -155,7 +147,7 @@ def scan_blocks(
         others: further arguments of every block.
         mesh: mesh of the devices.
         trained: names of the weights that are sharded along `fsdp`, which an iteration gathers.
-        policy: policy of jax.checkpoint; None: recompute all of a block.
+        policy: what a block's backward pass need not recompute.
 
     Returns:
         The last block's output.

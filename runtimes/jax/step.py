@@ -11,7 +11,7 @@ A network's arrays on the devices are trained parameters, optimizer state and fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,10 +293,7 @@ def frozen_arrays(network: Network, mesh: Mesh, dtype: torch.dtype) -> Arrays:
 
 
 def move(
-    module: torch.nn.Module,
-    mesh: Mesh,
-    dtype: torch.dtype | None = None,
-    but: frozenset[str] = frozenset(),
+    module: torch.nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, but: Collection[str] = ()
 ) -> Arrays:
     """Move a module's parameters and buffers to every device, by their names in the module.
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from configs.settings.train import Train
 from runtimes.jax import scan_blocks
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.scan_blocks import EqualBlocks
+from runtimes.jax.scan_blocks import EqualBlocks, Policy
 from runtimes.spmd import splash_attention
 from runtimes.spmd.splash_attention import SplashAttention
 from runtimes.torch_models.network import Network
@@ -188,10 +188,7 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _recomputed(
-    policy: Callable[..., bool] | None,
-    mesh: Mesh | None,
-    block: Callable[..., Any] | EqualBlocks,
-    *arguments: Any,
+    policy: Policy, mesh: Mesh | None, block: Callable[..., Any] | EqualBlocks, *arguments: Any
 ) -> Any:
     if isinstance(block, EqualBlocks):
         assert mesh is not None, "`recompute` was called without a mesh"
@@ -209,9 +206,7 @@ def _recomputed(
     return environment.j2t_iso(call(key, environment.t2j_iso(arguments)))
 
 
-def _scanned(
-    policy: Callable[..., bool] | None, mesh: Mesh, equal: EqualBlocks, *arguments: Any
-) -> Any:
+def _scanned(policy: Policy, mesh: Mesh, equal: EqualBlocks, *arguments: Any) -> Any:
     """Call equal blocks one after another by scan_blocks.py.
 
     In diffusers, a block's first argument is hidden_states. A block with two outputs has

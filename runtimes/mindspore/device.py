@@ -143,9 +143,8 @@ def describe() -> str:
     if _OPEN == ["Ascend"]:
         number = ms.get_context("device_id")
         return f"ascend:{number} ({ms.hal.get_device_name(number, 'Ascend')})"
-    return (
-        f"cpu ({os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads, {platform.machine()})"
-    )
+    threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
+    return f"cpu ({threads} threads, {platform.machine()})"
 
 
 def memory_bytes() -> int:

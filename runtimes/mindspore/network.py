@@ -85,8 +85,7 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, lora.Adapte
 
 
 def _layers(model: nn.Cell) -> dict[str, lora.Layer]:
-    kinds = ((name, _kind(cell)) for name, cell in model.cells_and_names())
-    return {name: kind for name, kind in kinds if kind is not None}
+    return {name: kind for name, cell in model.cells_and_names() if (kind := _kind(cell))}
 
 
 def _kind(cell: nn.Cell) -> lora.Layer | None:

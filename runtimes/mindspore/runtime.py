@@ -82,7 +82,7 @@ class Gradients:
             backend = {"O2": {"backend": "GE"}}.get(settings.jit_level)
             options = backend or {"jit_level": settings.jit_level}
             self._value_and_grad = ms.jit(backward.construct, **options)
-        self._add = ms.jit(_Add().construct)
+        self._add = ms.jit(_add)
 
     def __call__(self, inputs: Inputs, scale: Tensor) -> list[Tensor]:
         loss, gradients = self._value_and_grad(inputs.target, inputs.share, scale, *inputs.seen)
@@ -113,16 +113,12 @@ class _Backward(nn.Cell):
         return loss, gradients
 
 
-class _Add(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.each = ops.HyperMap()
-
-    def construct(self, *both: Tensor) -> tuple[Tensor, ...]:
-        count = len(both) // 2
-        return self.each(_sum, both[:count], both[count:])
+def _add(*both: Tensor) -> tuple[Tensor, ...]:
+    count = len(both) // 2
+    return _each(_sum, both[:count], both[count:])
 
 
+_each = ops.HyperMap()
 _sum = ops.MultitypeFuncGraph("sum")
 
 

@@ -182,19 +182,15 @@ class Sampler(PipelineSampler):
         try:
             return self._pipe(batch.prompts, latents=latents, generator=batch.rngs, **options)[0]
         except (RuntimeError, TypeError) as error:
-            raise self._no_kernel(error) from error
-
-    def _no_kernel(self, error: Exception) -> Exception:
-        """Refused with a remedy if the device lacks an operator, else `error` itself."""
-        if not NO_KERNEL.search(str(error)):
-            return error
-        name = type(self._pipe.scheduler).__name__
-        target = ms.get_context("device_target")
-        words = str(error).strip().splitlines()[0]
-        return Refused(
-            f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
-            "choose another scheduler"
-        )
+            if not NO_KERNEL.search(str(error)):
+                raise
+            name = type(self._pipe.scheduler).__name__
+            target = ms.get_context("device_target")
+            words = str(error).strip().splitlines()[0]
+            raise Refused(
+                f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
+                "choose another scheduler"
+            ) from error
 
     def _fully_masked(self, size: tuple[int, int]) -> NDArray[np.float32]:
         mean, _ = self._encoder.images(np.zeros((1, 3, *size), np.float32))

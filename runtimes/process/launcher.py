@@ -90,9 +90,8 @@ def adopt_mpi() -> None:
     variables = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
     if int(variables.get("WORLD_SIZE", 1)) == 1:
         return
-    if "MASTER_ADDR" not in os.environ and variables["WORLD_SIZE"] != variables.get(
-        "LOCAL_WORLD_SIZE"
-    ):
+    alone = variables["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE")  # one host
+    if "MASTER_ADDR" not in os.environ and not alone:
         raise Refused("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12345")
@@ -239,10 +238,7 @@ class Launcher:
         self._pass_on_signals()
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
+        self, _: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         """Wait for the children; after an error, kill them.
 

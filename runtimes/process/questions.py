@@ -57,12 +57,10 @@ def ask(
         OSError: it cannot be started.
     """
     command = [python, "-P", *words]
-    variables = {**os.environ, **(environment or {})}
+    env = {**os.environ, **(environment or {})}
     module = words[1] if words[0] == "-m" else words[0]
     try:
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=seconds
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
         answered = dict(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         raise Unanswered(module, None, "") from None

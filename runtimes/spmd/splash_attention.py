@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -147,13 +147,18 @@ _TIMES: ContextVar[int] = ContextVar("calls_of_a_traced_call", default=1)
 
 
 @contextmanager
-def using(kernel: SplashAttention | None) -> Iterator[None]:
-    """Within the context, runtime jax attends by the kernel where it suits."""
-    token = _CURRENT.set(kernel)
+def holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    """Within the context, which receives the value, a variable has it."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _CURRENT.reset(token)
+        variable.reset(token)
+
+
+def using(kernel: SplashAttention | None) -> AbstractContextManager[Any]:
+    """Within the context, runtime jax attends by the kernel where it suits."""
+    return holding(_CURRENT, kernel)
 
 
 def current() -> SplashAttention | None:
@@ -161,14 +166,9 @@ def current() -> SplashAttention | None:
     return _CURRENT.get()
 
 
-@contextmanager
-def counted(times: int) -> Iterator[None]:
+def counted(times: int) -> AbstractContextManager[Any]:
     """Within the context, a traced call counts as so many calls, as in a loop."""
-    token = _TIMES.set(_TIMES.get() * times)
-    try:
-        yield
-    finally:
-        _TIMES.reset(token)
+    return holding(_TIMES, _TIMES.get() * times)
 
 
 def _padded(array: Array) -> Array:

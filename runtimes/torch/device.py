@@ -240,9 +240,8 @@ def probe() -> Probe:
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
     if detect_hardware.hpu_bridge_version() is not None:
         bridge = f"habana_frameworks {detect_hardware.hpu_bridge_version()}"
-        devices += [
-            f"hpu:{n} ({bridge})" for n in range(detect_hardware.count_hpus() or gaudi.count())
-        ]
+        count = detect_hardware.count_hpus() or gaudi.count()
+        devices += [f"hpu:{n} ({bridge})" for n in range(count)]
     if torch.backends.mps.is_available():
         devices.append(describe(torch.device("mps")))
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

@@ -150,17 +150,15 @@ class Gaudi(DeviceHooks):
                 denoiser.forward, backend=self.compile_backend, dynamic=False
             )
 
-    def clip_grad_norm(
-        self, parameters: Sequence[torch.Tensor], most: float
-    ) -> torch.Tensor | None:
+    def clip_grad_norm(self, masters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
         """Clip by FusedClipNorm in eager mode; in lazy mode it would only split the graph."""
         if self._lazy or not self._settings.fused:
             return None
         if most not in self._clippers:
             kind = fused_kernel("normalization", "FusedClipNorm")
-            self._clippers[most] = None if kind is None else kind(parameters, most)
+            self._clippers[most] = None if kind is None else kind(masters, most)
         clipper = self._clippers[most]
-        return None if clipper is None else clipper.clip_norm(parameters).reshape(())
+        return None if clipper is None else clipper.clip_norm(masters).reshape(())
 
     def scalar(self, value: float) -> torch.Tensor:
         return to_device(value)

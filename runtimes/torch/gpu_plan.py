@@ -269,10 +269,10 @@ def step_memory(request: GpuStepRequest) -> StepMemory:
 class _Device(DeviceHooks):
     """A device without data, which is not asked for the value of a norm."""
 
-    def clip_grad_norm(self, parameters: Any, most: float) -> torch.Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def clip_grad_norm(self, masters: Any, most: float) -> torch.Tensor:
+        gradients = [master.grad for master in masters if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(masters, most, norm, foreach=True)
         return norm
 
 

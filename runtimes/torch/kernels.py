@@ -45,13 +45,11 @@ class DeviceHooks:
     def prepare_sampling(self, denoiser: Any) -> None:
         """Prepare a denoiser on the device for sampling; its weights must not change afterwards."""
 
-    def clip_grad_norm(
-        self, parameters: Sequence[torch.Tensor], most: float
-    ) -> torch.Tensor | None:
+    def clip_grad_norm(self, masters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
         """Clip gradients to a global L2 norm with a kernel of the device.
 
         Args:
-            parameters: with their gradients, which are scaled in place.
+            masters: with their gradients, which are scaled in place.
             most: largest allowed norm.
 
         Returns:

@@ -25,9 +25,7 @@ class Optimizer:
         frees_gradients: whether a cleared gradient is None instead of zeros.
     """
 
-    def __init__(
-        self, parameters: Parameters, settings: Train, *, frees_gradients: bool = True
-    ) -> None:
+    def __init__(self, parameters: Parameters, settings: Train, *, frees_gradients: bool) -> None:
         self._frees_gradients = frees_gradients
         kind = _kind(settings, next(iter(parameters.values())).device)
         self._parameters = parameters

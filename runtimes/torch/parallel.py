@@ -296,9 +296,7 @@ class FullySharded(DataParallel):
         return tuple(self._arrays[name].shape)
 
     def local_rows(self, name: str, shape: tuple[int, ...]) -> Any:
-        if not isinstance(self._arrays[name], DTensor):
-            return ...
-        return self._own_rows(shape)
+        return self._own_rows(shape) if isinstance(self._arrays[name], DTensor) else ...
 
     def _own_rows(self, shape: tuple[int, ...]) -> slice:
         return chunk_rows(shape[0], self._rank_in_group, self._group)

@@ -74,9 +74,6 @@ class TheRuntime(BaseRuntime):
             return batch
         return replace(batch, on_device=list(self._step.inputs(batch)))
 
-    def flops(self, batch: StepBatch) -> float | None:
-        return self._counter.of(batch)
-
     def peak_flops(self) -> float | None:
         if self._device.type != "cuda":
             return None

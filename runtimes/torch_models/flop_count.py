@@ -21,16 +21,21 @@ class FlopCounter:
 
     It runs a copy of the network on `meta` tensors, so nothing is computed. The copy has no
     gradient checkpointing.
+
+    Args:
+        network: the trained network.
+        devices: number of devices that share a batch.
     """
 
-    def __init__(self, network: torch.nn.Module) -> None:
+    def __init__(self, network: torch.nn.Module, devices: int = 1) -> None:
+        self._devices = devices
         self.network = without_weights(network).float().train()
         for part in self.network.children():
             without_recomputation(part)
         self._counted: dict[object, int | None] = {}
 
     def of(self, batch: StepBatch) -> float | None:
-        """FLOPs of a batch: those of one sample, counted once for each shape, times the batch size.
+        """FLOPs of a device's share of a batch; those of one sample are counted once per shape.
 
         None if an operation of the network does not run on `meta` tensors.
         """
@@ -43,7 +48,7 @@ class FlopCounter:
                 log.warning("FLOPs cannot be counted, so there is no MFU: %s", error)
                 self._counted[shapes] = None
         per_sample = self._counted[shapes]
-        return None if per_sample is None else float(per_sample * len(batch.timesteps))
+        return None if per_sample is None else per_sample * len(batch.timesteps) / self._devices
 
     def _count(self, batch: StepBatch) -> int:
         with FlopCounterMode(display=False) as counter:

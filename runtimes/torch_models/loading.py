@@ -269,11 +269,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
+        context: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any
     ) -> torch.Tensor:
         context.save_for_backward(weight, scale)
         return torch.nn.functional.linear(input, _dequantized(weight, scale, input.dtype), bias)

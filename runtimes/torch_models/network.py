@@ -96,8 +96,7 @@ def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, lor
 
 
 def _layers(model: torch.nn.Module) -> dict[str, lora.Layer]:
-    kinds = ((name, _kind(module)) for name, module in model.named_modules())
-    return {name: kind for name, kind in kinds if kind is not None}
+    return {name: kind for name, module in model.named_modules() if (kind := _kind(module))}
 
 
 def _kind(module: torch.nn.Module) -> lora.Layer | None:
@@ -107,9 +106,7 @@ def _kind(module: torch.nn.Module) -> lora.Layer | None:
 
 
 @torch.no_grad()
-def _initialize(
-    name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def _initialize(name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], Any]) -> None:
     """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
     down = layer.lora_A[lora.ADAPTER]
     up = layer.lora_B[lora.ADAPTER]

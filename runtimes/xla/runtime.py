@@ -264,7 +264,7 @@ class TheRuntime(BaseRuntime):
         check_rows(settings, ranks.world, self._mesh.local)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, base, plain)
-        self._counter = FlopCounter(network)
+        self._counter = FlopCounter(network, self._mesh.local)
         if settings.gradient_checkpointing == "blocks":
             for part in network.parts.values():
                 recompute(part, self._mesh)
@@ -276,10 +276,6 @@ class TheRuntime(BaseRuntime):
 
     def put(self, batch: contract.StepBatch) -> contract.StepBatch:
         return replace(batch, on_device=list(self._step.inputs(batch)))
-
-    def flops(self, batch: contract.StepBatch) -> float | None:
-        whole = self._counter.of(batch)
-        return None if whole is None else whole * self._ranks.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)
