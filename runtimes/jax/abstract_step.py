@@ -20,8 +20,7 @@ from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import TpuStepRequest
 from runtimes.spmd import splash_attention
-from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network, sample_batch
+from runtimes.torch_models.network import FlopCounter, Network, sample_batch
 
 
 class AbstractStep:

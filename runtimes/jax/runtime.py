@@ -28,9 +28,8 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import Network, has_dropout
+from runtimes.torch_models.network import FlopCounter, Network, has_dropout
 
 
 class TheRuntime(BaseRuntime):
@@ -69,16 +68,18 @@ class TheRuntime(BaseRuntime):
         )
 
     def put(self, batch: contract.StepBatch) -> contract.StepBatch:
-        return replace(batch, on_device=steps.shard_stacked(self._stack(batch), self._mesh))
+        return replace(batch, on_device=self._stack(batch))
 
     def _stack(self, batch: contract.StepBatch) -> steps.Stacked:
+        """Stacked micro-batches, their rows sharded over all devices."""
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return steps.stack_micro_batches(batch, self._rows, self._mesh, dtype)
+        stacked = steps.stack_micro_batches(batch, self._rows, self._mesh, dtype)
+        return jax.tree.map(lambda array: self._mesh.shard_rows(array, axis=1), stacked)
 
     def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         if self._compiled_step is None:
             self._compiled_step = self._compile(batch)
-        stacked = batch.on_device or steps.shard_stacked(self._stack(batch), self._mesh)
+        stacked = batch.on_device or self._stack(batch)
         self._state, figures = self._compiled_step(
             self._state,
             self._frozen,

@@ -277,7 +277,12 @@ class JaxEncoder(encoders.Encoder):
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         frozen = None if self._frozen is None else self._frozen.model
-        moments = partial(_moments, self.family, self.vae.dtype)
+        dtype = self.vae.dtype
+
+        def moments(vae: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mean, logvar = self.family.encode_pictures(vae, pixels.to(dtype))
+            return mean.float(), logvar.float()
+
         self._moments = _compiled(Wrapped(self.vae, moments), mesh)
         self._embeds: Any = None
         if job.embeds:
@@ -325,14 +330,6 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
         return [mesh.fetch(output)[:count] for output in call(arrays, jnp.uint32(0), *sent)]
 
     return run
-
-
-def _moments(
-    family: Family, dtype: torch.dtype, vae: Any, pixels: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Mean and log-variance [B, C, h, w] f32 of latents; a VAE of `dtype` computes them."""
-    mean, logvar = family.encode_pictures(vae, pixels.to(dtype))
-    return mean.float(), logvar.float()
 
 
 class _Embeds(torch.nn.Module):

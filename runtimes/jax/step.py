@@ -27,8 +27,7 @@ from runtimes.contract import UNCAST, StepBatch
 from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.jax.mesh import Mesh
 from runtimes.optimizer_state import learning_rate_factors
-from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import FlopCounter, Network
 
 Arrays = dict[str, Array]
 #: Group of State (such as `exp_avg`) to State's key to array.
@@ -236,11 +235,6 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
         "weight": weight,
         "conditioning": conditioning,
     }
-
-
-def shard_stacked(stacked: Stacked, mesh: Mesh) -> Stacked:
-    """Copy stacked micro-batches to the devices, their rows sharded over all devices."""
-    return dict(jax.tree.map(lambda array: mesh.shard_rows(array, axis=1), stacked))
 
 
 def held_out_errors(

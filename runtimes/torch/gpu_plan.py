@@ -279,7 +279,6 @@ class _Device(DeviceHooks):
 def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
     network = Network.without_weights(request, base, settings)
-    encoders = _encoders(base, settings.compute_dtype, network.parts)
     sizes = [parameter.numel() for parameter in network.trained().values()]
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
     batch = _batch(request, base, network, text=network.encodes_text)
@@ -292,7 +291,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
-        encoders=encoders,
+        encoders=_encoders(base, settings.compute_dtype, network.parts),
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
         ema=4 * (sum(sizes) + max(sizes)),

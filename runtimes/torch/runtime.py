@@ -25,9 +25,9 @@ from runtimes.torch.kernels import compile_denoiser, enable_npu_attention, load_
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.step import Step, Update, keep_channels_last, memory_format
 from runtimes.torch_models.activation_memory import Inputs, sender
-from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.gpu_specs import known_peak
 from runtimes.torch_models.loading import trained_scheduler
+from runtimes.torch_models.network import FlopCounter
 
 
 class TheRuntime(BaseRuntime):

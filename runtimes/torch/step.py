@@ -76,7 +76,7 @@ class CudaGraphs:
         Raises:
             Refused: the pass has an operation that CUDA cannot capture.
         """
-        shapes = (_shapes(inputs), denominator)
+        shapes = (tuple((n, t.shape, t.dtype) for n, t in _tensors(inputs)), denominator)
         owner = self._owner()
         kind = shapes, owner
         if kind in self._graphs:
@@ -152,10 +152,6 @@ def _tensors(inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
     for name in ARRAYS:
         yield name, getattr(inputs, name)
     yield from sorted(inputs.conditioning.items())
-
-
-def _shapes(inputs: Inputs) -> object:
-    return tuple((name, t.shape, t.dtype) for name, t in _tensors(inputs))
 
 
 #: Bytes of one of the two staging buffers.

@@ -34,9 +34,8 @@ from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.spmd.slices import check_rows
 from runtimes.torch_models.activation_memory import Inputs, micro_batches
-from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import Network, has_dropout, seed_dropout
+from runtimes.torch_models.network import FlopCounter, Network, has_dropout, seed_dropout
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.mesh import Mesh
 
