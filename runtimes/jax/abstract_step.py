@@ -86,8 +86,7 @@ class AbstractStep:
             return []
         equal: dict[str, list[scan_blocks.Loop]] = {}
         for loop in self._loops:
-            shapes = str((loop.weights, loop.carry, loop.others))
-            equal.setdefault(shapes, []).append(loop)
+            equal.setdefault(str((loop.weights, loop.carry, loop.others)), []).append(loop)
         with splash_attention.counted(0):
             return [
                 (sum(loop.count - 1 for loop in loops), self._lower_body(loops[0]))
@@ -143,8 +142,8 @@ class AbstractStep:
 
         groups = ["weights", "exp_avg", "exp_avg_sq"]
         groups += ["ema"] if self._settings.ema_decay is not None else []
-        trained = self._network.trained()
-        return {g: {name: shape(p) for name, p in trained.items()} for g in groups}
+        shapes = {name: shape(p) for name, p in self._network.trained().items()}
+        return dict.fromkeys(groups, shapes)
 
     def _frozen(self) -> dict[str, ShapeDtypeStruct]:
         trained = set(self._names.values())

@@ -96,9 +96,8 @@ class Sampler:
     ) -> NDArray[np.uint8]:
         """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
         arrays = self._arrays()
-        texts = self._encoder.texts
-        if self._network.text_encoders:
-            texts = partial(self._texts, arrays)
+        trained = self._network.text_encoders
+        texts = partial(self._texts, arrays) if trained else self._encoder.texts
         conditioner = Conditioner(self._encoder.info, texts, lambda pixels: self._images(pixels))
         config = self._network.denoiser.config
         table = conditioner.table(self._scheduler, sampler, config)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -74,12 +74,7 @@ class BlockList(torch.nn.ModuleList):
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         super().__init__(blocks)
-        groups = [[block] for block in blocks[:1]]
-        for before, block in pairwise(blocks):
-            if _form(before) == _form(block):
-                groups[-1].append(block)
-            else:
-                groups.append([block])
+        groups = [list(equal) for _, equal in groupby(blocks, _form)]
         #: The blocks in order, consecutive equal blocks as EqualBlocks.
         self.groups = [group[0] if len(group) == 1 else EqualBlocks(group) for group in groups]
 

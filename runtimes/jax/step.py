@@ -108,8 +108,7 @@ class Step:
             state: arrays, or abstract arrays, with their shardings.
         """
         spread = jax.tree.map(lambda array: array.sharding, state)
-        out = (spread, self.mesh.replicated)
-        return jax.jit(self._run, donate_argnums=0, out_shardings=out)
+        return jax.jit(self._run, donate_argnums=0, out_shardings=(spread, self.mesh.replicated))
 
     def _run(
         self,

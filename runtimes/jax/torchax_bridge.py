@@ -172,8 +172,7 @@ def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[
         mesh: mesh of the devices; required by `scanned`.
         scanned: classes of blocks; equal blocks of a class run as a loop.
     """
-    policy = _is_kept if what == "selective" else None
-    function = partial(_recomputed, policy, mesh)
+    function = partial(_recomputed, _is_kept if what == "selective" else None, mesh)
     part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     scan_blocks.use_block_lists(part, scanned)
 
@@ -183,8 +182,7 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
     Attention without TPUs' kernel is computed again; XLA's logits are larger than all else.
     """
-    is_convolution = primitive is jax.lax.conv_general_dilated_p
-    return is_convolution or _KEEP_NAMED(primitive, **parameters)
+    return primitive is jax.lax.conv_general_dilated_p or _KEEP_NAMED(primitive, **parameters)
 
 
 def _recomputed(
@@ -401,7 +399,5 @@ def _attention(
     if enable_gqa:
         raise NotImplementedError("runtime jax does not support grouped-query attention")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    dropping = None
-    if dropout_p > 0:
-        dropping = (_environment().get_and_rotate_prng_key(), dropout_p)
+    dropping = (_environment().get_and_rotate_prng_key(), dropout_p) if dropout_p > 0 else None
     return attend(query, key, value, attn_mask, causal=is_causal, scale=scale, dropping=dropping)

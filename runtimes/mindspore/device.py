@@ -149,9 +149,7 @@ def describe() -> str:
 
 def memory_bytes() -> int:
     """Peak bytes allocated on the device so far; on a CPU, peak bytes of this process."""
-    if _OPEN == ["Ascend"]:
-        return int(ms.runtime.max_memory_allocated())
-    return peak_rss()
+    return int(ms.runtime.max_memory_allocated()) if _OPEN == ["Ascend"] else peak_rss()
 
 
 def versions() -> dict[str, str]:

@@ -69,9 +69,8 @@ def load_text_encoder(
         Refused: weights are missing or damaged, or do not match their config.
     """
     folder = folder or base.part(part)
-    config = text_config(folder)
     with no_init_parameters():
-        model = _TEXTS[base.text_class(part)](config)
+        model = _TEXTS[base.text_class(part)](text_config(folder))
     _fill(model, part, folder, weights.TEXT_WEIGHTS, dtype)
     return model.set_train(False)
 
@@ -92,8 +91,7 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
     Raises:
         Refused: the VAE cannot be loaded.
     """
-    config = read_config(folder / "config.json")
-    upcast = vae_overflows(config, float16=dtype == ms.float16)
+    upcast = vae_overflows(read_config(folder / "config.json"), float16=dtype == ms.float16)
     try:
         vae = AutoencoderKL.from_pretrained(
             str(folder),

@@ -297,9 +297,7 @@ class Network(nn.Cell):
             pooled = None if pooled is None else as_stored(pooled, dtype)
         kept = (1 - dropped).astype(states.dtype)
         states = states * kept.reshape((-1, 1, 1))
-        if pooled is None:
-            return states, None
-        return states, pooled * kept.reshape((-1, 1))
+        return states, None if pooled is None else pooled * kept.reshape((-1, 1))
 
 
 def load_frozen_clip(base: Base, dtype: str) -> dict[str, nn.Cell]:

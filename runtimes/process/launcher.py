@@ -57,10 +57,9 @@ class Ranks:
         if "RANK" not in os.environ and _started_by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
             rank = os.environ.get("RANK_ID")
-            world = os.environ["MS_WORKER_NUM"]
             if rank is None:  # msrun then assigns ranks only at the rendezvous
                 raise Refused("msrun on several hosts: pass --node_rank to each msrun")
-            return cls(int(rank), int(world), local_rank, local_rank + 1)
+            return cls(int(rank), int(os.environ["MS_WORKER_NUM"]), local_rank, local_rank + 1)
         defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         return cls(*(int(os.environ.get(name) or default) for name, default in defaults))
 
@@ -184,8 +183,7 @@ class LostRank(RuntimeError):
         self.facts = {name: error[name] for name in FACTS if name in error}
         self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        message = error.get("message") or f"process {rank} of the run (from 0) {ended}"
-        super().__init__(message)
+        super().__init__(error.get("message") or f"process {rank} of the run (from 0) {ended}")
 
 
 @dataclass

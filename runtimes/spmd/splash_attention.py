@@ -121,10 +121,9 @@ class SplashAttention:
 
     def _kernel(self, query: Array, key: Array) -> splash_attention_kernel.SplashAttentionKernel:
         """The kernel for padded arrays."""
-        heads = query.shape[1]
         lengths = (query.shape[2], key.shape[2])
         mask = splash_attention_mask.MultiHeadMask(
-            [splash_attention_mask.FullMask(lengths) for _ in range(heads)]
+            [splash_attention_mask.FullMask(lengths) for _ in range(query.shape[1])]
         )
         largest = LARGEST_BLOCK if query.shape[3] <= LANES else LARGEST_BLOCK_OF_WIDE_HEADS
         block_q, block_kv = (_block(length, largest) for length in lengths)

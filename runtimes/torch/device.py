@@ -164,8 +164,7 @@ def open_device(
 
 def prepare(job: Job | EncodeJob) -> None:
     """Load Habana's PyTorch bridge for a job, see registry.prepare. Raises Refused."""
-    settings = Train(**job.train).hpu if isinstance(job, TrainJob) else None
-    gaudi.load(settings, job.compiled)
+    gaudi.load(Train(**job.train).hpu if isinstance(job, TrainJob) else None, job.compiled)
 
 
 def check(settings: Train) -> None:

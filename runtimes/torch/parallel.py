@@ -337,9 +337,7 @@ def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> Single
         return SingleProcess()
     # gloo serves host tensors, which NCCL and HCCL do not support.
     join(ranks, BACKENDS.get(device.type, "gloo"))
-    if settings.fsdp == 1:
-        return DataParallel(ranks)
-    return FullySharded(ranks, device, settings)
+    return DataParallel(ranks) if settings.fsdp == 1 else FullySharded(ranks, device, settings)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,9 +45,8 @@ class TheRuntime(BaseRuntime):
         self._device = hooks.device
         device.check_on_device(settings, self._device, ranks)
         check_family("torch", base.family.name, self._device.type)
-        device.make_deterministic(
-            device.is_deterministic(settings, self._device), tf32=settings.allow_tf32
-        )
+        exact = device.is_deterministic(settings, self._device)
+        device.make_deterministic(exact, tf32=settings.allow_tf32)
         load_attention(settings.attention)
         device.warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)

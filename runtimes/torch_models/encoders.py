@@ -296,8 +296,7 @@ class Encoder:
         kept = None
         if self._clip:
             models = clip or [model for _, model in self._clip]
-            ids = self._send(self.input_ids(captions))
-            states, pooled = encode_ids(self.family, models, ids)
+            states, pooled = encode_ids(self.family, models, self._send(self.input_ids(captions)))
         if self._frozen is not None:
             frozen, kept = self._frozen_states(captions)
             states = join_t5(states, frozen)

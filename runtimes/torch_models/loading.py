@@ -137,10 +137,9 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
         Refused: the config does not describe a denoiser.
     """
     try:
-        kind = getattr(diffusers, config["_class_name"])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return kind.from_config(config)
+            return getattr(diffusers, config["_class_name"]).from_config(config)
     except Exception as error:  # of any type, such as AssertionError without a message
         reason = str(error) or type(error).__name__
         raise Refused(f"train.denoiser_config makes no denoiser: {reason}") from None
@@ -149,9 +148,8 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
 def empty_text_encoder(base: Base, part: str) -> Any:
     """Construct a text encoder of a pipeline on the `meta` device. Raises Refused."""
     kind = getattr(transformers, base.text_class(part))
-    config = kind.config_class.from_dict(base.config(part))
     with torch.device("meta"):
-        return kind(config)
+        return kind(kind.config_class.from_dict(base.config(part)))
 
 
 def load_text_encoder(
