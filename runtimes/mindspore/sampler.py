@@ -76,9 +76,8 @@ class Encoder:
             part = text_encoder.component
             tokenizer = _tokenizer(base, text_encoder)
             self.tokenizers[text_encoder.tokenizer] = tokenizer
-            self._tokenizers.append(
-                TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
-            )
+            length = tokenizer.model_max_length
+            self._tokenizers.append(TextTokenizer(self._family, text_encoder, tokenizer, length))
             if embeds:
                 self.text_encoders[part] = loading.load_text_encoder(base, part, dtype)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -214,21 +213,17 @@ class Encoder:
         self.dtype = getattr(torch, dtype)
         self._send = sender(self.device) if send is None else send
         self._fetch = fetch
+        vae_class = getattr(diffusers, self.family.vae_class)
+        options = {"variant": weight_variant(base.vae), **SAFE}
         try:
-            self._load_vae(base.vae)
+            self._vae_dtype = vae_dtype(vae_class.load_config(base.vae), self.dtype)
+            vae = vae_class.from_pretrained(base.vae, torch_dtype=self._vae_dtype, **options)
+            self.vae = vae.to(self.device).eval().requires_grad_(False)
             self._load_texts(base, embeds)
         except (OSError, RuntimeError, ValueError) as error:
             raise Refused(
                 f"model {base.folder}: its encoders do not load: {one_line(error)}"
             ) from None
-
-    def _load_vae(self, folder: Path) -> None:
-        vae_class = getattr(diffusers, self.family.vae_class)
-        self._vae_dtype = vae_dtype(vae_class.load_config(folder), self.dtype)
-        vae = vae_class.from_pretrained(
-            folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
-        )
-        self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def _load_texts(self, base: Base, embeds: bool) -> None:
         self._clip: list[tuple[TextTokenizer, Any]] = []

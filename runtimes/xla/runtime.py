@@ -205,7 +205,7 @@ def recompute(model: Any, mesh: Mesh) -> None:
     layers do not. A zero that requires gradients is therefore added to the inputs and outputs.
     """
     model._set_gradient_checkpointing(
-        enable=True, gradient_checkpointing_func=partial(_checkpointed, mesh.device)
+        enable=True, gradient_checkpointing_func=partial(_recomputed, mesh.device)
     )
     if mesh.fsdp > 1:
         for module in model.modules():
@@ -213,7 +213,7 @@ def recompute(model: Any, mesh: Mesh) -> None:
                 module.forward = partial(_with_gathered_weights, module, module.forward, mesh)
 
 
-def _checkpointed(device: torch.device, block: Any, *arguments: Any) -> Any:
+def _recomputed(device: torch.device, block: Any, *arguments: Any) -> Any:
     """Outputs of a block, whose weights are inputs of the checkpoint.
 
     XLA merges equal operations on other weights, so that the gathered weights of the forward pass
