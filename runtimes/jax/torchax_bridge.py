@@ -58,8 +58,7 @@ def attend(
             return splash(query, key, value, scale, mask)
     if dropping is None and mask is None and _has_fused_kernel(query):
         return fused(query, key, value, causal=causal, scale=scale)
-    wide = jnp.float32
-    logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale
+    logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=jnp.float32) * scale
     if causal:
         mask = jnp.tri(query.shape[2], key.shape[2], dtype=bool)
     if mask is not None:
