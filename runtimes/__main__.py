@@ -69,22 +69,19 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -P -m runtimes JOB.json (more: see its docstring)", file=sys.stderr)
         return 2
-    events = Events()
-    stop = launcher.Stop()
-    try:
-        launcher.adopt_mpi()
-    except Refused as error:
-        return _fail(events, str(error), 2, wrong_input=True)
     if launcher.is_msrun_scheduler():
         from runtimes.mindspore import parallel
 
         parallel.serve()
         return 0
-    stop.listen()
-    prefix = f"process {launcher.Ranks.here().rank}: " if launcher.is_follower() else ""
-    logging.basicConfig(format=f"{prefix}%(message)s", level=logging.WARNING)
-    logging.getLogger("kiln").addHandler(_ToEvents(events))
+    events = Events()
+    stop = launcher.Stop()
     try:
+        launcher.adopt_mpi()
+        stop.listen()
+        prefix = f"process {launcher.Ranks.here().rank}: " if launcher.is_follower() else ""
+        logging.basicConfig(format=f"{prefix}%(message)s", level=logging.WARNING)
+        logging.getLogger("kiln").addHandler(_ToEvents(events))
         return _run(read_job(Path(arguments[0])), Path(arguments[0]), events, stop)
     except Refused as error:
         return _fail(events, str(error), 2, wrong_input=True)
@@ -121,11 +118,8 @@ def _run(job: Job, path: Path, events: Events, stop: launcher.Stop) -> int:
 
 def _with_local_models(job: Job) -> Job:
     """The job with paths of local copies of its models. Raises Refused, Away."""
-    try:
-        vae = None if job.vae is None else str(resolve_model(job.vae))
-        return replace(job, model=str(resolve_model(job.model)), vae=vae)
-    except Refused as error:
-        raise Refused(str(error)) from None
+    vae = None if job.vae is None else str(resolve_model(job.vae))
+    return replace(job, model=str(resolve_model(job.model)), vae=vae)
 
 
 def _processes(job: TrainJob) -> int:

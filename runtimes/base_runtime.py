@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.settings.train import Train
-from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, Writers
+from runtimes.contract import Owners, SavedState, State, StateShapes, StepBatch, StepOutput, Writers
 from runtimes.optimizer_state import owned_copies, shapes_of
 from runtimes.pipeline_folder.folder import Base
-from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 
 
@@ -24,21 +23,21 @@ class BaseRuntime(ABC):
     """Methods of contract.Runtime that all runtimes share."""
 
     samples_collectively = False
+    _counter: Any = None  # a FlopCounter, where the network is of PyTorch
     # `load` of a runtime sets these.
     versions: dict[str, str]
     device: str
-    _job: TrainJob
     _base: Base
     _settings: Train
     _ranks: Ranks
     _network: Any
     _update: Any
+    _step: Any
     _collectives: Any  # of all ranks, on the host where the framework permits it
 
     @cached_property
     def writers(self) -> Writers:
-        writers: Writers = self._collectives.writers()
-        return writers
+        return self._collectives.writers()
 
     def any_rank(self, flag: bool) -> bool:
         return bool(self._collectives.any(flag))
@@ -46,8 +45,11 @@ class BaseRuntime(ABC):
     def broadcast(self, number: int) -> int:
         return int(self._collectives.broadcast(number))
 
+    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
+        return self._step(batch, learning_rate)
+
     def flops(self, batch: StepBatch) -> float | None:
-        return None
+        return None if self._counter is None else self._counter.of(batch)
 
     def peak_flops(self) -> float | None:
         return None
@@ -62,11 +64,10 @@ class BaseRuntime(ABC):
         opened = self._open_sampler()
         try:
             with self.evaluating():
-                drawn: NDArray[np.uint8] = opened.draw(prompts, sampler, first=0)
+                return opened.draw(prompts, sampler, first=0)
         finally:
             del opened
             gc.collect()  # pipelines refer to themselves, and training needs their memory
-        return drawn
 
     def shutdown(self) -> None:
         return None  # no process has to wait for the others
@@ -84,11 +85,10 @@ class BaseRuntime(ABC):
         return nullcontext()
 
     def state_shapes(self) -> StateShapes:
-        shapes: StateShapes = self._update.shapes()
-        return shapes | shapes_of(self._constants())
+        return self._update.shapes() | shapes_of(self._constants())
 
     def state(self, owners: Owners | None = None) -> State:
-        state: State = self._update.state(owners, self._ranks.rank)
+        state = self._update.state(owners, self._ranks.rank)
         return state | owned_copies(self._constants(), owners, self._ranks.rank, np.array)
 
     def restore(self, state: SavedState, step: int) -> None:

@@ -71,25 +71,23 @@ def nvidia_driver_version() -> str | None:
 
     A container has the device files of its own GPUs only.
     """
-    try:
+    if NVIDIA_MODULE.is_file():
         text = NVIDIA_MODULE.read_text(errors="replace")
         number = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", text)
         return number[1] if number else "unknown"
-    except OSError:
-        pass
     return "unknown" if any(NVIDIA_DEVICES.glob("nvidia[0-9]*")) else None
 
 
 def torch_cuda_version() -> str | None:
     """CUDA version of the installed PyTorch; None for a CPU build, or without PyTorch.
 
-    Read from PyTorch's stage.py: its import takes seconds.
+    Read from PyTorch's version.py: its import takes seconds.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     try:
-        text = Path(spec.origin).with_name("stage.py").read_text(encoding="utf-8")
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     match = re.search(r"^cuda\b[^=]*= *['\"]([^'\"]+)", text, re.MULTILINE)
@@ -227,7 +225,6 @@ def raise_open_file_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_MAX if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
-    if soft >= most:
-        return soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return most
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(soft, most)

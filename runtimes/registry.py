@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,6 +42,12 @@ class RuntimeSpec:
     exclusive: bool = False
     denoisers: tuple[str, ...] | None = None  # supported denoiser classes; None: all
     uses_all_devices: bool = False  # whether one process shares batches among all devices
+    #: Train setting -> the values that the runtime supports, of those that others support too.
+    supports: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+_ADAMW = {"optimizer": ("adamw",)}
+_WHOLE_BLOCKS = _ADAMW | {"gradient_checkpointing": ("none", "blocks")}
 
 
 RUNTIMES = {
@@ -52,15 +58,22 @@ RUNTIMES = {
         exclusive=True,
         schedulers=TABULATED,
         uses_all_devices=True,
+        supports=_ADAMW,
     ),
     "xla": RuntimeSpec(
-        "runtimes.xla", ("torch_xla",), "-xla", schedulers=TABULATED, uses_all_devices=True
+        "runtimes.xla",
+        ("torch_xla",),
+        environment="-xla",
+        schedulers=TABULATED,
+        uses_all_devices=True,
+        supports=_WHOLE_BLOCKS,
     ),
     "mindspore": RuntimeSpec(
         "runtimes.mindspore",
         ("mindspore", "mindone"),
         environment="-mindspore",
         denoisers=("UNet2DConditionModel",),
+        supports=_WHOLE_BLOCKS,
     ),
 }
 
@@ -202,6 +215,16 @@ def check_settings_here(name: str, settings: Train) -> None:
     import_from(name, "device").check(settings)
 
 
+def check_supported(name: str, settings: Train) -> None:
+    """Raise Refused for a value of a train setting that the runtime supports on no device."""
+    if settings.compute_dtype == "float16" and name != "mindspore":  # which has a loss scale
+        raise Refused("fp16 is for runtime mindspore: set bf16", setting="train.mixed_precision")
+    for setting, values in spec_of(name).supports.items():
+        if (value := getattr(settings, setting)) not in values:
+            words = f"{value} is not for runtime {name}: set {values[-1]}"
+            raise Refused(words, setting=f"train.{setting}")
+
+
 def check_family(name: str, family: str, device: str = "auto") -> None:
     """Raise Refused if a runtime, or the kind of a device, does not support a model family."""
     kind = device.partition(":")[0]
@@ -312,9 +335,3 @@ def _count(kind: str) -> int:
         return torch.cuda.device_count()
     counts = {"npu": count_npus, "ascend": count_npus, "hpu": count_hpus}
     return counts[kind]() if kind in counts else 0
-
-
-def check_precision(settings: Train) -> None:
-    """Raise Refused for float16, which needs a loss scale."""
-    if settings.compute_dtype == "float16":
-        raise Refused("fp16 is for runtime mindspore: set bf16", setting="train.mixed_precision")

@@ -2,6 +2,5 @@
 
 import os
 
-os.environ.setdefault(
-    "TF_CPP_MIN_LOG_LEVEL", "2"
-)  # hides XLA's warnings, which do not concern the job
+# XLA's warnings do not concern the job.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -20,8 +20,7 @@ from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.questions import TpuStepRequest
 from runtimes.spmd import splash_attention
-from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network, sample_batch
+from runtimes.torch_models.network import FlopCounter, Network, sample_batch
 
 
 class AbstractStep:
@@ -61,14 +60,13 @@ class AbstractStep:
     def lower(self) -> Any:
         """The lowered step; call `compile()` on it."""
         state = self._state()
-        untouched = names_without_gradient(self._counter.network, self._network, self._batch)
+        untouched = names_without_gradient(self._counter, self._network, self._batch)
         predict = as_function(self._network, training=True, splash=self._splash)
         scanned = scan_blocks.scanned_names(self._network)
         step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         batch = self._stacked()
         seeds = np.zeros(batch["weight"].shape[0], np.uint32)
-        numbers = np.zeros(4, np.float32)
-        arguments = state, self._frozen(), batch, seeds, numbers, np.float32(1)
+        arguments = state, self._frozen(), batch, seeds, np.zeros(4, np.float32), np.float32(1)
         with scan_blocks.recording() as loops:
             traced = step.compiled(state).trace(*arguments)
         self._loops = loops
@@ -88,8 +86,7 @@ class AbstractStep:
             return []
         equal: dict[str, list[scan_blocks.Loop]] = {}
         for loop in self._loops:
-            shapes = str((loop.weights, loop.carry, loop.others))
-            equal.setdefault(shapes, []).append(loop)
+            equal.setdefault(str((loop.weights, loop.carry, loop.others)), []).append(loop)
         with splash_attention.counted(0):
             return [
                 (sum(loop.count - 1 for loop in loops), self._lower_body(loops[0]))
@@ -145,27 +142,21 @@ class AbstractStep:
 
         groups = ["weights", "exp_avg", "exp_avg_sq"]
         groups += ["ema"] if self._settings.ema_decay is not None else []
-        trained = self._network.trained()
-        return {g: {name: shape(p) for name, p in trained.items()} for g in groups}
+        shapes = {name: shape(p) for name, p in self._network.trained().items()}
+        return dict.fromkeys(groups, shapes)
 
     def _frozen(self) -> dict[str, ShapeDtypeStruct]:
         trained = set(self._names.values())
         half = jnp.dtype(self._settings.compute_dtype)
 
-        def dtype(name: str, tensor: torch.Tensor) -> Any:
-            if not tensor.is_floating_point():
-                return jnp.int32
-            own = name.startswith("frozen_clip.")  # as `frozen_arrays` has it
-            return jnp.dtype(str(tensor.dtype).removeprefix("torch.")) if own else half
+        def abstract(name: str, tensor: torch.Tensor) -> ShapeDtypeStruct:
+            dtype: Any = half if tensor.is_floating_point() else jnp.int32
+            if name.startswith("frozen_clip.") and dtype is half:  # as `frozen_arrays` has it
+                dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+            return ShapeDtypeStruct(tuple(tensor.shape), dtype, sharding=self._mesh.replicated)
 
         tensors = (*self._network.named_parameters(), *self._network.named_buffers())
-        return {
-            name: ShapeDtypeStruct(
-                tuple(tensor.shape), dtype(name, tensor), sharding=self._mesh.replicated
-            )
-            for name, tensor in tensors
-            if name not in trained
-        }
+        return {name: abstract(name, t) for name, t in tensors if name not in trained}
 
     def _stacked(self) -> dict[str, Any]:
         """Abstract arrays of a global batch, stacked as by jax/micro_batches.py."""

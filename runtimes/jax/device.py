@@ -18,7 +18,7 @@ from runtimes.detect_hardware import peak_rss
 from runtimes.process.collectives import HostCollectives, free_port
 from runtimes.process.compile_cache import CompileCache
 from runtimes.process.launcher import Ranks
-from runtimes.registry import check_precision
+from runtimes.registry import check_supported
 from runtimes.spmd.slices import mesh_shape, peak_of
 from runtimes.torch_models.gpu_specs import known_peak
 
@@ -28,20 +28,11 @@ _compiling: list[float] = []  # seconds of each compilation
 
 def check(settings: Train) -> None:
     """Raise Refused for train settings that this runtime or this machine does not support."""
-    _check_name(settings.device)
-    check_settings(settings)
-    _check_processes(settings.device, settings.processes)
-    if Ranks.here().world == 1:  # else other machines can have devices of the mesh, too
-        count = _device_count(settings.device, settings.processes)
-        if count is not None:
-            mesh_shape(count, settings.fsdp)
-
-
-def check_settings(settings: Train) -> None:
-    """Raise Refused for train settings that this runtime supports on no machine."""
-    check_precision(settings)
-    if settings.optimizer != "adamw":
-        raise Refused(f"train.optimizer: {settings.optimizer} is not for runtime jax: set adamw")
+    count = _count_devices(settings.device, settings.processes)
+    check_supported("jax", settings)
+    # In a run of several processes, other machines can have devices of the mesh, too.
+    if count is not None and Ranks.here().world == 1:
+        mesh_shape(count, settings.fsdp)
 
 
 def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
@@ -56,7 +47,7 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     Raises:
         Refused: the platform is absent, or this process has opened another platform.
     """
-    _check_name(name)
+    _count_devices(name)
     if name != "auto":
         jax.config.update("jax_platforms", name)
     exact = "highest" if dtype == "float32" else "default"
@@ -78,36 +69,30 @@ def start(name: str, compiled: str | None, dtype: str) -> CompileCache:
     return kept
 
 
-def _check_name(name: str) -> None:
+def _count_devices(name: str, processes: int = 1) -> int | None:
+    """Number of devices that `processes` of this machine will have; None for TPU chips.
+
+    No device is opened: an open TPU is not available to other processes.
+
+    Raises:
+        Refused: the platform is absent, or the processes cannot share its devices.
+    """
     if name != "auto" and name not in PLATFORMS:
         raise Refused(f"device {name!r} is not for runtime jax (auto, cpu, tpu or cuda)")
     if name == "tpu" and find_spec("libtpu") is None:
         raise Refused("device tpu: runtime jax needs libtpu, see docs/jax.md")
     if name == "cuda" and not _has_cuda_plugin():
         raise Refused("device cuda: runtime jax needs jax[cuda13], see docs/jax.md")
-
-
-def _check_processes(device: str, count: int) -> None:
-    """Raise Refused if `count` processes cannot share the devices of this machine."""
-    if count == 1 or device == "cpu":
-        return
-    if device == "tpu" or (device == "auto" and _has_tpu()):
-        raise Refused("train.processes: one process has all TPU chips of a machine: leave it 1")
-    if 0 < _gpus() < count:
-        raise Refused(
-            f"{count} processes need one GPU each, this machine has {_gpus()}: lower "
-            "train.processes, or set device cpu"
-        )
-
-
-def _device_count(device: str, processes: int) -> int | None:
-    """Number of devices that `processes` of this machine will have; None for TPU chips.
-
-    No device is opened: an open TPU is not available to other processes.
-    """
-    if device == "tpu" or (device == "auto" and _has_tpu()):
+    if name == "tpu" or (name == "auto" and _has_tpu()):
+        if processes > 1:
+            raise Refused("train.processes: one process has all TPU chips of a machine: leave it 1")
         return None
-    if device != "cpu" and (gpus := _gpus()):
+    if name != "cpu" and (gpus := _gpus()):
+        if gpus < processes:
+            raise Refused(
+                f"{processes} processes need one GPU each, this machine has {gpus}: lower "
+                "train.processes, or set device cpu"
+            )
         return gpus if processes == 1 else processes
     flags = os.environ.get("XLA_FLAGS", "")
     emulated = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
@@ -142,15 +127,15 @@ def join(ranks: Ranks, hosts: HostCollectives, device: str) -> None:
     """
     if ranks.world == 1 or jax.distributed.is_initialized():
         return
-    _check_processes(device, ranks.local_world)
-    address = os.environ["MASTER_ADDR"]
+    _count_devices(device, ranks.local_world)
     shared = ranks.local_world > 1 and device != "cpu" and _gpus() > 0
     # Without it, a failing process waits minutes for lost peers and is then aborted.
     jax.config.update("jax_enable_recoverability", True)
     # It takes SIGTERM, which requests a stop (runtimes.process.launcher).
     jax.config.update("jax_enable_preemption_service", False)
+    port = hosts.broadcast(free_port() if ranks.first else 0)
     jax.distributed.initialize(
-        f"{address}:{hosts.broadcast(free_port() if ranks.first else 0)}",
+        f"{os.environ['MASTER_ADDR']}:{port}",
         num_processes=ranks.world,
         process_id=ranks.rank,
         local_device_ids=[ranks.local_rank] if shared else None,

@@ -17,7 +17,6 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from runtimes.data.loader import padded_rows
 from runtimes.spmd.slices import AXES, mesh_shape, shard_axes
 from runtimes.spmd.splash_attention import SplashAttention
 
@@ -59,10 +58,6 @@ class Mesh:
     def row_sharding(self, axis: int) -> NamedSharding:
         """Sharding of an array whose rows, along `axis`, are divided over all devices."""
         return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, AXES))
-
-    def padded_rows(self, count: int) -> int:
-        """The smallest multiple of this process's device count that is at least `count`."""
-        return padded_rows(count, self.local)
 
     def shard(self, array: NDArray[Any]) -> Array:
         """Copy a full array to the devices, sharded along `fsdp`."""

@@ -18,22 +18,9 @@ from configs.settings.train import Train
 from runtimes import contract
 from runtimes.base_runtime import BaseRuntime
 from runtimes.jax import device
+from runtimes.jax import step as steps
 from runtimes.jax.mesh import Mesh
 from runtimes.jax.scan_blocks import scanned_names
-from runtimes.jax.step import (
-    Arrays,
-    Stacked,
-    Step,
-    errors,
-    frozen_arrays,
-    gather_weights,
-    held_out_errors,
-    initial_state,
-    names_without_gradient,
-    shard_stacked,
-    stack_micro_batches,
-    trained_names,
-)
 from runtimes.jax.torchax_bridge import as_function, recompute_blocks
 from runtimes.objective.random_draws import Stream, generator
 from runtimes.optimizer_state import owned_copies, read_state_arrays, shapes_of, step_scalars
@@ -41,9 +28,8 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import join_hosts
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import Network, has_dropout
+from runtimes.torch_models.network import FlopCounter, Network, has_dropout
 
 
 class TheRuntime(BaseRuntime):
@@ -51,10 +37,9 @@ class TheRuntime(BaseRuntime):
 
     _compiled_step: Any = None
     #: What `_averaged` returned within `evaluating`; None outside.
-    _evaluated: Arrays | None = None
+    _evaluated: steps.Arrays | None = None
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = device.versions()
         settings = self._settings = Train(**job.train)
@@ -67,32 +52,34 @@ class TheRuntime(BaseRuntime):
         self.device = device.describe()
         self._mesh = Mesh(settings.fsdp)
         network = self._network = load_network(job, base, settings, self._mesh)
-        self._counter = FlopCounter(network)
+        self._counter = FlopCounter(network, self._mesh.local)
         self._persistent = super()._constants()  # a copy: `frozen_arrays` frees the buffers
         self._has_dropout = has_dropout(network)
-        self._state = initial_state(network, settings, self._mesh)
-        self._names = trained_names(network)
+        self._state = steps.initial_state(network, settings, self._mesh)
+        self._names = steps.trained_names(network)
         half = getattr(torch, settings.compute_dtype)
-        self._frozen = frozen_arrays(network, self._mesh, half)
+        self._frozen = steps.frozen_arrays(network, self._mesh, half)
         self._rows = settings.micro_batch(ranks.world)
         self._updates = 0
         predict = as_function(network, training=False, splash=self._mesh.splash_attention())
-        self._errors = jax.jit(partial(errors, predict))
+        self._errors = jax.jit(partial(steps.errors, predict))
         self._working = jax.jit(
-            lambda weights: gather_weights(weights, self._mesh, settings.compute_dtype)
+            lambda weights: steps.gather_weights(weights, self._mesh, settings.compute_dtype)
         )
 
     def put(self, batch: contract.StepBatch) -> contract.StepBatch:
-        return replace(batch, on_device=shard_stacked(self._stack(batch), self._mesh))
+        return replace(batch, on_device=self._stack(batch))
 
-    def _stack(self, batch: contract.StepBatch) -> Stacked:
+    def _stack(self, batch: contract.StepBatch) -> steps.Stacked:
+        """Stacked micro-batches, their rows sharded over all devices."""
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return stack_micro_batches(batch, self._rows, self._mesh, dtype)
+        stacked = steps.stack_micro_batches(batch, self._rows, self._mesh, dtype)
+        return jax.tree.map(lambda array: self._mesh.shard_rows(array, axis=1), stacked)
 
     def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
         if self._compiled_step is None:
             self._compiled_step = self._compile(batch)
-        stacked = batch.on_device or shard_stacked(self._stack(batch), self._mesh)
+        stacked = batch.on_device or self._stack(batch)
         self._state, figures = self._compiled_step(
             self._state,
             self._frozen,
@@ -105,11 +92,10 @@ class TheRuntime(BaseRuntime):
         return contract.lazy_output(lambda: list(np.asarray(figures).tolist()))
 
     def _compile(self, batch: contract.StepBatch) -> Any:
-        untouched = names_without_gradient(self._counter.network, self._network, batch)
-        splash = self._mesh.splash_attention()
-        predict = as_function(self._network, training=True, splash=splash)
+        untouched = steps.names_without_gradient(self._counter, self._network, batch)
+        predict = as_function(self._network, training=True, splash=self._mesh.splash_attention())
         scanned = scanned_names(self._network)
-        step = Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
+        step = steps.Step(predict, self._settings, self._mesh, self._names, untouched, scanned)
         return step.compiled(self._state)
 
     def _seeds(self, step: int, count: int) -> NDArray[np.uint32]:
@@ -118,10 +104,6 @@ class TheRuntime(BaseRuntime):
             return np.zeros(count, np.uint32)
         rngs = (generator(self._settings.seed, Stream.DROPOUT, step, n) for n in range(count))
         return np.array([rng.integers(2**32) for rng in rngs], np.uint32)
-
-    def flops(self, batch: contract.StepBatch) -> float | None:
-        whole = self._counter.of(batch)
-        return None if whole is None else whole * self._collectives.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
         return device.peak_flops(self._settings.compute_dtype)
@@ -148,9 +130,10 @@ class TheRuntime(BaseRuntime):
 
     def errors(self, batch: contract.StepBatch) -> NDArray[np.float32]:
         dtype = jnp.dtype(self._settings.compute_dtype)
-        return held_out_errors(self._errors, self._averaged(), batch, self._rows, self._mesh, dtype)
+        arrays = self._averaged()
+        return steps.held_out_errors(self._errors, arrays, batch, self._rows, self._mesh, dtype)
 
-    def _averaged(self) -> Arrays:
+    def _averaged(self) -> steps.Arrays:
         """The network's arrays in the compute dtype, with EMA weights if there is an EMA.
 
         Every device has all of them. Within `evaluating` they are gathered once.
@@ -197,8 +180,7 @@ class TheRuntime(BaseRuntime):
         from runtimes.jax.sampler import Sampler  # pipelines are slow to import
 
         sampler = Sampler(self._base, self._mesh, self._settings.compute_dtype)
-        scheduler = trained_scheduler(self._base, self._settings)
-        sampler.use(self._network, self._averaged, scheduler)
+        sampler.use(self._network, self._averaged, trained_scheduler(self._base, self._settings))
         return sampler
 
 

@@ -10,7 +10,7 @@ encodes images and captions, in padded batches sharded over all devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from runtimes.jax.torchax_bridge import Wrapped, as_function
 from runtimes.objective.training_objective import LatentScale
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
-from runtimes.sample.conditioning import ConditionedNoise, Conditioner
+from runtimes.sample.conditioning import ConditionedNoise, Conditioner, Images
 from runtimes.sample.diffusers_pipeline import BasePipeline
 from runtimes.sample.initial_noise import image_levels
 from runtimes.sample.load_network import load_network
@@ -87,8 +87,8 @@ class Sampler:
             return
         self._network = network
         self._predict = as_function(network, training=False)
-        self._jit_step = jax.jit(self._step, static_argnames="guided")
-        self._jit_draw = jax.jit(self._draw, static_argnames="guided")
+        self._jit_step = jax.jit(self._step)
+        self._jit_draw = jax.jit(self._draw)
         self._jit_encode = jax.jit(as_function(Wrapped(network, _encode_texts), training=False))
 
     def draw(
@@ -96,20 +96,19 @@ class Sampler:
     ) -> NDArray[np.uint8]:
         """As `PipelineSampler.draw`: images [N, H, W, 3] uint8, one per prompt."""
         arrays = self._arrays()
-        texts = self._encoder.texts
-        if self._network.text_encoders:
-            texts = partial(self._texts, arrays)
-        conditioner = Conditioner(self._encoder.info, texts, self._images)
+        trained = self._network.text_encoders
+        texts = partial(self._texts, arrays) if trained else self._encoder.texts
+        conditioner = Conditioner(self._encoder.info, texts, lambda pixels: self._images(pixels))
         config = self._network.denoiser.config
         table = conditioner.table(self._scheduler, sampler, config)
-        batches = conditioner.batches(
-            prompts, sampler, first=first, denoiser=config, multiple=self._mesh.count
-        )
+        guidance = self._network.family.guidance_weight(sampler)
         pictures = list[NDArray[np.uint8]]()
-        for batch in batches:
-            drawn = self._mesh.fetch(self._sample(arrays, batch, table, sampler))
-            pictures += list(image_levels(drawn[: batch.count]))
-        return np.stack(pictures)
+        for batch in conditioner.batches(
+            prompts, sampler, first=first, denoiser=config, multiple=self._mesh.count
+        ):
+            drawn = self._mesh.fetch(self._sample(arrays, batch, table, guidance))
+            pictures.append(image_levels(drawn[: batch.count]))
+        return np.concatenate(pictures)
 
     @cached_property
     def _vae(self) -> Arrays:
@@ -120,21 +119,13 @@ class Sampler:
         """Free the VAE's memory on the devices; the next `draw` copies it there again."""
         self.__dict__.pop("_vae", None)
 
-    def _images(self, pixels: encoders.Float32) -> tuple[encoders.Float32, encoders.Float32]:
-        """Mean and log-variance [B, C, h, w] of images, computed on the host."""
-        return self._host_encoder.images(pixels)
-
     @cached_property
-    def _host_encoder(self) -> encoders.Encoder:
-        """A second encoder: the weights of the VAE in `_encoder` were moved to the devices."""
-        return encoders.Encoder(self._base, device="cpu")
+    def _images(self) -> Images:
+        """A second encoder's: the weights of the VAE in `_encoder` were moved to the devices."""
+        return encoders.Encoder(self._base, device="cpu").images
 
     def _sample(
-        self,
-        arrays: Arrays,
-        batch: ConditionedNoise,
-        table: SchedulerTable,
-        sampler: Mapping[str, Any],
+        self, arrays: Arrays, batch: ConditionedNoise, table: SchedulerTable, guidance: float
     ) -> Array:
         to_devices = self._mesh.shard_global_rows
         conditioning = {
@@ -143,42 +134,25 @@ class Sampler:
         }
         latents = to_devices(batch.noise * np.float32(table.start))
         rows = np.column_stack([table.timesteps, table.rows])
-        family = self._network.family
-        guided = family.is_guided(sampler, self._encoder.info)
-        inputs = conditioning, np.float32(family.guidance_weight(sampler))
+        inputs = conditioning, np.float32(guidance)
         if self._whole:
-            return self._jit_draw(arrays, self._vae, latents, rows, *inputs, guided=guided)
+            return self._jit_draw(arrays, self._vae, latents, rows, inputs)
         carry = latents, latents * 0
         for row in rows:
-            carry = self._jit_step(arrays, carry, row, *inputs, guided=guided)
+            carry = self._jit_step(arrays, carry, row, inputs)
         return self._jit_decode(self._vae, carry[0])
 
     def _draw(
-        self,
-        arrays: Arrays,
-        vae: Arrays,
-        latents: Array,
-        rows: Array,
-        conditioning: Arrays,
-        guidance: Array,
-        *,
-        guided: bool,
+        self, arrays: Arrays, vae: Arrays, latents: Array, rows: Array, inputs: tuple[Arrays, Array]
     ) -> Array:
         def step(carry: Any, row: Array) -> Any:
-            return self._step(arrays, carry, row, conditioning, guidance, guided=guided), None
+            return self._step(arrays, carry, row, inputs), None
 
         (latents, _), _ = jax.lax.scan(step, (latents, jnp.zeros_like(latents)), rows)
         return self._decode(vae, latents)
 
     def _step(
-        self,
-        arrays: Arrays,
-        carry: tuple[Array, Array],
-        row: Array,
-        conditioning: Arrays,
-        guidance: Array,
-        *,
-        guided: bool,
+        self, arrays: Arrays, carry: tuple[Array, Array], row: Array, inputs: tuple[Arrays, Array]
     ) -> tuple[Array, Array]:
         """One sampling step.
 
@@ -187,20 +161,21 @@ class Sampler:
             carry: noisy latents, and the predicted original of the previous step; both are
                 [B, C, h, w] f32.
             row: [7] f32, the timestep and the 6 StepCoefficients.
-            conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
-            guidance: weight of guidance, a f32 scalar.
-            guided: whether to apply classifier-free guidance.
+            inputs: conditioning, keyword to [B, ...] or, with guidance, [2 B, ...]; and the weight
+                of guidance, a f32 scalar.
 
         Returns:
             The next carry.
         """
         latents, previous = carry
+        conditioning, guidance = inputs
         timestep, *coefficients = row
-        inputs = (latents * coefficients[0]).astype(self._dtype)
+        guided = len(conditioning["prompt_embeds"]) > len(latents)
+        scaled = (latents * coefficients[0]).astype(self._dtype)
         if guided:
-            inputs = jnp.repeat(inputs, 2, axis=0)
-        timesteps = jnp.full(len(inputs), timestep)
-        output = self._predict(arrays, jnp.uint32(0), inputs, timesteps, conditioning)
+            scaled = jnp.repeat(scaled, 2, axis=0)
+        timesteps = jnp.full(len(scaled), timestep)
+        output = self._predict(arrays, jnp.uint32(0), scaled, timesteps, conditioning)
         output = output.astype(jnp.float32)
         if guided:
             output = self._network.family.guide(output[0::2], output[1::2], guidance)
@@ -243,10 +218,8 @@ def same_architecture(network: Network, other: Network) -> bool:
 
     They are then the same function of their arrays, so they can share compiled programs.
     """
-    first, second = (
-        {name: str(part.config) for name, part in model.parts.items()} for model in (network, other)
-    )
-    return first == second
+    configs = [{n: str(p.config) for n, p in each.parts.items()} for each in (network, other)]
+    return configs[0] == configs[1]
 
 
 def _encode_texts(network: Network, ids: torch.Tensor) -> Any:
@@ -258,9 +231,8 @@ class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob, base: Base) -> None:
-        super().__init__(
-            job, base, make_scheduler, start(job.device, job.compiled, job.dtype).upload
-        )
+        save_compiled = start(job.device, job.compiled, job.dtype).upload
+        super().__init__(job, base, make_scheduler, save_compiled)
         self._mesh = Mesh(fsdp=1)
 
     def _release(self) -> None:
@@ -268,8 +240,7 @@ class ThePipeline(BasePipeline):
 
     def _load_network(self, drawing: Drawing) -> Network:
         half = getattr(torch, self._job.dtype)
-        host = torch.device("cpu")
-        network = load_network(drawing, self._base, half, host, self._job.text_dtype)
+        network = load_network(drawing, self._base, half, torch.device("cpu"), self._job.text_dtype)
         self._arrays = frozen_arrays(network, self._mesh, half)
         if self._network is not None and same_architecture(network, self._network):
             return self._network  # its programs are reused
@@ -305,7 +276,12 @@ class JaxEncoder(encoders.Encoder):
         self._batch_size = job.batch_size
         clip = [model for _, model in self._clip]
         frozen = None if self._frozen is None else self._frozen.model
-        moments = partial(_moments, self.family, self.vae.dtype)
+        dtype = self.vae.dtype
+
+        def moments(vae: Any, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mean, logvar = self.family.encode_pictures(vae, pixels.to(dtype))
+            return mean.float(), logvar.float()
+
         self._moments = _compiled(Wrapped(self.vae, moments), mesh)
         self._embeds: Any = None
         if job.embeds:
@@ -355,14 +331,6 @@ def _compiled(module: torch.nn.Module, mesh: Mesh) -> Any:
     return run
 
 
-def _moments(
-    family: Family, dtype: torch.dtype, vae: Any, pixels: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Mean and log-variance [B, C, h, w] f32 of latents; a VAE of `dtype` computes them."""
-    mean, logvar = family.encode_pictures(vae, pixels.to(dtype))
-    return mean.float(), logvar.float()
-
-
 class _Embeds(torch.nn.Module):
     """Text encoders whose forward pass returns prompt embeddings and, if any, pooled ones."""
 
@@ -381,9 +349,8 @@ class _Embeds(torch.nn.Module):
             states, pooled = encoders.encode_ids(self.family, list(self.clip), rest.pop(0))
         if rest:
             ids, mask = rest
-            assert self.family.frozen_text is not None
-            frozen = encoders.frozen_states(
-                self.family.frozen_text, self.frozen, ids.long(), mask.long()
-            )
+            encoder = self.family.frozen_text
+            assert encoder is not None
+            frozen = encoders.frozen_states(encoder, self.frozen, ids.long(), mask.long())
             states = encoders.join_t5(states, frozen)
         return tuple(array.float() for array in (states, pooled) if array is not None)

@@ -8,10 +8,10 @@ recomputation keeps the whole model on a chip.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax import Array, ShapeDtypeStruct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runtimes.jax.mesh import Mesh
+from runtimes.spmd.splash_attention import holding
 
 #: Whether iterating over a BlockList yields EqualBlocks: only while JAX traces a training pass.
 _SCANNING: ContextVar[bool] = ContextVar("scanning", default=False)
@@ -29,6 +30,8 @@ Weights = dict[str, Array]
 Carry = tuple[Array, ...]
 #: `(weights, key, carry, others) -> carry` of one block; `others` are the same for every block.
 CallBlock = Callable[[Weights, Array, Carry, list[Array]], Carry]
+#: Policy of jax.checkpoint; None recomputes all of a block.
+Policy = Callable[..., bool] | None
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,7 @@ class BlockList(torch.nn.ModuleList):
 
     def __init__(self, blocks: Sequence[torch.nn.Module]) -> None:
         super().__init__(blocks)
-        groups = [[block] for block in blocks[:1]]
-        for before, block in pairwise(blocks):
-            if _form(before) == _form(block):
-                groups[-1].append(block)
-            else:
-                groups.append([block])
+        groups = [list(equal) for _, equal in groupby(blocks, _form)]
         #: The blocks in order, consecutive equal blocks as EqualBlocks.
         self.groups = [group[0] if len(group) == 1 else EqualBlocks(group) for group in groups]
 
@@ -91,25 +89,14 @@ def _form(block: torch.nn.Module) -> tuple[Any, ...]:
     return type(block), str(block), shapes
 
 
-@contextmanager
-def scanning() -> Iterator[None]:
+def scanning() -> AbstractContextManager[Any]:
     """Within the context, equal blocks of BlockLists are scanned."""
-    token = _SCANNING.set(True)
-    try:
-        yield
-    finally:
-        _SCANNING.reset(token)
+    return holding(_SCANNING, True)
 
 
-@contextmanager
-def recording() -> Iterator[list[Loop]]:
+def recording() -> AbstractContextManager[list[Loop]]:
     """Within the context, the list receives every loop that is traced."""
-    loops = list[Loop]()
-    token = _LOOPS.set(loops)
-    try:
-        yield loops
-    finally:
-        _LOOPS.reset(token)
+    return holding(_LOOPS, [])
 
 
 def use_block_lists(part: torch.nn.Module, classes: Sequence[str]) -> None:
@@ -143,7 +130,7 @@ def scan_blocks(
     *,
     mesh: Mesh,
     trained: frozenset[str],
-    policy: Callable[..., bool] | None,
+    policy: Policy,
 ) -> Carry:
     """Call n equal blocks one after another.
 
@@ -155,7 +142,7 @@ def scan_blocks(
         others: further arguments of every block.
         mesh: mesh of the devices.
         trained: names of the weights that are sharded along `fsdp`, which an iteration gathers.
-        policy: policy of jax.checkpoint; None: recompute all of a block.
+        policy: what a block's backward pass need not recompute.
 
     Returns:
         The last block's output.

@@ -11,7 +11,7 @@ A network's arrays on the devices are trained parameters, optimizer state and fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.data.loader import pad_batch
+from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.jax.mesh import Mesh
 from runtimes.optimizer_state import learning_rate_factors
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import FlopCounter, Network
 
 Arrays = dict[str, Array]
 #: Group of State (such as `exp_avg`) to State's key to array.
@@ -108,8 +108,7 @@ class Step:
             state: arrays, or abstract arrays, with their shardings.
         """
         spread = jax.tree.map(lambda array: array.sharding, state)
-        out = (spread, self.mesh.replicated)
-        return jax.jit(self._run, donate_argnums=0, out_shardings=out)
+        return jax.jit(self._run, donate_argnums=0, out_shardings=(spread, self.mesh.replicated))
 
     def _run(
         self,
@@ -135,11 +134,10 @@ class Step:
             The next state, and [loss, gradient norm] f32.
         """
         weights = self._working(state["weights"])
-        trained = self._sharded(state["weights"])
 
         def gradient(micro: Any) -> tuple[Array, Arrays]:
             loss, gradients = jax.value_and_grad(self._loss)(weights, frozen, *micro)
-            return loss, trained(gradients)
+            return loss, self._sharded(gradients)
 
         def accumulate(sums: Any, micro: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, gradient(micro)), None
@@ -167,14 +165,14 @@ class Step:
         arrays = frozen | {self.names[name]: array for name, array in weights.items()}
         return jnp.sum(micro["weight"] * errors(self.predict, arrays, seed, micro))
 
-    def _sharded(self, weights: Arrays) -> Callable[[Arrays], Arrays]:
-        """A function that shards gradients as the weights: each device sums its own shard."""
+    def _sharded(self, gradients: Arrays) -> Arrays:
+        """Gradients, sharded as the weights: each device sums its own shard."""
 
-        def constrain(name: str, gradient: Array) -> Array:
-            spread = self.mesh.array_sharding(weights[name].shape)
+        def constrain(gradient: Array) -> Array:
+            spread = self.mesh.array_sharding(gradient.shape)
             return jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), spread)
 
-        return lambda gradients: {name: constrain(name, array) for name, array in gradients.items()}
+        return {name: constrain(gradient) for name, gradient in gradients.items()}
 
 
 def gather_weights(weights: Arrays, mesh: Mesh, dtype: str) -> Arrays:
@@ -218,7 +216,7 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
     count = len(batch.timesteps)
     size = min(size or count, count)
     parts = -(-count // size)
-    rows = mesh.padded_rows(size)
+    rows = padded_rows(size, mesh.local)
     # Sample index of each row. Padding rows repeat sample 0.
     places = np.zeros((parts, rows), np.int64)
     weight = np.zeros((parts, rows), np.float32)
@@ -238,11 +236,6 @@ def stack_micro_batches(batch: StepBatch, size: int | None, mesh: Mesh, dtype: A
     }
 
 
-def shard_stacked(stacked: Stacked, mesh: Mesh) -> Stacked:
-    """Copy stacked micro-batches to the devices, their rows sharded over all devices."""
-    return dict(jax.tree.map(lambda array: mesh.shard_rows(array, axis=1), stacked))
-
-
 def held_out_errors(
     errors: Callable[..., Array], arrays: Any, batch: StepBatch, rows: int, mesh: Mesh, dtype: Any
 ) -> NDArray[np.float32]:
@@ -256,8 +249,7 @@ def held_out_errors(
         mesh: devices that share the rows.
         dtype: dtype of latents and conditioning.
     """
-    padded = pad_batch(batch, rows, mesh.count)
-    stacked = stack_micro_batches(padded, None, mesh, dtype)
+    stacked = stack_micro_batches(pad_batch(batch, rows, mesh.count), None, mesh, dtype)
     micro = jax.tree.map(lambda array: mesh.shard_global_rows(array[0]), stacked)
     return mesh.fetch(errors(arrays, jnp.uint32(0), micro))[: len(batch.timesteps)]
 
@@ -294,10 +286,7 @@ def frozen_arrays(network: Network, mesh: Mesh, dtype: torch.dtype) -> Arrays:
 
 
 def move(
-    module: torch.nn.Module,
-    mesh: Mesh,
-    dtype: torch.dtype | None = None,
-    but: frozenset[str] = frozenset(),
+    module: torch.nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, but: Collection[str] = ()
 ) -> Arrays:
     """Move a module's parameters and buffers to every device, by their names in the module.
 
@@ -335,7 +324,7 @@ def to_numpy(tensor: torch.Tensor) -> NDArray[np.float32]:
 
 
 def names_without_gradient(
-    counted: torch.nn.Module, network: Network, batch: StepBatch
+    counter: FlopCounter, network: Network, batch: StepBatch
 ) -> frozenset[str]:
     """State's keys of trained parameters on which the loss does not depend.
 
@@ -344,22 +333,13 @@ def names_without_gradient(
     the compiled step must do the same.
 
     Args:
-        counted: a copy of the network on `meta`.
+        counter: of the network.
         network: the trained network.
         batch: its shapes are used.
     """
-
-    def empty(array: NDArray[Any]) -> torch.Tensor:
-        return torch.empty_like(torch.from_numpy(array[:1]), device="meta")
-
-    conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
-    inputs = empty(batch.noisy_latents), empty(batch.timesteps), conditioning
     try:
-        counted(*inputs).mean().backward()
+        reached = counter.reached(batch)
     except RuntimeError as error:
         log.warning("weights without gradient are unknown, so weight decay changes them: %s", error)
         return frozenset()
-    reached = {name for name, p in counted.named_parameters() if p.grad is not None}
-    counted.zero_grad(set_to_none=True)
-    names = trained_names(network)
-    return frozenset(name for name, own in names.items() if own not in reached)
+    return frozenset(name for name, own in trained_names(network).items() if own not in reached)

@@ -24,7 +24,7 @@ from torch.nn import functional
 from configs.settings.train import Train
 from runtimes.jax import scan_blocks
 from runtimes.jax.mesh import Mesh
-from runtimes.jax.scan_blocks import EqualBlocks
+from runtimes.jax.scan_blocks import EqualBlocks, Policy
 from runtimes.spmd import splash_attention
 from runtimes.spmd.splash_attention import SplashAttention
 from runtimes.torch_models.network import Network
@@ -58,8 +58,7 @@ def attend(
             return splash(query, key, value, scale, mask)
     if dropping is None and mask is None and _has_fused_kernel(query):
         return fused(query, key, value, causal=causal, scale=scale)
-    wide = jnp.float32
-    logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=wide) * scale
+    logits = jnp.einsum("bhtd,bhsd->bhts", query, key, preferred_element_type=jnp.float32) * scale
     if causal:
         mask = jnp.tri(query.shape[2], key.shape[2], dtype=bool)
     if mask is not None:
@@ -172,8 +171,7 @@ def recompute(part: Any, what: str, mesh: Mesh | None = None, scanned: Sequence[
         mesh: mesh of the devices; required by `scanned`.
         scanned: classes of blocks; equal blocks of a class run as a loop.
     """
-    policy = _is_kept if what == "selective" else None
-    function = partial(_recomputed, policy, mesh)
+    function = partial(_recomputed, _is_kept if what == "selective" else None, mesh)
     part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     scan_blocks.use_block_lists(part, scanned)
 
@@ -183,15 +181,11 @@ def _is_kept(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
     Attention without TPUs' kernel is computed again; XLA's logits are larger than all else.
     """
-    is_convolution = primitive is jax.lax.conv_general_dilated_p
-    return is_convolution or _KEEP_NAMED(primitive, **parameters)
+    return primitive is jax.lax.conv_general_dilated_p or _KEEP_NAMED(primitive, **parameters)
 
 
 def _recomputed(
-    policy: Callable[..., bool] | None,
-    mesh: Mesh | None,
-    block: Callable[..., Any] | EqualBlocks,
-    *arguments: Any,
+    policy: Policy, mesh: Mesh | None, block: Callable[..., Any] | EqualBlocks, *arguments: Any
 ) -> Any:
     if isinstance(block, EqualBlocks):
         assert mesh is not None, "`recompute` was called without a mesh"
@@ -209,9 +203,7 @@ def _recomputed(
     return environment.j2t_iso(call(key, environment.t2j_iso(arguments)))
 
 
-def _scanned(
-    policy: Callable[..., bool] | None, mesh: Mesh, equal: EqualBlocks, *arguments: Any
-) -> Any:
+def _scanned(policy: Policy, mesh: Mesh, equal: EqualBlocks, *arguments: Any) -> Any:
     """Call equal blocks one after another by scan_blocks.py.
 
     In diffusers, a block's first argument is hidden_states. A block with two outputs has
@@ -406,7 +398,5 @@ def _attention(
     if enable_gqa:
         raise NotImplementedError("runtime jax does not support grouped-query attention")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    dropping = None
-    if dropout_p > 0:
-        dropping = (_environment().get_and_rotate_prng_key(), dropout_p)
+    dropping = (_environment().get_and_rotate_prng_key(), dropout_p) if dropout_p > 0 else None
     return attend(query, key, value, attn_mask, causal=is_causal, scale=scale, dropping=dropping)

@@ -19,6 +19,7 @@ from typing import Any
 from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.process.questions import StepCost, TpuStepRequest, answer
+from runtimes.registry import check_supported
 from runtimes.spmd.slices import TpuSlice, parse_slice
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -47,9 +48,8 @@ def step_cost(request: TpuStepRequest) -> StepCost:
     compiler, devices = _devices(where)
     # These modules initialize JAX, so _devices must have set the environment before.
     from runtimes.jax.abstract_step import AbstractStep
-    from runtimes.jax.device import check_settings
 
-    check_settings(settings)
+    check_supported("jax", settings)
     step = AbstractStep(request, settings, devices, where.hosts)
     compiled, options, refused = _compile(step.lower(), where.chip.hbm_bytes)
     costs: dict[str, float] = {}
@@ -147,8 +147,7 @@ def _memory(analysis: Any) -> dict[str, int]:
     temporaries = analysis.temp_size_in_bytes
     # Donated state is aliased: its outputs reuse the memory of the arguments.
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    code = analysis.generated_code_size_in_bytes
-    total = arguments + temporaries + outputs + code
+    total = arguments + temporaries + outputs + analysis.generated_code_size_in_bytes
     return {"arguments": arguments, "temporaries": temporaries, "total": total}
 
 

@@ -15,6 +15,7 @@ from configs.settings.train import Train
 from runtimes.contract import Probe
 from runtimes.detect_hardware import cann_version, missing_for_npu, peak_rss
 from runtimes.process.launcher import Ranks, launched
+from runtimes.registry import check_supported
 
 NAME = re.compile(r"(?P<kind>auto|cpu|ascend)(?::(?P<number>\d+))?")
 ALONE = Ranks()
@@ -26,14 +27,7 @@ def check(settings: Train) -> None:
     ranks = Ranks.here() if launched() else Ranks(world=count, local_world=count)
     on_cpu = choose(settings.device, ranks)[0] == "CPU"
     name = "runtime mindspore"
-    if settings.optimizer != "adamw":
-        raise Refused(
-            f"{settings.optimizer} is not for {name}: set adamw", setting="train.optimizer"
-        )
-    if settings.gradient_checkpointing == "selective":
-        raise Refused(
-            f"selective is not for {name}: set blocks", setting="train.gradient_checkpointing"
-        )
+    check_supported("mindspore", settings)
     if settings.fsdp != 1 and ranks.world > 1:
         raise Refused(f"{settings.fsdp} is not for {name}: set 1", setting="train.fsdp")
     if settings.method == "lora" and (settings.lora.dora or settings.lora.dropout):
@@ -149,16 +143,13 @@ def describe() -> str:
     if _OPEN == ["Ascend"]:
         number = ms.get_context("device_id")
         return f"ascend:{number} ({ms.hal.get_device_name(number, 'Ascend')})"
-    return (
-        f"cpu ({os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads, {platform.machine()})"
-    )
+    threads = os.environ.get("OMP_NUM_THREADS", os.cpu_count())
+    return f"cpu ({threads} threads, {platform.machine()})"
 
 
 def memory_bytes() -> int:
     """Peak bytes allocated on the device so far; on a CPU, peak bytes of this process."""
-    if _OPEN == ["Ascend"]:
-        return int(ms.runtime.max_memory_allocated())
-    return peak_rss()
+    return int(ms.runtime.max_memory_allocated()) if _OPEN == ["Ascend"] else peak_rss()
 
 
 def versions() -> dict[str, str]:

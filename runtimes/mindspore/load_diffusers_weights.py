@@ -19,14 +19,8 @@ from configs.errors import Refused
 from configs.secrets import one_line
 from runtimes.adapters.lora import stored_name
 from runtimes.families.extra_inputs import added_weights
+from runtimes.pipeline_folder import weights
 from runtimes.pipeline_folder.folder import Base, read_config, vae_overflows
-from runtimes.pipeline_folder.weights import (
-    DENOISER_WEIGHTS,
-    TEXT_WEIGHTS,
-    check_fit,
-    weight_files,
-    weight_variant,
-)
 
 DENOISER = "UNet2DConditionModel"
 _TEXTS = {
@@ -55,14 +49,8 @@ def load_denoiser(
     config = read_config(path) if config is None else config
     with no_init_parameters():  # skips the random initialization of weights
         model = _denoiser(path, config)
-    _fill(
-        model,
-        "unet",
-        folder,
-        DENOISER_WEIGHTS,
-        dtype,
-        partial(added_weights, config=config, seed=seed),
-    )
+    added = partial(added_weights, config=config, seed=seed)
+    _fill(model, "unet", folder, weights.DENOISER_WEIGHTS, dtype, added)
     return model
 
 
@@ -81,10 +69,9 @@ def load_text_encoder(
         Refused: weights are missing or damaged, or do not match their config.
     """
     folder = folder or base.part(part)
-    config = text_config(folder)
     with no_init_parameters():
-        model = _TEXTS[base.text_class(part)](config)
-    _fill(model, part, folder, TEXT_WEIGHTS, dtype)
+        model = _TEXTS[base.text_class(part)](text_config(folder))
+    _fill(model, part, folder, weights.TEXT_WEIGHTS, dtype)
     return model.set_train(False)
 
 
@@ -104,13 +91,12 @@ def load_vae(folder: Path, dtype: ms.Type = ms.float32, *, flash: bool = True) -
     Raises:
         Refused: the VAE cannot be loaded.
     """
-    config = read_config(folder / "config.json")
-    upcast = vae_overflows(config, float16=dtype == ms.float16)
+    upcast = vae_overflows(read_config(folder / "config.json"), float16=dtype == ms.float16)
     try:
         vae = AutoencoderKL.from_pretrained(
             str(folder),
             mindspore_dtype=ms.float32 if upcast else dtype,
-            variant=weight_variant(folder),
+            variant=weights.weight_variant(folder),
             use_safetensors=True,
             local_files_only=True,
         )
@@ -179,7 +165,7 @@ def _fill(
     Raises:
         Refused: a file is missing or damaged, or the weights do not match the model.
     """
-    files = weight_files(folder, stem)
+    files = weights.weight_files(folder, stem)
     arrays = Arrays()
     for path in files:
         try:
@@ -189,21 +175,19 @@ def _fill(
     arrays |= more(arrays)
     parameters = named_weights(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    stored_shapes = {
-        n: array.shape for n, array in arrays.items() if not n.endswith("position_ids")
-    }
-    check_fit(files[0], shapes, stored_shapes)
+    stored = {n: a.shape for n, a in arrays.items() if not n.endswith("position_ids")}
+    weights.check_fit(files[0], shapes, stored)
     for name, parameter in parameters.items():
         set_parameter(parameter, arrays[name], dtype)
 
 
 def named_weights(model: nn.Cell) -> dict[str, Parameter]:
     """A model's parameters by their names in diffusers and transformers."""
-    weights = {}
+    parameters = {}
     for name, parameter in model.parameters_and_names():
         owner, _, last = name.rpartition(".")
-        weights[f"{owner}.{_STORED.get(last, last)}" if owner else name] = parameter
-    return weights
+        parameters[f"{owner}.{_STORED.get(last, last)}" if owner else name] = parameter
+    return parameters
 
 
 def set_parameter(parameter: Parameter, array: Any, dtype: ms.Type = ms.float32) -> None:

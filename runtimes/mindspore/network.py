@@ -18,31 +18,21 @@ from numpy.typing import NDArray
 
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import (
-    ADAPTER,
-    Adapter,
-    Layer,
-    alpha,
-    check_unambiguous,
-    choose_layers,
-    initial_down,
-    merged_weights,
-    state_name,
-)
+from runtimes.adapters import lora
 from runtimes.contract import UNCAST, StepBatch
 from runtimes.families import Family, repeated_blocks
 from runtimes.families.extra_inputs import ExtraInputs
-from runtimes.mindspore import load_diffusers_weights
+from runtimes.mindspore import load_diffusers_weights as loading
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import TrainJob
 from runtimes.registry import check_family
 
-A = f".lora_A.{ADAPTER}.weight"
-B = f".lora_B.{ADAPTER}.weight"
+A = f".lora_A.{lora.ADAPTER}.weight"
+B = f".lora_B.{lora.ADAPTER}.weight"
 
 
 def add_adapters(
-    part: str, model: nn.Cell, lora: Lora, seed: int, attention: Sequence[str] = ()
+    part: str, model: nn.Cell, settings: Lora, seed: int, attention: Sequence[str] = ()
 ) -> None:
     """Freeze a component and add float32 LoRA adapters (arXiv 2106.09685) to its layers.
 
@@ -51,32 +41,33 @@ def add_adapters(
     Args:
         part: component name, such as `unet`.
         model: the component, changed in place.
-        lora: rank, alpha, dropout and targets.
+        settings: rank, alpha, dropout and targets.
         seed: initializes `down`.
         attention: name suffixes of attention layers (families/family.py).
 
     Raises:
         Refused: the targets match no layer, or one target's name is a suffix of another's.
     """
-    chosen = choose_layers(part, _layers(model), lora, attention)
+    chosen = lora.choose_layers(part, _layers(model), settings, attention)
     config = LoraConfig(
-        r=lora.rank, lora_alpha=alpha(lora), lora_dropout=lora.dropout, target_modules=chosen
+        r=settings.rank,
+        lora_alpha=lora.alpha(settings),
+        lora_dropout=settings.dropout,
+        target_modules=chosen,
     )
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    inject_adapter_in_model(config, model, adapter_name=lora.ADAPTER)
     adapted = {name for name, cell in model.cells_and_names() if isinstance(cell, LoraLayer)}
-    check_unambiguous(part, chosen, adapted)
+    lora.check_unambiguous(part, chosen, adapted)
     for name, parameter in model.parameters_and_names():
         parameter.requires_grad = name.endswith((A, B))
         if name.endswith(A):
-            stored = state_name(part, name.removesuffix(A))
-            load_diffusers_weights.set_parameter(
-                parameter, initial_down(seed, stored, parameter.shape)
-            )
+            stored = lora.state_name(part, name.removesuffix(A))
+            loading.set_parameter(parameter, lora.initial_down(seed, stored, parameter.shape))
         elif name.endswith(B):
-            load_diffusers_weights.set_parameter(parameter, parameter.asnumpy() * 0)
+            loading.set_parameter(parameter, parameter.asnumpy() * 0)
 
 
-def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -> None:
+def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, lora.Adapter]) -> None:
     """Merge adapters into the float32 weights of a component.
 
     Args:
@@ -87,18 +78,17 @@ def merge_adapters(part: str, model: nn.Cell, adapters: Mapping[str, Adapter]) -
     Raises:
         Refused: the component lacks an adapted layer, or the layer has another shape.
     """
-    parameters = load_diffusers_weights.named_weights(model)
+    parameters = loading.named_weights(model)
     weights = {name: parameters[f"{name}.weight"] for name in _layers(model)}
-    for name, merged in merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
-        load_diffusers_weights.set_parameter(weights[name], merged)
+    for name, merged in lora.merged_weights(part, adapters, weights, lambda w: w.asnumpy()):
+        loading.set_parameter(weights[name], merged)
 
 
-def _layers(model: nn.Cell) -> dict[str, Layer]:
-    kinds = ((name, _kind(cell)) for name, cell in model.cells_and_names())
-    return {name: kind for name, kind in kinds if kind is not None}
+def _layers(model: nn.Cell) -> dict[str, lora.Layer]:
+    return {name: kind for name, cell in model.cells_and_names() if (kind := _kind(cell))}
 
 
-def _kind(cell: nn.Cell) -> Layer | None:
+def _kind(cell: nn.Cell) -> lora.Layer | None:
     if isinstance(cell, (mint.nn.Linear, nn.Dense)):
         return "linear"
     return "conv" if isinstance(cell, (mint.nn.Conv2d, nn.Conv2d)) else None
@@ -175,7 +165,7 @@ class Network(nn.Cell):
         self.text_encoders = nn.CellList(encoders, auto_prefix=False)
         self.pooling = pooled_outputs(family, encoders)
         for part, cell in {**parts, **self.frozen_clip}.items():
-            for name, parameter in load_diffusers_weights.named_weights(cell).items():
+            for name, parameter in loading.named_weights(cell).items():
                 parameter.name = f"{part}.{name}"
                 parameter.requires_grad &= part in parts
 
@@ -194,16 +184,14 @@ class Network(nn.Cell):
         denoiser = base.denoiser_folder
         config = trained_config(base.denoiser, settings, job.denoiser_config)
         if settings.init == "random":
-            unet = load_diffusers_weights.random_init_denoiser(denoiser, config, settings.seed)
+            unet = loading.random_init_denoiser(denoiser, config, settings.seed)
         else:
-            unet = load_diffusers_weights.load_denoiser(denoiser, dtype, config, settings.seed)
+            unet = loading.load_denoiser(denoiser, dtype, config, settings.seed)
         parts = {family.denoiser: unet}
         frozen = None
         if settings.train_text_encoder:
             names = family.clip_encoders
-            parts |= {
-                name: load_diffusers_weights.load_text_encoder(base, name, dtype) for name in names
-            }
+            parts |= {name: loading.load_text_encoder(base, name, dtype) for name in names}
         elif job.text_dtype is not None:
             frozen = load_frozen_clip(base, job.text_dtype)
         for name, part in parts.items():
@@ -244,9 +232,9 @@ class Network(nn.Cell):
     def trained(self) -> dict[str, Parameter]:
         """Trained parameters by their keys in State."""
         return {
-            state_name(part, name): parameter
+            lora.state_name(part, name): parameter
             for part, cell in self.parts.items()
-            for name, parameter in load_diffusers_weights.named_weights(cell).items()
+            for name, parameter in loading.named_weights(cell).items()
             if parameter.requires_grad
         }
 
@@ -309,18 +297,13 @@ class Network(nn.Cell):
             pooled = None if pooled is None else as_stored(pooled, dtype)
         kept = (1 - dropped).astype(states.dtype)
         states = states * kept.reshape((-1, 1, 1))
-        if pooled is None:
-            return states, None
-        return states, pooled * kept.reshape((-1, 1))
+        return states, None if pooled is None else pooled * kept.reshape((-1, 1))
 
 
 def load_frozen_clip(base: Base, dtype: str) -> dict[str, nn.Cell]:
     """The CLIP encoders of a pipeline, in the family's order. Raises Refused."""
     names = base.family.clip_encoders
-    return {
-        name: load_diffusers_weights.load_text_encoder(base, name, getattr(ms, dtype))
-        for name in names
-    }
+    return {name: loading.load_text_encoder(base, name, getattr(ms, dtype)) for name in names}
 
 
 def _recompute(part: nn.Cell) -> None:

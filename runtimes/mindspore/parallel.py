@@ -62,8 +62,7 @@ class DataParallel(SingleProcess):
         sums: list[Tensor] = []
         for bucket in _buckets(arrays):
             flat = ops.concat([array.astype(ms.float32).reshape(-1) for array in bucket])
-            sizes = [array.size for array in bucket]
-            parts = ops.split(self._sum(flat), sizes)
+            parts = ops.split(self._sum(flat), [array.size for array in bucket])
             sums += [p.reshape(a.shape) for p, a in zip(parts, bucket, strict=True)]
         return sums
 

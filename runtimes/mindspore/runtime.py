@@ -82,7 +82,7 @@ class Gradients:
             backend = {"O2": {"backend": "GE"}}.get(settings.jit_level)
             options = backend or {"jit_level": settings.jit_level}
             self._value_and_grad = ms.jit(backward.construct, **options)
-        self._add = ms.jit(_Add().construct)
+        self._add = ms.jit(_add)
 
     def __call__(self, inputs: Inputs, scale: Tensor) -> list[Tensor]:
         loss, gradients = self._value_and_grad(inputs.target, inputs.share, scale, *inputs.seen)
@@ -103,8 +103,7 @@ class _Backward(nn.Cell):
     def forward(
         self, target: Tensor, share: Tensor, scale: Tensor, *seen: Tensor
     ) -> tuple[Tensor, Tensor]:
-        errors = squared_errors(self.network(*seen), target)
-        loss = (errors * share).sum()
+        loss = (squared_errors(self.network(*seen), target) * share).sum()
         return loss * scale, loss
 
     def construct(
@@ -114,16 +113,12 @@ class _Backward(nn.Cell):
         return loss, gradients
 
 
-class _Add(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.each = ops.HyperMap()
-
-    def construct(self, *both: Tensor) -> tuple[Tensor, ...]:
-        count = len(both) // 2
-        return self.each(_sum, both[:count], both[count:])
+def _add(*both: Tensor) -> tuple[Tensor, ...]:
+    count = len(both) // 2
+    return _each(_sum, both[:count], both[count:])
 
 
+_each = ops.HyperMap()
 _sum = ops.MultitypeFuncGraph("sum")
 
 
@@ -136,7 +131,6 @@ class TheRuntime(BaseRuntime):
     """Implements contract.Runtime. Weights are replicated, so rank 0 samples alone."""
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)
@@ -166,15 +160,11 @@ class TheRuntime(BaseRuntime):
             parts = [part.to_device() for part in parts]
         return replace(batch, on_device=parts)
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        return self._step(batch, learning_rate)
-
     def _constants(self) -> State:
         return {}  # UNets and CLIP text encoders have no persistent buffers
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        inputs = Inputs(batch, self._network, self._dtype)
-        return inputs.errors(self._network).asnumpy()
+        return Inputs(batch, self._network, self._dtype).errors(self._network).asnumpy()
 
     def memory_bytes(self) -> int:
         return memory_bytes()
@@ -190,5 +180,5 @@ class TheRuntime(BaseRuntime):
         flash = self._settings.mindspore.flash_attention
         sampler = Sampler(self._base, self._network.parts, self._dtype, flash=flash)
         config = trained_scheduler_config(self._base.scheduler, self._settings)
-        sampler.use({}, None if config is None else make_scheduler(config))
+        sampler.use(None, None if config is None else make_scheduler(config))
         return sampler

@@ -23,17 +23,9 @@ from runtimes.contract import StepBatch
 from runtimes.data.loader import pad_rows
 from runtimes.families import TextEncoder
 from runtimes.families.extra_inputs import fully_masked
-from runtimes.mindspore import load_diffusers_weights
-from runtimes.mindspore.device import choose, precision, start
-from runtimes.mindspore.network import (
-    Inputs,
-    Network,
-    encode_ids,
-    load_frozen_clip,
-    merge_adapters,
-    pooled_outputs,
-    tensor,
-)
+from runtimes.mindspore import load_diffusers_weights as loading
+from runtimes.mindspore import network as networks
+from runtimes.mindspore.device import precision, start
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.sample.diffusers_pipeline import BasePipeline, PipelineSampler
@@ -75,7 +67,7 @@ class Encoder:
         self.info = base.encoders
         self.limits = base.caption_limits
         self._dtype = dtype
-        self.vae = load_diffusers_weights.load_vae(base.vae, dtype, flash=flash)
+        self.vae = loading.load_vae(base.vae, dtype, flash=flash)
         self.tokenizers = dict[str, Any]()
         self._tokenizers = list[TextTokenizer]()
         self.text_encoders = dict[str, Any]()
@@ -84,13 +76,10 @@ class Encoder:
             part = text_encoder.component
             tokenizer = _tokenizer(base, text_encoder)
             self.tokenizers[text_encoder.tokenizer] = tokenizer
-            self._tokenizers.append(
-                TextTokenizer(self._family, text_encoder, tokenizer, tokenizer.model_max_length)
-            )
+            length = tokenizer.model_max_length
+            self._tokenizers.append(TextTokenizer(self._family, text_encoder, tokenizer, length))
             if embeds:
-                self.text_encoders[part] = load_diffusers_weights.load_text_encoder(
-                    base, part, dtype
-                )
+                self.text_encoders[part] = loading.load_text_encoder(base, part, dtype)
 
     def images(self, pixels: Float32) -> tuple[Float32, Float32]:
         """Mean and log-variance [B, C, h, w] f32 of the VAE posterior, without latent scaling.
@@ -113,16 +102,15 @@ class Encoder:
         ids = Tensor(pad_rows(self.input_ids(captions), self._caption_rows))
         models = list(self.text_encoders.values())
         penultimate = self._family.clip_states == "penultimate"
-        pooling = pooled_outputs(self._family, models)
-        states, pooled = encode_ids(penultimate, models, pooling, ids)
+        pooling = networks.pooled_outputs(self._family, models)
+        states, pooled = networks.encode_ids(penultimate, models, pooling, ids)
         count = len(captions)
         embeds = states.astype(ms.float32).asnumpy()[:count]
         return embeds, None if pooled is None else pooled.astype(ms.float32).asnumpy()[:count]
 
     def input_ids(self, captions: Sequence[str]) -> NDArray[np.int64]:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
-        rows = [tokenizer.ids(captions)[0] for tokenizer in self._tokenizers]
-        return np.stack(rows, axis=1)
+        return np.stack([tokenizer.ids(captions)[0] for tokenizer in self._tokenizers], axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
         """Text encoder -> number of tokens of each caption before it is cut, special ones too."""
@@ -131,8 +119,7 @@ class Encoder:
 
 def open_encoder(job: EncodeJob) -> Encoder:
     """Open the encoders of a job. Raises Refused."""
-    dtype = precision(job.dtype, choose(job.device)[0], "encode.dtype")
-    start(job.device)
+    dtype = precision(job.dtype, start(job.device), "encode.dtype")
     base = Base.of(job)
     return Encoder(base, dtype, images=job.batch_size, captions=TEXT_BATCH, embeds=job.embeds)
 
@@ -146,11 +133,8 @@ def _tokenizer(base: Base, encoder: TextEncoder) -> Any:
         tokenizer = CLIPTokenizerFast.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise Refused(f"{folder} does not load: {one_line(error)}") from None
-    check_vocabulary(
-        str(folder),
-        tokenizer,
-        load_diffusers_weights.text_config(base.part(encoder.component)).vocab_size,
-    )
+    config = loading.text_config(base.part(encoder.component))
+    check_vocabulary(str(folder), tokenizer, config.vocab_size)
     return tokenizer
 
 
@@ -192,33 +176,29 @@ class Sampler(PipelineSampler):
         super().__init__(pipe, family, make_scheduler)
 
     def _call(self, batch: NoiseBatch, **options: Any) -> Any:
-        latents = tensor(batch.noise).astype(self._dtype)
+        latents = networks.tensor(batch.noise).astype(self._dtype)
         try:
             return self._pipe(batch.prompts, latents=latents, generator=batch.rngs, **options)[0]
         except (RuntimeError, TypeError) as error:
-            raise self._no_kernel(error) from error
-
-    def _no_kernel(self, error: Exception) -> Exception:
-        """Refused with a remedy if the device lacks an operator, else `error` itself."""
-        if not NO_KERNEL.search(str(error)):
-            return error
-        name = type(self._pipe.scheduler).__name__
-        target = ms.get_context("device_target")
-        words = str(error).strip().splitlines()[0]
-        return Refused(
-            f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
-            "choose another scheduler"
-        )
+            if not NO_KERNEL.search(str(error)):
+                raise
+            name = type(self._pipe.scheduler).__name__
+            target = ms.get_context("device_target")
+            words = str(error).strip().splitlines()[0]
+            raise Refused(
+                f"MindSpore's {target} lacks an operator of the scheduler {name} ({words}): "
+                "choose another scheduler"
+            ) from error
 
     def _fully_masked(self, size: tuple[int, int]) -> NDArray[np.float32]:
         mean, _ = self._encoder.images(np.zeros((1, 3, *size), np.float32))
         return fully_masked(mean, self._encoder.info)
 
     def _to_device(self, array: NDArray[np.float32]) -> Tensor:
-        return tensor(array)
+        return networks.tensor(array)
 
     def _append_channels(self, latents: Tensor, more: NDArray[np.float32]) -> Tensor:
-        return ops.cat((latents, tensor(more).astype(latents.dtype)), axis=1)
+        return ops.cat((latents, networks.tensor(more).astype(latents.dtype)), axis=1)
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
@@ -248,11 +228,10 @@ class ThePipeline(BasePipeline):
     """Implements contract.Pipeline."""
 
     def __init__(self, job: GenerateJob, base: Base) -> None:
-        self._dtype = precision(job.dtype, choose(job.device)[0], "evaluate.dtype")
-        start(job.device)
+        self._dtype = precision(job.dtype, start(job.device), "evaluate.dtype")
         super().__init__(job, base, make_scheduler)
 
-    def _load_network(self, drawing: Drawing) -> Network:
+    def _load_network(self, drawing: Drawing) -> networks.Network:
         job = self._job
         flash = job.flash_attention
         return load_network(drawing, self._base, self._dtype, job.text_dtype, flash=flash)
@@ -262,12 +241,8 @@ class ThePipeline(BasePipeline):
         denoiser = {self._network.family.denoiser: self._network.denoiser}
         return Sampler(self._base, denoiser, self._dtype, flash=self._job.flash_attention)
 
-    def _use_network(self) -> None:
-        self._sampler.use(self._network.parts, self._scheduler)
-
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
-        inputs = Inputs(batch, self._network, self._dtype)
-        return inputs.errors(self._network).asnumpy()
+        return networks.Inputs(batch, self._network, self._dtype).errors(self._network).asnumpy()
 
 
 def load_network(
@@ -277,7 +252,7 @@ def load_network(
     text_dtype: str | None = None,
     *,
     flash: bool = True,
-) -> Network:
+) -> networks.Network:
     """Load the denoiser of a drawing and the text encoders that it runs, for inference in `dtype`.
 
     Adapters are merged in float32 before the weights are cast. `text_dtype` is as in
@@ -290,18 +265,18 @@ def load_network(
 
     def load(name: str, folder: Path, adapters: Mapping[str, Any]) -> Any:
         if name == family.denoiser:
-            part = load_diffusers_weights.load_denoiser(folder)
+            part = loading.load_denoiser(folder)
         else:
-            part = load_diffusers_weights.load_text_encoder(base, name, folder=folder)
-        merge_adapters(name, part, adapters)
+            part = loading.load_text_encoder(base, name, folder=folder)
+        networks.merge_adapters(name, part, adapters)
         return part
 
     parts = load_trained_components(drawing, base, load)
     frozen = None
     if text_dtype is not None and parts.keys().isdisjoint(family.clip_encoders):
-        frozen = load_frozen_clip(base, text_dtype)
-    network = Network(family, parts, frozen)
+        frozen = networks.load_frozen_clip(base, text_dtype)
+    network = networks.Network(family, parts, frozen)
     network.cast(dtype)
     for part in parts.values():
-        load_diffusers_weights.set_flash_attention(part, flash=flash)
+        loading.set_flash_attention(part, flash=flash)
     return network.set_train(False)

@@ -60,7 +60,7 @@ class Update:
             ([index[name] for name in names], share, ms.jit(self._adam(names).construct))
             for names, share in optimizer_state.learning_rate_groups(reached, settings)
         ]
-        self._norm = ms.jit(_Norm().construct)
+        self._norm = ms.jit(_norm)
         halves = [n for n, p in masters.items() if computed[n] is not p]
         cast_masters = _CastMasters(self._pick(computed, halves), self._pick(masters, halves))
         self._cast_masters = ms.jit(cast_masters.construct) if halves else None
@@ -68,10 +68,8 @@ class Update:
         self._averaging = ms.jit(averaging.construct) if self._average else None
 
     def _adam(self, names: Sequence[str]) -> _AdamW:
-        masters, first, second = (
-            self._pick(group, names) for group in (self._masters, self._first, self._second)
-        )
-        return _AdamW(masters, first, second, self._settings)
+        groups = (self._masters, self._first, self._second)
+        return _AdamW([self._pick(group, names) for group in groups], self._settings)
 
     @staticmethod
     def _pick(group: Parameters, names: Iterable[str]) -> ParameterTuple:
@@ -108,9 +106,8 @@ class Update:
 
     def _numbers(self, rate: float) -> tuple[Tensor, ...]:
         """rate', eps' and decay' of this step, as in the module docstring."""
-        first, root = optimizer_state.bias_corrections(
-            self._settings.adam_betas, self.loss_scale.updates
-        )
+        betas = self._settings.adam_betas
+        first, root = optimizer_state.bias_corrections(betas, self.loss_scale.updates)
         decay = self._settings.weight_decay * first / root
         numbers = (rate * root / first, self._settings.adam_epsilon * root, decay)
         return tuple(_number(number) for number in numbers)
@@ -167,32 +164,17 @@ class Update:
         return groups | ({"ema": self._average} if self._average else {})
 
 
-class _Norm(nn.Cell):
+def _norm(inverse: Tensor, *gradients: Tensor) -> Tensor:
     """The L2 norm of gradients, times `inverse`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each = ops.HyperMap()
-
-    def construct(self, inverse: Tensor, *gradients: Tensor) -> Tensor:
-        return ops.sqrt(2 * ops.addn(self.each(ops.partial(_half_square, inverse), gradients)))
+    return ops.sqrt(2 * ops.addn(_each(ops.partial(_half_square, inverse), gradients)))
 
 
 class _AdamW(nn.Cell):
-    def __init__(
-        self,
-        masters: ParameterTuple,
-        first: ParameterTuple,
-        second: ParameterTuple,
-        settings: Train,
-    ) -> None:
+    def __init__(self, groups: Sequence[ParameterTuple], settings: Train) -> None:
         super().__init__(auto_prefix=False)
-        self.masters = masters
-        self.first = first
-        self.second = second
+        self.masters, self.first, self.second = groups
         self.beta1, self.beta2 = (_number(beta) for beta in settings.adam_betas)
         self.most = settings.max_grad_norm
-        self.each = ops.HyperMap()
 
     def construct(
         self,
@@ -207,7 +189,7 @@ class _AdamW(nn.Cell):
         if self.most is not None:
             factor = inverse * ops.minimum(self.most / (norm + 1e-6), 1.0)
         rule = ops.partial(_adamw, factor, rate, self.beta1, self.beta2, epsilon, decay)
-        return self.each(rule, self.masters, self.first, self.second, gradients)
+        return _each(rule, self.masters, self.first, self.second, gradients)
 
 
 class _CastMasters(nn.Cell):
@@ -217,10 +199,9 @@ class _CastMasters(nn.Cell):
         super().__init__(auto_prefix=False)
         self.halves = halves
         self.masters = masters
-        self.each = ops.HyperMap()
 
     def construct(self) -> Any:
-        return self.each(_cast, self.halves, self.masters)
+        return _each(_cast, self.halves, self.masters)
 
 
 class _Average(nn.Cell):
@@ -228,12 +209,12 @@ class _Average(nn.Cell):
         super().__init__(auto_prefix=False)
         self.averages = averages
         self.masters = masters
-        self.each = ops.HyperMap()
 
     def construct(self, share: Tensor) -> Any:
-        return self.each(ops.partial(_lerp, share), self.averages, self.masters)
+        return _each(ops.partial(_lerp, share), self.averages, self.masters)
 
 
+_each = ops.HyperMap()
 _half_square = ops.MultitypeFuncGraph("half_square")
 _adamw = ops.MultitypeFuncGraph("adamw")
 _cast = ops.MultitypeFuncGraph("cast")

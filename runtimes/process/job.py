@@ -150,21 +150,19 @@ def read_job(path: Path) -> Job:
     Raises Refused if it is no JSON object, or a field is absent or unknown.
     """
     try:
-        return _job(json.loads(path.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if fields.get("kind", "train") == "train":
+            claim = Claim(**fields["claim"]) if fields.get("claim") else None
+            prompts = tuple(fields.get("sample_prompts", ()))
+            return TrainJob(**{**fields, "sample_prompts": prompts, "claim": claim})
+        drawings = tuple(Drawing(**drawing) for drawing in fields["drawings"])
+        prompts = tuple(fields["prompts"])
+        return GenerateJob(**{**fields, "drawings": drawings, "prompts": prompts})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else error
         raise Refused(
             f"{path}: {reason}; runtimes/process/job.py has the fields of a job, such as TrainJob"
         ) from None
-
-
-def _job(fields: dict[str, Any]) -> Job:
-    if fields.get("kind", "train") == "train":
-        claim = Claim(**fields["claim"]) if fields.get("claim") else None
-        prompts = tuple(fields.get("sample_prompts", ()))
-        return TrainJob(**{**fields, "sample_prompts": prompts, "claim": claim})
-    drawings = tuple(Drawing(**d) for d in fields["drawings"])
-    return GenerateJob(**{**fields, "drawings": drawings, "prompts": tuple(fields["prompts"])})
 
 
 EVENT_FD = "KILN_EVENT_FD"

@@ -57,10 +57,9 @@ class Ranks:
         if "RANK" not in os.environ and _started_by_msrun():
             local_rank = int(os.environ.get("DEVICE_ID") or 0)
             rank = os.environ.get("RANK_ID")
-            world = os.environ["MS_WORKER_NUM"]
             if rank is None:  # msrun then assigns ranks only at the rendezvous
                 raise Refused("msrun on several hosts: pass --node_rank to each msrun")
-            return cls(int(rank), int(world), local_rank, local_rank + 1)
+            return cls(int(rank), int(os.environ["MS_WORKER_NUM"]), local_rank, local_rank + 1)
         defaults = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         return cls(*(int(os.environ.get(name) or default) for name, default in defaults))
 
@@ -90,9 +89,8 @@ def adopt_mpi() -> None:
     variables = {name: os.environ[theirs] for name, theirs in _MPI.items() if theirs in os.environ}
     if int(variables.get("WORLD_SIZE", 1)) == 1:
         return
-    if "MASTER_ADDR" not in os.environ and variables["WORLD_SIZE"] != variables.get(
-        "LOCAL_WORLD_SIZE"
-    ):
+    alone = variables["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE")  # one host
+    if "MASTER_ADDR" not in os.environ and not alone:
         raise Refused("mpirun on several hosts: add `-x MASTER_ADDR=HOST` to its command line")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "12345")
@@ -185,8 +183,7 @@ class LostRank(RuntimeError):
         self.facts = {name: error[name] for name in FACTS if name in error}
         self.failed_at = float(error.get("time") or 0.0)  # 0 if a signal killed it
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        message = error.get("message") or f"process {rank} of the run (from 0) {ended}"
-        super().__init__(message)
+        super().__init__(error.get("message") or f"process {rank} of the run (from 0) {ended}")
 
 
 @dataclass
@@ -239,10 +236,7 @@ class Launcher:
         self._pass_on_signals()
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
+        self, _: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         """Wait for the children; after an error, kill them.
 

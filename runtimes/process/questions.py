@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 from configs.errors import Failed, Refused
@@ -57,12 +57,10 @@ def ask(
         OSError: it cannot be started.
     """
     command = [python, "-P", *words]
-    variables = {**os.environ, **(environment or {})}
+    env = {**os.environ, **(environment or {})}
     module = words[1] if words[0] == "-m" else words[0]
     try:
-        done = subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=seconds
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
         answered = dict(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         raise Unanswered(module, None, "") from None
@@ -90,15 +88,22 @@ KINDS = ("gradients", "compute_weights", "activations", "temporaries")
 
 
 @dataclass(frozen=True)
-class GpuStepRequest(HasNetwork):
-    """A training step, or a denoising step of sampling, to compute the memory of."""
+class StepRequest(HasNetwork):
+    """A training step whose cost is asked."""
 
     model: str  # local folder of the base pipeline; its configs are enough
     train: dict[str, Any]  # configs.settings.train.Train, dumped
     resolution: int  # side of the pictures to train on, pixels
+    _: KW_ONLY
     vae: str | None = None
     denoiser_config: dict[str, Any] | None = None
     text_dtype: str | None = None  # as TrainJob.text_dtype; held-out losses need the encoders too
+
+
+@dataclass(frozen=True)
+class GpuStepRequest(StepRequest):
+    """A training step, or a denoising step of sampling, to compute the memory of."""
+
     sampling_dtype: str | None = None  # None: a training step; else sampling in this dtype
     drawn_size: tuple[int, int] | None = None  # (height, width) of sampling; None: `resolution`
     device: str = "cuda"  # cuda or cpu, whose operators save different tensors
@@ -156,16 +161,10 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class TpuStepRequest(HasNetwork):
+class TpuStepRequest(StepRequest):
     """A training step and the TPU slice to compile it for."""
 
-    model: str  # local folder of the base pipeline; its configs are enough
-    train: dict[str, Any]  # configs.settings.train.Train, dumped
-    resolution: int  # of the pictures, pixels
     topology: str  # such as v5p-8
-    vae: str | None = None
-    denoiser_config: dict[str, Any] | None = None
-    text_dtype: str | None = None  # as TrainJob.text_dtype
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ class SocketWriters:
                 self._streams = self._accept(server, key)
 
     def _connect(self, address: str, port: int, key: bytes) -> IO[bytes]:
-        connection = socket.create_connection((address, port), CONNECT_SECONDS)
-        stream = _stream(connection)
+        stream = _stream(socket.create_connection((address, port), CONNECT_SECONDS))
         stream.write(key + self.rank.to_bytes(4, "big"))
         stream.flush()
         return stream

@@ -51,13 +51,14 @@ class PipelineSampler(ABC):
         replaceable = ("scheduler", *family.clip_encoders)
         self._defaults = {name: getattr(pipe, name) for name in replaceable}
 
-    def use(self, parts: Mapping[str, Any], scheduler: Any = None) -> None:
-        """Replace components of the pipeline; those not in `parts` are reset to the pipeline's.
+    def use(self, network: Any, scheduler: Any = None) -> None:
+        """Replace components of the pipeline; all others are reset to the pipeline's.
 
         Args:
-            parts: component name to model.
+            network: its `parts` replace components; None keeps all.
             scheduler: scheduler of the model; None is the pipeline's.
         """
+        parts = {} if network is None else network.parts
         own = {} if scheduler is None else {"scheduler": scheduler}
         self._pipe.register_modules(**{**self._defaults, **parts, **own})
 

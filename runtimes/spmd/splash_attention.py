@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -121,10 +121,9 @@ class SplashAttention:
 
     def _kernel(self, query: Array, key: Array) -> splash_attention_kernel.SplashAttentionKernel:
         """The kernel for padded arrays."""
-        heads = query.shape[1]
         lengths = (query.shape[2], key.shape[2])
         mask = splash_attention_mask.MultiHeadMask(
-            [splash_attention_mask.FullMask(lengths) for _ in range(heads)]
+            [splash_attention_mask.FullMask(lengths) for _ in range(query.shape[1])]
         )
         largest = LARGEST_BLOCK if query.shape[3] <= LANES else LARGEST_BLOCK_OF_WIDE_HEADS
         block_q, block_kv = (_block(length, largest) for length in lengths)
@@ -147,13 +146,18 @@ _TIMES: ContextVar[int] = ContextVar("calls_of_a_traced_call", default=1)
 
 
 @contextmanager
-def using(kernel: SplashAttention | None) -> Iterator[None]:
-    """Within the context, runtime jax attends by the kernel where it suits."""
-    token = _CURRENT.set(kernel)
+def holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    """Within the context, which receives the value, a variable has it."""
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _CURRENT.reset(token)
+        variable.reset(token)
+
+
+def using(kernel: SplashAttention | None) -> AbstractContextManager[Any]:
+    """Within the context, runtime jax attends by the kernel where it suits."""
+    return holding(_CURRENT, kernel)
 
 
 def current() -> SplashAttention | None:
@@ -161,14 +165,9 @@ def current() -> SplashAttention | None:
     return _CURRENT.get()
 
 
-@contextmanager
-def counted(times: int) -> Iterator[None]:
+def counted(times: int) -> AbstractContextManager[Any]:
     """Within the context, a traced call counts as so many calls, as in a loop."""
-    token = _TIMES.set(_TIMES.get() * times)
-    try:
-        yield
-    finally:
-        _TIMES.reset(token)
+    return holding(_TIMES, _TIMES.get() * times)
 
 
 def _padded(array: Array) -> Array:
@@ -178,5 +177,4 @@ def _padded(array: Array) -> Array:
 
 def _block(length: int, largest: int, unit: int = LANES) -> int:
     """The largest multiple of a unit, up to a limit, that divides a padded length."""
-    sizes = range(largest - largest % unit, 0, -unit)
-    return next(size for size in sizes if length % size == 0)
+    return next(size for size in range(largest - largest % unit, 0, -unit) if length % size == 0)

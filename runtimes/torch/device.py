@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import torch
 
@@ -20,10 +21,9 @@ from runtimes.contract import Probe
 from runtimes.detect_hardware import count_npus, missing_for_npu, peak_rss, torch_npu_version
 from runtimes.process.job import EncodeJob, Job, TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.registry import check_precision
+from runtimes.registry import check_supported
 from runtimes.torch import gaudi, kernels
-from runtimes.torch.kernels import DeviceHooks, check_attention, check_compiler
-from runtimes.torch.make_optimizer import check_optimizer
+from runtimes.torch.kernels import DeviceHooks
 
 ALONE = Ranks()
 log = logging.getLogger("kiln")
@@ -155,8 +155,8 @@ def open_device(
     settings = settings or Hpu()
     compile_cache = gaudi.load(settings, compiled)
     choose_device(name, ranks)
-    if number := name.partition(":")[2]:
-        gaudi.choose_module(int(number))
+    if number := name.partition(":")[2]:  # the bridge shows it as the only device
+        os.environ[gaudi.MODULE] = str(int(number))
     if ranks.world > 1:
         gaudi.load_hccl()
     return gaudi.Gaudi(settings, compile_cache)
@@ -164,40 +164,38 @@ def open_device(
 
 def prepare(job: Job | EncodeJob) -> None:
     """Load Habana's PyTorch bridge for a job, see registry.prepare. Raises Refused."""
-    settings = Train(**job.train).hpu if isinstance(job, TrainJob) else None
-    gaudi.load(settings, job.compiled)
+    gaudi.load(Train(**job.train).hpu if isinstance(job, TrainJob) else None, job.compiled)
 
 
 def check(settings: Train) -> None:
     """Raise Refused for train settings that the devices of this machine do not support."""
     ranks = Ranks(world=settings.processes, local_world=settings.processes)
-    device = choose_device(settings.device, ranks)
-    check_on_device(settings, device)
-    check_fsdp(settings, ranks, device.type)
+    check_on_device(settings, choose_device(settings.device, ranks), ranks)
 
 
-def check_on_device(settings: Train, device: torch.device) -> None:
-    """Raise Refused for train settings that a device does not support."""
-    check_precision(settings)
-    check_optimizer(settings, device)
+def check_on_device(settings: Train, device: torch.device, ranks: Ranks) -> None:
+    """Raise Refused for train settings that a device, or the number of processes, rules out."""
+    check_supported("torch", settings)
+    if settings.optimizer == "adamw_8bit" and device.type != "cuda":
+        raise Refused("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
+    if settings.optimizer == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise Refused("train.optimizer: adamw_8bit needs bitsandbytes: make setup-cuda")
     for name in ("cuda_graphs", "allow_tf32"):
         if getattr(settings, name) and device.type != "cuda":
             raise Refused(f"train.{name} needs a CUDA device, not {device.type}: set false")
-    check_attention(settings.attention, device)
-    if settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda"):
-        check_compiler(settings.compile)
+    kernels.check_attention(settings.attention, device)
+    compiles = settings.compile not in ("auto", "none") and device.type in ("cpu", "cuda")
+    if compiles and detect_hardware.find_c_compiler() is None:
+        words = f"{settings.compile}: {kernels.NO_COMPILER}, or set train.compile=none"
+        raise Refused(words, setting="train.compile")
     if device.type == "hpu":
         gaudi.check(settings)
-
-
-def check_fsdp(settings: Train, ranks: Ranks, device_type: str) -> None:
-    """Raise Refused if the processes cannot form the shard groups of `train.fsdp`."""
     fsdp = settings.fsdp
     if fsdp == "all" or fsdp in (1, ranks.world):
         return
     if ranks.world % fsdp:
         raise Refused(f"train.fsdp {fsdp} does not divide train.processes {ranks.world}")
-    if device_type == "npu":
+    if device.type == "npu":
         raise Refused(f"train.fsdp: {fsdp} is not for device npu: set 1 or all")
 
 
@@ -241,9 +239,8 @@ def probe() -> Probe:
         devices += [f"npu:{n} (torch_npu {torch_npu_version()})" for n in range(count_npus())]
     if detect_hardware.hpu_bridge_version() is not None:
         bridge = f"habana_frameworks {detect_hardware.hpu_bridge_version()}"
-        devices += [
-            f"hpu:{n} ({bridge})" for n in range(detect_hardware.count_hpus() or gaudi.count())
-        ]
+        count = detect_hardware.count_hpus() or gaudi.count()
+        devices += [f"hpu:{n} ({bridge})" for n in range(count)]
     if torch.backends.mps.is_available():
         devices.append(describe(torch.device("mps")))
     return Probe(True, [*devices, describe(torch.device("cpu"))], versions())

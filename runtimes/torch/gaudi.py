@@ -21,16 +21,15 @@ from typing import Any
 import torch
 
 from configs.errors import Refused
-from configs.secrets import one_line
 from configs.settings.train import Train
 from configs.settings.train_parts import Hpu
 from runtimes.detect_hardware import hpu_bridge_version, missing_for_hpu
 from runtimes.process.compile_cache import CompileCache
-from runtimes.torch.kernels import DeviceHooks
+from runtimes.torch.kernels import DeviceHooks, not_loaded
 
 LAZY = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
-MODULE = "HLS_MODULE_ID"
+MODULE = "HLS_MODULE_ID"  # number of the Gaudi that this process uses
 BRIDGE = "habana_frameworks.torch"
 
 
@@ -65,11 +64,7 @@ def load(settings: Hpu | None = None, compiled: str | None = None) -> CompileCac
             import_module(f"{BRIDGE}.gpu_migration")
     # AssertionError: the bridge was built for another version of PyTorch.
     except (ImportError, RuntimeError, OSError, AssertionError) as error:
-        missing = "; ".join(missing_for_hpu())
-        raise Refused(
-            f"device hpu: habana_frameworks does not load: {one_line(error, 200)}"
-            + (f" ({missing})" if missing else "")
-        ) from None
+        raise not_loaded("device hpu: habana_frameworks", error, missing_for_hpu()) from None
     if settings.mode not in (None, mode()):
         raise Refused(f"train.hpu.mode: {settings.mode}: this process is in mode {mode()}")
     return compile_cache
@@ -97,11 +92,6 @@ def count() -> int:
 def mode() -> str:
     """Mode of the bridge in this process (`lazy` or `eager`), loaded or not."""
     return "lazy" if os.environ.get(LAZY) == "1" else "eager"
-
-
-def choose_module(number: int) -> None:
-    """Select this process's Gaudi by number. The bridge then shows it as the only device."""
-    os.environ[MODULE] = str(number)
 
 
 def check(settings: Train) -> None:
@@ -160,17 +150,15 @@ class Gaudi(DeviceHooks):
                 denoiser.forward, backend=self.compile_backend, dynamic=False
             )
 
-    def clip_grad_norm(
-        self, parameters: Sequence[torch.Tensor], most: float
-    ) -> torch.Tensor | None:
+    def clip_grad_norm(self, masters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
         """Clip by FusedClipNorm in eager mode; in lazy mode it would only split the graph."""
         if self._lazy or not self._settings.fused:
             return None
         if most not in self._clippers:
             kind = fused_kernel("normalization", "FusedClipNorm")
-            self._clippers[most] = None if kind is None else kind(parameters, most)
+            self._clippers[most] = None if kind is None else kind(masters, most)
         clipper = self._clippers[most]
-        return None if clipper is None else clipper.clip_norm(parameters).reshape(())
+        return None if clipper is None else clipper.clip_norm(masters).reshape(())
 
     def scalar(self, value: float) -> torch.Tensor:
         return to_device(value)
@@ -187,10 +175,8 @@ class Gaudi(DeviceHooks):
         figures = {"device_memory_bytes": float(self._hpu.memory_stats()["Limit"])}
         if self._compilations is not None:
             stats = dict(self._compilations.stats())
-            figures |= {
-                "graphs": float(stats["TotalNumber"]),
-                "compile_seconds": stats["TotalTime"] / 1e6,
-            }
+            figures["graphs"] = float(stats["TotalNumber"])
+            figures["compile_seconds"] = stats["TotalTime"] / 1e6
         return figures
 
     def compile_seconds(self) -> float:
@@ -254,18 +240,13 @@ def adamw(groups: list[dict[str, Any]], settings: Train) -> torch.optim.Optimize
         groups: parameter groups of torch.optim, with `rate`, the group's learning rate factor.
         settings: betas, epsilon, weight decay and `hpu`.
     """
-    like = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
+    like: dict[str, Any] = {"betas": settings.adam_betas, "eps": settings.adam_epsilon}
+    decay = settings.weight_decay
     if counts_steps_on_host(settings):
         kind = _as_pytorch(fused_kernel("optimizers", "FusedAdamW"))
-        return kind(groups, decay=settings.weight_decay, weight_decay=0.0, **like)
-    return _OnDevice(
-        groups,
-        lr=torch.tensor(settings.learning_rate, device="hpu"),
-        weight_decay=settings.weight_decay,
-        foreach=True,
-        capturable=True,
-        **like,
-    )
+        return kind(groups, decay=decay, weight_decay=0.0, **like)
+    rate = torch.tensor(settings.learning_rate, device="hpu")
+    return _OnDevice(groups, rate, weight_decay=decay, foreach=True, capturable=True, **like)
 
 
 class _OnDevice(torch.optim.AdamW):

@@ -42,15 +42,11 @@ from runtimes.torch_models.loading import Int8Linear, empty_text_encoder
 from runtimes.torch_models.network import Network, sample_batch
 
 _aten: Any = torch.ops.aten
+_FLASH = "_scaled_dot_product_flash_attention"
 #: Formulas of FLOPs by operator; PyTorch's table lacks the CPU's attention.
-FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+FLOPS: dict[Any, Any] = flop_registry | {
+    getattr(_aten, f"{_FLASH}_for_cpu{end}"): flop_registry[getattr(_aten, f"{_FLASH}{end}")]
+    for end in ("", "_backward")
 }
 ALIGNMENT = 512  # bytes; PyTorch's CUDA allocator rounds sizes up to it
 #: Batch sizes whose peak is exact; between them it is interpolated from above.
@@ -242,10 +238,9 @@ def _attention(
     dtype = torch.get_autocast_dtype("cpu")
     options.pop("enable_gqa", None)
     with torch.autocast("cpu", enabled=False):
-        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        return _aten._scaled_dot_product_flash_attention(
             *_cast((query, key, value), dtype), dropout_p, is_causal, False, **options
         )[0]
-    return out
 
 
 def _cast(args: Any, dtype: torch.dtype) -> list[Any]:
@@ -267,27 +262,24 @@ def step_memory(request: GpuStepRequest) -> StepMemory:
     operators = cuda_on_cpu() if request.device == "cuda" else nullcontext()
     with operators:
         base = Base.of(request)
-        plan = _sampling if request.sampling_dtype else _training
-        memory = plan(request, base)
+        memory = (_sampling if request.sampling_dtype else _training)(request, base)
     return replace(memory, seconds=time.monotonic() - since)
 
 
 class _Device(DeviceHooks):
     """A device without data, which is not asked for the value of a norm."""
 
-    def clip_grad_norm(self, parameters: Any, most: float) -> torch.Tensor:
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def clip_grad_norm(self, masters: Any, most: float) -> torch.Tensor:
+        gradients = [master.grad for master in masters if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=True)
+        torch.nn.utils.clip_grads_with_norm_(masters, most, norm, foreach=True)
         return norm
 
 
 def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     settings = Train(**request.train)
     network = Network.without_weights(request, base, settings)
-    encoders = _encoders(base, settings.compute_dtype, network.parts)
-    trained = network.trained()
-    sizes = [parameter.numel() for parameter in trained.values()]
+    sizes = [parameter.numel() for parameter in network.trained().values()]
     samples = prime_batch_size(tensor.nbytes for tensor in _tensors(network))
     batch = _batch(request, base, network, text=network.encodes_text)
     live = LiveMemory(samples)
@@ -299,7 +291,7 @@ def _training(request: GpuStepRequest, base: Base) -> StepMemory:
     return StepMemory(
         parameters=sum(sizes),
         weights=weights,
-        encoders=encoders,
+        encoders=_encoders(base, settings.compute_dtype, network.parts),
         optimizer=optimizer,
         optimizer_8bit=sum(map(_bytes_8bit, sizes)),
         ema=4 * (sum(sizes) + max(sizes)),

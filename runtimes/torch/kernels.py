@@ -45,13 +45,11 @@ class DeviceHooks:
     def prepare_sampling(self, denoiser: Any) -> None:
         """Prepare a denoiser on the device for sampling; its weights must not change afterwards."""
 
-    def clip_grad_norm(
-        self, parameters: Sequence[torch.Tensor], most: float
-    ) -> torch.Tensor | None:
+    def clip_grad_norm(self, masters: Sequence[torch.Tensor], most: float) -> torch.Tensor | None:
         """Clip gradients to a global L2 norm with a kernel of the device.
 
         Args:
-            parameters: with their gradients, which are scaled in place.
+            masters: with their gradients, which are scaled in place.
             most: largest allowed norm.
 
         Returns:
@@ -84,11 +82,13 @@ def load() -> None:
     try:
         import torch_npu  # noqa: F401  # registers the device
     except (ImportError, RuntimeError, OSError) as error:
-        missing = "; ".join(missing_for_npu())
-        raise Refused(
-            f"device npu: torch_npu does not load: {one_line(error, 200)}"
-            + (f" ({missing})" if missing else "")
-        ) from None
+        raise not_loaded("device npu: torch_npu", error, missing_for_npu()) from None
+
+
+def not_loaded(package: str, error: Exception, missing: Sequence[str]) -> Refused:
+    """The error where a device's package does not load, with what the machine lacks."""
+    words = f" ({'; '.join(missing)})" if missing else ""
+    return Refused(f"{package} does not load: {one_line(error, 200)}{words}")
 
 
 def enable_npu_attention(denoiser: Any, device: torch.device) -> None:
@@ -173,12 +173,6 @@ NO_COMPILER = "no C compiler is on PATH, which torch.compile calls: install g++"
 #: Methods of Transformer2DModel that call its layers outside of the blocks.
 AROUND_BLOCKS = ("_operate_on_continuous_inputs", "_get_output_for_continuous_inputs")
 log = logging.getLogger("kiln")
-
-
-def check_compiler(what: str) -> None:
-    """Raise Refused if `train.compile` demands programs and there is no C compiler."""
-    if find_c_compiler() is None:
-        raise Refused(f"train.compile: {what}: {NO_COMPILER}, or set train.compile=none")
 
 
 def compile_denoiser(

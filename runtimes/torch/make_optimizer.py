@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from configs.errors import Refused
 from configs.settings.train import Train
 from runtimes.optimizer_state import learning_rate_groups
 from runtimes.torch import gaudi
@@ -25,14 +23,9 @@ class Optimizer:
         parameters: trained parameters by State's keys, on their device.
         settings: optimizer, learning rates, betas, epsilon and weight decay.
         frees_gradients: whether a cleared gradient is None instead of zeros.
-
-    Raises:
-        Refused: the optimizer is not available for this device.
     """
 
-    def __init__(
-        self, parameters: Parameters, settings: Train, *, frees_gradients: bool = True
-    ) -> None:
+    def __init__(self, parameters: Parameters, settings: Train, *, frees_gradients: bool) -> None:
         self._frees_gradients = frees_gradients
         kind = _kind(settings, next(iter(parameters.values())).device)
         self._parameters = parameters
@@ -143,18 +136,7 @@ def _count_on_host(step: int, parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32)
 
 
-def check_optimizer(settings: Train, device: torch.device) -> None:
-    """Raise Refused for an optimizer that is not available for weights on a device."""
-    if settings.optimizer != "adamw_8bit":
-        return
-    if device.type != "cuda":
-        raise Refused("train.optimizer: adamw_8bit needs a CUDA device; set adamw or adafactor")
-    if find_spec("bitsandbytes") is None:
-        raise Refused("train.optimizer: adamw_8bit needs bitsandbytes: make setup-cuda")
-
-
 def _adamw_8bit(groups: list[dict[str, Any]], settings: Train) -> Any:
-    check_optimizer(settings, groups[0]["params"][0].device)
     from bitsandbytes.optim import AdamW8bit
 
     optimizer = AdamW8bit(groups, **_like_adam(settings))

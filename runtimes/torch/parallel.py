@@ -28,11 +28,9 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import TIMEOUT, join
 from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
-from runtimes.torch.device import check_fsdp
 from runtimes.torch_models.network import Network
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "hpu": "cpu:gloo,hpu:hccl"}
-Masters = dict[str, torch.nn.Parameter]
 
 
 class SingleProcess:
@@ -55,7 +53,7 @@ class SingleProcess:
         self._masters = network.trained()
         return network
 
-    def masters(self) -> Masters:
+    def masters(self) -> dict[str, torch.nn.Parameter]:
         """Float32 tensors that this process updates, by State's keys."""
         return self._masters
 
@@ -139,8 +137,7 @@ class DataParallel(SingleProcess):
         if not (self._has_gradients or self._replica.require_backward_grad_sync):
             self._allocate_gradients(*inputs)
         self._has_gradients = True
-        output: torch.Tensor = self._replica(*inputs)
-        return output
+        return self._replica(*inputs)
 
     def _allocate_gradients(self, *inputs: Any) -> None:
         """Let DDP turn the gradients into views of its buckets, then clear them. Collective.
@@ -299,9 +296,7 @@ class FullySharded(DataParallel):
         return tuple(self._arrays[name].shape)
 
     def local_rows(self, name: str, shape: tuple[int, ...]) -> Any:
-        if not isinstance(self._arrays[name], DTensor):
-            return ...
-        return self._own_rows(shape)
+        return self._own_rows(shape) if isinstance(self._arrays[name], DTensor) else ...
 
     def _own_rows(self, shape: tuple[int, ...]) -> slice:
         return chunk_rows(shape[0], self._rank_in_group, self._group)
@@ -333,24 +328,16 @@ def _shard_mesh(device: torch.device, world: int, group: int) -> DeviceMesh:
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=TIMEOUT)[0]
         for rows in (ranks.T, ranks)
     ]
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def open_parallel(settings: Train, ranks: Ranks, device: torch.device) -> SingleProcess:
-    """Join the process group of the run, if it has several processes.
-
-    Raises:
-        Refused: `train.fsdp` does not suit the number of processes.
-    """
-    check_fsdp(settings, ranks, device.type)
+    """Join the process group of the run, if it has several processes."""
     if ranks.world == 1:
         return SingleProcess()
     # gloo serves host tensors, which NCCL and HCCL do not support.
     join(ranks, BACKENDS.get(device.type, "gloo"))
-    if settings.fsdp == 1:
-        return DataParallel(ranks)
-    return FullySharded(ranks, device, settings)
+    return DataParallel(ranks) if settings.fsdp == 1 else FullySharded(ranks, device, settings)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

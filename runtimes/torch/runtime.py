@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 
 from configs.settings.train import Train
 from runtimes.base_runtime import BaseRuntime
-from runtimes.contract import Owners, SavedState, State, StepBatch, StepOutput
+from runtimes.contract import Owners, SavedState, State, StepBatch
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.collectives import HostCollectives
 from runtimes.process.job import TrainJob
@@ -25,15 +25,15 @@ from runtimes.torch.kernels import compile_denoiser, enable_npu_attention, load_
 from runtimes.torch.parallel import open_parallel
 from runtimes.torch.step import Step, Update, keep_channels_last, memory_format
 from runtimes.torch_models.activation_memory import Inputs, sender
-from runtimes.torch_models.flop_count import FlopCounter, peak_flops
+from runtimes.torch_models.gpu_specs import known_peak
 from runtimes.torch_models.loading import trained_scheduler
+from runtimes.torch_models.network import FlopCounter
 
 
 class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = device.versions()
         settings = self._settings = Train(**job.train)
@@ -43,11 +43,10 @@ class TheRuntime(BaseRuntime):
             settings.device, ranks, settings.hpu, job.compiled
         )
         self._device = hooks.device
-        device.check_on_device(settings, self._device)
+        device.check_on_device(settings, self._device, ranks)
         check_family("torch", base.family.name, self._device.type)
-        device.make_deterministic(
-            device.is_deterministic(settings, self._device), tf32=settings.allow_tf32
-        )
+        exact = device.is_deterministic(settings, self._device)
+        device.make_deterministic(exact, tf32=settings.allow_tf32)
         load_attention(settings.attention)
         device.warn_of_slow_float32(settings, self._device)
         parallel = open_parallel(settings, ranks, self._device)
@@ -74,14 +73,10 @@ class TheRuntime(BaseRuntime):
             return batch
         return replace(batch, on_device=list(self._step.inputs(batch)))
 
-    def step(self, batch: StepBatch, learning_rate: float) -> StepOutput:
-        return self._step(batch, learning_rate)
-
-    def flops(self, batch: StepBatch) -> float | None:
-        return self._counter.of(batch)
-
     def peak_flops(self) -> float | None:
-        return peak_flops(self._device, self._settings.product_dtype)
+        if self._device.type != "cuda":
+            return None
+        return known_peak(torch.cuda.get_device_name(self._device), self._settings.product_dtype)
 
     def state(self, owners: Owners | None = None) -> State:
         self._device_hooks.save_compiled()
@@ -124,5 +119,5 @@ class TheRuntime(BaseRuntime):
         self._step.release_graphs()  # sampling needs their memory
         dtype = getattr(torch, self._settings.compute_dtype)
         sampler = Sampler(self._base, self._network.parts, self._device_hooks, dtype)
-        sampler.use({}, trained_scheduler(self._base, self._settings))
+        sampler.use(None, trained_scheduler(self._base, self._settings))
         return sampler

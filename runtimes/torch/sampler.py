@@ -217,11 +217,7 @@ class ThePipeline(BasePipeline):
     def _open_sampler(self) -> Sampler:
         # The sampler loads its own text encoders: the next model may not have trained ones.
         denoiser = {self._network.family.denoiser: self._network.denoiser}
-        hooks = self._device_hooks
-        return Sampler(self._base, denoiser, hooks, self._dtype, offload=self._offload)
-
-    def _use_network(self) -> None:
-        self._sampler.use(self._network.parts, self._scheduler)
+        return Sampler(self._base, denoiser, self._device_hooks, self._dtype, offload=self._offload)
 
     def errors(self, batch: StepBatch) -> NDArray[np.float32]:
         with torch.inference_mode():
@@ -237,14 +233,8 @@ def open_encoder(job: EncodeJob) -> Encoder:
     make_deterministic()  # a rebuilt shard must have identical bytes
     hooks = open_device(job.device, compiled=job.compiled)
     base = Base.of(job)
+    options: dict[str, Any] = {"device": hooks.device, "dtype": job.dtype, "embeds": job.embeds}
     if not hooks.pads_batches:
-        return Encoder(base, device=hooks.device, dtype=job.dtype, embeds=job.embeds)
-    return PaddedEncoder(
-        base,
-        images=job.batch_size,
-        captions=TEXT_BATCH,
-        save_compiled=hooks.save_compiled,
-        device=hooks.device,
-        dtype=job.dtype,
-        embeds=job.embeds,
-    )
+        return Encoder(base, **options)
+    options |= {"images": job.batch_size, "captions": TEXT_BATCH}
+    return PaddedEncoder(base, save_compiled=hooks.save_compiled, **options)

@@ -76,7 +76,7 @@ class CudaGraphs:
         Raises:
             Refused: the pass has an operation that CUDA cannot capture.
         """
-        shapes = (_shapes(inputs), denominator)
+        shapes = (tuple((n, t.shape, t.dtype) for n, t in _tensors(inputs)), denominator)
         owner = self._owner()
         kind = shapes, owner
         if kind in self._graphs:
@@ -154,10 +154,6 @@ def _tensors(inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
     yield from sorted(inputs.conditioning.items())
 
 
-def _shapes(inputs: Inputs) -> object:
-    return tuple((name, t.shape, t.dtype) for name, t in _tensors(inputs))
-
-
 #: Bytes of one of the two staging buffers.
 STAGE = 64 * 2**20
 
@@ -170,9 +166,7 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stages: list[_Stage] = []
-        if device.type == "cuda":
-            self._stages = [_Stage(), _Stage()]
+        self._stages = [_Stage(), _Stage()] if device.type == "cuda" else []
 
     def copy(self, tensor: torch.Tensor) -> NDArray[np.float32]:
         """A new array for a tensor's values, which must not change before `finish`."""
@@ -230,9 +224,6 @@ class Update:
         settings: optimizer, clipping and EMA.
         parallel: reduces norms, and gathers or shards State; None is a single process.
         device_hooks: hooks of the device; None is the CPU.
-
-    Raises:
-        Refused: the optimizer is not available for this device.
     """
 
     def __init__(
@@ -316,8 +307,7 @@ class Update:
     def state(self, owners: Owners | None = None, rank: int = 0) -> State:
         """As Runtime.state: weights, optimizer state and EMA. Collective."""
         copies = HostCopies(self._masters[0].device)
-        gather = self._parallel.gather_full
-        state = owned_copies(self._tensors(), owners, rank, copies.copy, gather)
+        state = owned_copies(self._tensors(), owners, rank, copies.copy, self._parallel.gather_full)
         copies.finish()
         return state
 
@@ -328,10 +318,9 @@ class Update:
             Refused: the state has other names or shapes than this model.
         """
         groups = self._tensors()
+        arrays = read_state_arrays(state, self.shapes(), self._parallel.local_rows)
         with torch.no_grad():
-            for group, name, rows in read_state_arrays(
-                state, self.shapes(), self._parallel.local_rows
-            ):
+            for group, name, rows in arrays:
                 groups[group][name].copy_(torch.from_numpy(rows))
         self._step = step
         self._optimizer.set_step(step)
@@ -419,9 +408,8 @@ class Step:
 
     def inputs(self, batch: StepBatch) -> Iterator[Inputs]:
         """The batch's micro-batches, copied to the device."""
-        return micro_batches(
-            batch, self.settings.micro_batch_size, sender(self.device_hooks.device)
-        )
+        send = sender(self.device_hooks.device)
+        return micro_batches(batch, self.settings.micro_batch_size, send)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context of computation in the compute dtype."""

@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils import checkpoint
 
 from runtimes.contract import UNCAST, StepBatch
 
@@ -113,9 +109,9 @@ def recompute(part: Any, what: str) -> None:
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if what == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(checkpoint.create_selective_checkpoint_contexts, _policy)
     if hasattr(part, "enable_gradient_checkpointing"):  # diffusers
-        part.enable_gradient_checkpointing(partial(checkpoint, **options))
+        part.enable_gradient_checkpointing(partial(checkpoint.checkpoint, **options))
     elif hasattr(part, "activation_checkpointing_enable"):  # transformers
         part.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # before transformers renamed it
@@ -134,6 +130,6 @@ def without_recomputation(part: Any) -> None:
         part.gradient_checkpointing_disable()
 
 
-def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    kept = operation in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, operation: Any, *_: Any, **__: Any) -> checkpoint.CheckpointPolicy:
+    policies = checkpoint.CheckpointPolicy
+    return policies.MUST_SAVE if operation in KEPT else policies.PREFER_RECOMPUTE

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -168,14 +167,12 @@ def frozen_states(
     As in the pipelines, T5 gets no mask: its states of padding depend on the caption.
     """
     if encoder.kind == "t5":
-        states: torch.Tensor = model(ids)[0]
-        return states
+        return model(ids)[0]
     # The language model's own head would compute logits, which nobody needs.
     output = model.base_model(
         input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False
     )
-    layers = [output.hidden_states[index] for index in encoder.layers]
-    return torch.cat(layers, dim=-1)
+    return torch.cat([output.hidden_states[index] for index in encoder.layers], dim=-1)
 
 
 Float32 = NDArray[np.float32]
@@ -216,21 +213,17 @@ class Encoder:
         self.dtype = getattr(torch, dtype)
         self._send = sender(self.device) if send is None else send
         self._fetch = fetch
+        vae_class = getattr(diffusers, self.family.vae_class)
+        options = {"variant": weight_variant(base.vae), **SAFE}
         try:
-            self._load_vae(base.vae)
+            self._vae_dtype = vae_dtype(vae_class.load_config(base.vae), self.dtype)
+            vae = vae_class.from_pretrained(base.vae, torch_dtype=self._vae_dtype, **options)
+            self.vae = vae.to(self.device).eval().requires_grad_(False)
             self._load_texts(base, embeds)
         except (OSError, RuntimeError, ValueError) as error:
             raise Refused(
                 f"model {base.folder}: its encoders do not load: {one_line(error)}"
             ) from None
-
-    def _load_vae(self, folder: Path) -> None:
-        vae_class = getattr(diffusers, self.family.vae_class)
-        self._vae_dtype = vae_dtype(vae_class.load_config(folder), self.dtype)
-        vae = vae_class.from_pretrained(
-            folder, torch_dtype=self._vae_dtype, variant=weight_variant(folder), **SAFE
-        )
-        self.vae = vae.to(self.device).eval().requires_grad_(False)
 
     def _load_texts(self, base: Base, embeds: bool) -> None:
         self._clip: list[tuple[TextTokenizer, Any]] = []
@@ -298,8 +291,7 @@ class Encoder:
         kept = None
         if self._clip:
             models = clip or [model for _, model in self._clip]
-            ids = self._send(self.input_ids(captions))
-            states, pooled = encode_ids(self.family, models, ids)
+            states, pooled = encode_ids(self.family, models, self._send(self.input_ids(captions)))
         if self._frozen is not None:
             frozen, kept = self._frozen_states(captions)
             states = join_t5(states, frozen)
@@ -328,8 +320,7 @@ class Encoder:
         """Token ids [K, n, T] int64 from each of n CLIP tokenizers, padded and truncated."""
         if not self._clip:
             return np.zeros((len(captions), 0, 0), np.int64)
-        rows = [tokenizer.ids(captions)[0] for tokenizer, _ in self._clip]
-        return np.stack(rows, axis=1)
+        return np.stack([tokenizer.ids(captions)[0] for tokenizer, _ in self._clip], axis=1)
 
     def token_counts(self, captions: Sequence[str]) -> dict[str, list[int]]:
         """Text encoder -> number of tokens of each caption before it is cut, special ones too."""

@@ -119,8 +119,7 @@ def parse_gpu(text: str) -> Gpu:
         return Gpu(f"{size[1]} GB", int(float(size[1]) * GIB))
     spec = next((gpu for gpu in GPU_SPECS if _plain(text) in _short_names(gpu)), None)
     if spec is None and (named := known_gpu(text)) is not None:
-        whole = re.fullmatch(f"{_BESIDE}(?:{named.pattern}){_BESIDE}", text, re.I)
-        spec = named if whole else None
+        spec = named if re.fullmatch(f"{_BESIDE}(?:{named.pattern}){_BESIDE}", text, re.I) else None
     if spec is None:
         names = ", ".join(gpu.name for gpu in GPU_SPECS)
         # Four digits, such as 5080, are a model.

@@ -74,7 +74,11 @@ def open_weights(
     files = weight_files(folder)
     weights: dict[str, StoredRows] = {}
     for path in files:
-        weights |= _open_file(path, dtype)
+        try:
+            stream = safe_open(path, framework="pt")
+            weights |= {n: _FileTensor(stream.get_slice(n), dtype) for n in stream.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise Refused(f"{path} cannot be read: {error}") from None
     if config is not None:
         names = [name for name in source_weight_names(config) if name in weights]
         known = {name: weights[name][...].float().numpy() for name in names}
@@ -96,8 +100,7 @@ class _FileTensor:
         return tuple(self.stored.get_shape())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rows: torch.Tensor = self.stored[index]
-        return rows.to(self.dtype)
+        return self.stored[index].to(self.dtype)
 
 
 def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
@@ -120,10 +123,8 @@ def empty_denoiser(folder: Path, config: dict[str, Any] | None) -> Any:
     except Exception as error:  # of any type, such as AssertionError without a message
         reason = str(error) or type(error).__name__
         raise Refused(f"{folder / 'config.json'}: not a denoiser's config: {reason}") from None
-    for family in all_families().values():
-        if family.denoiser_class == kind:
-            family.make_constants(denoiser)
-            break
+    family = next(f for f in all_families().values() if f.denoiser_class == kind)
+    family.make_constants(denoiser)
     return denoiser
 
 
@@ -136,10 +137,9 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
         Refused: the config does not describe a denoiser.
     """
     try:
-        kind = getattr(diffusers, config["_class_name"])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return kind.from_config(config)
+            return getattr(diffusers, config["_class_name"]).from_config(config)
     except Exception as error:  # of any type, such as AssertionError without a message
         reason = str(error) or type(error).__name__
         raise Refused(f"train.denoiser_config makes no denoiser: {reason}") from None
@@ -148,9 +148,8 @@ def random_init_denoiser(config: Mapping[str, Any], seed: int) -> Any:
 def empty_text_encoder(base: Base, part: str) -> Any:
     """Construct a text encoder of a pipeline on the `meta` device. Raises Refused."""
     kind = getattr(transformers, base.text_class(part))
-    config = kind.config_class.from_dict(base.config(part))
     with torch.device("meta"):
-        return kind(config)
+        return kind(kind.config_class.from_dict(base.config(part)))
 
 
 def load_text_encoder(
@@ -183,14 +182,6 @@ def load_text_encoder(
     if missing := sorted(loaded["missing_keys"]):
         raise Refused(f"{folder} lacks {len(missing)} weights, such as {missing[0]}")
     return model.eval()
-
-
-def _open_file(path: Path, dtype: torch.dtype) -> dict[str, StoredRows]:
-    try:
-        stream = safe_open(path, framework="pt")
-        return {name: _FileTensor(stream.get_slice(name), dtype) for name in stream.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise Refused(f"{path} cannot be read: {error}") from None
 
 
 def _shapes(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -265,8 +256,7 @@ class Int8Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        product: torch.Tensor = _Linear.apply(input, self.weight, self.scale, bias)
-        return product
+        return _Linear.apply(input, self.weight, self.scale, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -277,11 +267,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
+        context: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: Any
     ) -> torch.Tensor:
         context.save_for_backward(weight, scale)
         return torch.nn.functional.linear(input, _dequantized(weight, scale, input.dtype), bias)

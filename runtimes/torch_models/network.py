@@ -3,11 +3,14 @@
 PEFT adds low-rank adapters to models of diffusers and transformers. Dropout is reproducible: a
 resumed run draws the same masks.
 
-`sample_batch` has the shapes of a run, to plan its step.
+`sample_batch` has the shapes of a run, to plan its step. A copy of the network on `meta` tensors
+counts the FLOPs of a step.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,22 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.flop_counter import FlopCounterMode
 
 from artifacts.latent_shards import LatentSample
 from configs.settings.train import Train
 from configs.settings.train_parts import Lora
-from runtimes.adapters.lora import (
-    ADAPTER,
-    Adapter,
-    Layer,
-    alpha,
-    check_unambiguous,
-    choose_layers,
-    initial_down,
-    merged_weights,
-    state_name,
-    stored_name,
-)
+from runtimes.adapters import lora
 from runtimes.contract import StepBatch, StoredRows
 from runtimes.families import Captioned, Family
 from runtimes.families.extra_inputs import ExtraInputs
@@ -38,14 +31,16 @@ from runtimes.objective.random_draws import Stream, generator
 from runtimes.pipeline_folder.folder import Base, trained_config
 from runtimes.process.job import HasNetwork, TrainJob
 from runtimes.torch_models import loading
-from runtimes.torch_models.activation_memory import recompute
+from runtimes.torch_models.activation_memory import recompute, without_recomputation
 from runtimes.torch_models.encoders import Encoded, FrozenTextEncoders, encode_ids, encode_in_step
+
+log = logging.getLogger("kiln")
 
 
 def add_adapters(
     part: str,
     model: torch.nn.Module,
-    lora: Lora,
+    settings: Lora,
     seed: int,
     attention: Sequence[str] = (),
     read: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
@@ -58,7 +53,7 @@ def add_adapters(
     Args:
         part: component name, such as `unet`.
         model: the component, changed in place.
-        lora: rank, alpha, dropout, targets and DoRA.
+        settings: rank, alpha, dropout, targets and DoRA.
         seed: initializes `down`.
         attention: name suffixes of attention layers (families/family.py).
         read: values of a base weight, which may be on `meta`.
@@ -67,28 +62,29 @@ def add_adapters(
         Refused: the targets match no layer, or one target's name is a suffix of another's.
     """
     from peft import LoraConfig, inject_adapter_in_model  # seconds to import
+    from peft.tuners.lora import LoraLayer
 
-    chosen = choose_layers(part, _layers(model), lora, attention)
+    chosen = lora.choose_layers(part, _layers(model), settings, attention)
     config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=alpha(lora),  # type: ignore[arg-type]  # takes any number
-        lora_dropout=lora.dropout,
+        r=settings.rank,
+        lora_alpha=lora.alpha(settings),  # type: ignore[arg-type]  # takes any number
+        lora_dropout=settings.dropout,
         target_modules=chosen,
-        use_dora=lora.dora,
+        use_dora=settings.dora,
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # PEFT's initialization is replaced below
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    adapted = dict(_adapted(model))
-    check_unambiguous(part, chosen, adapted)
+        inject_adapter_in_model(config, model, adapter_name=lora.ADAPTER)
+    adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    lora.check_unambiguous(part, chosen, adapted)
     for name, layer in adapted.items():
         # PEFT would cast activations to float32, which autocast casts back to the compute dtype.
         layer.cast_input_dtype_enabled = False
-        _initialize(f"{part}.{stored_name(part, name)}", layer, seed, read)
+        _initialize(f"{part}.{lora.stored_name(part, name)}", layer, seed, read)
 
 
 @torch.no_grad()
-def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Adapter]) -> None:
+def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, lora.Adapter]) -> None:
     """Merge adapters into the weights of a component; the sum is computed in float32.
 
     Args:
@@ -99,41 +95,32 @@ def merge_adapters(part: str, model: torch.nn.Module, adapters: Mapping[str, Ada
     Raises:
         Refused: the component lacks an adapted layer, or the layer has another shape.
     """
-    modules = ((stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
+    modules = ((lora.stored_name(part, n), m) for n, m in model.named_modules() if _kind(m))
     weights: dict[str, Any] = {name: module.weight for name, module in modules}
-    for name, merged in merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
+    for name, merged in lora.merged_weights(part, adapters, weights, lambda w: w.float().numpy()):
         weights[name].copy_(torch.from_numpy(merged))
 
 
-def _layers(model: torch.nn.Module) -> dict[str, Layer]:
-    kinds = ((name, _kind(module)) for name, module in model.named_modules())
-    return {name: kind for name, kind in kinds if kind is not None}
+def _layers(model: torch.nn.Module) -> dict[str, lora.Layer]:
+    return {name: kind for name, module in model.named_modules() if (kind := _kind(module))}
 
 
-def _kind(module: torch.nn.Module) -> Layer | None:
+def _kind(module: torch.nn.Module) -> lora.Layer | None:
     if isinstance(module, torch.nn.Linear):
         return "linear"
     return "conv" if isinstance(module, torch.nn.Conv2d) else None
 
 
-def _adapted(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    from peft.tuners.lora import LoraLayer
-
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
-
-
 @torch.no_grad()
-def _initialize(
-    name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def _initialize(name: str, layer: Any, seed: int, read: Callable[[torch.Tensor], Any]) -> None:
     """Initialize one layer's adapter in float32, whatever the dtype of the base weights is."""
-    down = layer.lora_A[ADAPTER]
-    up = layer.lora_B[ADAPTER]
-    initial = torch.from_numpy(initial_down(seed, name, down.weight.shape))
+    down = layer.lora_A[lora.ADAPTER]
+    up = layer.lora_B[lora.ADAPTER]
+    initial = torch.from_numpy(lora.initial_down(seed, name, down.weight.shape))
     down.weight = torch.nn.Parameter(initial)
     up.weight = torch.nn.Parameter(torch.zeros(up.weight.shape))
-    if ADAPTER in layer.lora_magnitude_vector:
-        magnitude = layer.lora_magnitude_vector[ADAPTER]
+    if lora.ADAPTER in layer.lora_magnitude_vector:
+        magnitude = layer.lora_magnitude_vector[lora.ADAPTER]
         lengths = torch.linalg.vector_norm(read(layer.weight).float().flatten(1), dim=1)
         magnitude.weight = torch.nn.Parameter(lengths.view(magnitude.weight.shape))
 
@@ -236,9 +223,8 @@ class Network(torch.nn.Module):
         load: Callable[[Base, str, torch.dtype], Any] = loading.load_text_encoder,
         unread: Mapping[int, StoredRows] = NOTHING,
     ) -> Network:
-        def read(weight: torch.Tensor) -> torch.Tensor:
-            values: torch.Tensor = unread.get(id(weight), weight)[...]
-            return values
+        def read(weight: torch.Tensor) -> Any:
+            return unread.get(id(weight), weight)[...]
 
         family = base.family
         parts = {family.denoiser: denoiser}
@@ -290,7 +276,7 @@ class Network(torch.nn.Module):
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Trained parameters by their keys in State."""
         return {
-            state_name(part, name): parameter
+            lora.state_name(part, name): parameter
             for part, module in self.parts.items()
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
@@ -391,20 +377,91 @@ def sample_batch(base: Base, network: Network, size: tuple[int, int], *, text: b
         tokens = base.caption_limits[family.clip_encoders[0]]
         ids = np.zeros((len(family.clip_encoders), tokens), np.int32)
     embeds = np.zeros((info["tokens"], info["prompt_dim"]), np.float32)
-    captioned = Captioned(sample, embeds, pooled, ids)
-    conditioning = family.condition([captioned])
+    conditioning = family.condition([Captioned(sample, embeds, pooled, ids)])
     if extras.inpainting:
-        shape = (1, 1 + len(latents[0]), rows, columns)
-        conditioning["inpainting"] = np.zeros(shape, np.float32)
+        conditioning["inpainting"] = np.zeros((1, 1 + len(latents[0]), rows, columns), np.float32)
     if extras.aesthetic_score:
         conditioning["aesthetic_score"] = np.zeros(1, np.float32)
-    schedule = base.schedule()
     return StepBatch(
         step=0,
         noisy_latents=latents,
-        timesteps=schedule.timesteps(np.zeros(1, np.int32)),
+        timesteps=base.schedule().timesteps(np.zeros(1, np.int32)),
         target=latents,
         weight=np.ones(1, np.float32),
         conditioning=conditioning,
         denominator=1,
     )
+
+
+class FlopCounter:
+    """Counts the FLOPs of a forward and a backward pass, without recomputation.
+
+    It runs a copy of the network on `meta` tensors, so nothing is computed. The copy has no
+    gradient checkpointing.
+
+    Args:
+        network: the trained network.
+        devices: number of devices that share a batch.
+    """
+
+    def __init__(self, network: torch.nn.Module, devices: int = 1) -> None:
+        self._devices = devices
+        self.network = without_weights(network).float().train()
+        for part in self.network.children():
+            without_recomputation(part)
+        self._counted: dict[object, int | None] = {}
+
+    def of(self, batch: StepBatch) -> float | None:
+        """FLOPs of a device's share of a batch; those of one sample are counted once per shape.
+
+        None if an operation of the network does not run on `meta` tensors.
+        """
+        arrays = {"": batch.noisy_latents, **batch.conditioning}
+        shapes = tuple((name, array.shape[1:]) for name, array in arrays.items())
+        if shapes not in self._counted:
+            try:
+                self._counted[shapes] = self._count(batch)
+            except RuntimeError as error:
+                log.warning("FLOPs cannot be counted, so there is no MFU: %s", error)
+                self._counted[shapes] = None
+        per_sample = self._counted[shapes]
+        return None if per_sample is None else per_sample * len(batch.timesteps) / self._devices
+
+    def _count(self, batch: StepBatch) -> int:
+        with FlopCounterMode(display=False) as counter:
+            self._backward(batch)
+        self.network.zero_grad(set_to_none=True)
+        return int(counter.get_total_flops())
+
+    def reached(self, batch: StepBatch) -> set[str]:
+        """Names of the parameters on which the loss of a batch depends.
+
+        Raises:
+            RuntimeError: an operation of the network does not run on `meta` tensors.
+        """
+        self._backward(batch)
+        reached = {name for name, p in self.network.named_parameters() if p.grad is not None}
+        self.network.zero_grad(set_to_none=True)
+        return reached
+
+    def _backward(self, batch: StepBatch) -> None:
+        """A forward and backward pass of one sample."""
+
+        def empty(array: NDArray[Any]) -> torch.Tensor:
+            dtype = torch.from_numpy(array[:0]).dtype
+            return torch.empty((1, *array.shape[1:]), dtype=dtype, device="meta")
+
+        conditioning = {name: empty(array) for name, array in batch.conditioning.items()}
+        predicted = self.network(empty(batch.noisy_latents), empty(batch.timesteps), conditioning)
+        predicted.square().mean().backward()
+
+
+def without_weights(network: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a network on the `meta` device; no weights are copied."""
+    kept: dict[int, Any] = {}
+    for parameter in network.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        kept[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in network.buffers():
+        kept[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(network, kept)

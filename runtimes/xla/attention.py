@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ class XlaAttention:
     def __init__(self, mesh_shape: tuple[int, int], *, interpret: bool = False) -> None:
         self._kernel = SplashAttention(AbstractMesh(mesh_shape, AXES), interpret=interpret)
         self._platform = "cpu" if interpret else "tpu"
-        self._programs: dict[Any, _Program] = {}
+        self._lowered = cache(self._lower)
 
     def register(self) -> None:
         """Replace the operator in this process."""
@@ -67,12 +68,9 @@ class XlaAttention:
 
     def program(self, shapes: Sequence[ShapeDtypeStruct], scale: float) -> _Program:
         """The lowered kernel for a query, key, value and, optionally, a mask of these shapes."""
-        made = (*shapes, scale)
-        if made not in self._programs:
-            self._programs[made] = self._lowered(shapes, scale)
-        return self._programs[made]
+        return self._lowered(tuple(shapes), scale)
 
-    def _lowered(self, shapes: Sequence[ShapeDtypeStruct], scale: float) -> _Program:
+    def _lower(self, shapes: tuple[ShapeDtypeStruct, ...], scale: float) -> _Program:
         structure: Any = None  # of what the backward pass needs
 
         def forward(*arrays: Array) -> list[Array]:
@@ -103,20 +101,14 @@ class _Program:
     backward: Any
 
     def __post_init__(self) -> None:
-        self._computations = [
-            xla_builder.computation_from_module_proto(
-                "splash_attention", hlo.as_serialized_hlo_module_proto()
-            )
-            for hlo in (self.forward, self.backward)
-        ]
+        make = xla_builder.computation_from_module_proto
+        protos = [p.as_serialized_hlo_module_proto() for p in (self.forward, self.backward)]
+        self._computations = [make("splash_attention", proto) for proto in protos]
 
     def run(self, number: int, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs of the forward pass, number 0, or the backward pass, 1."""
-        return list(
-            torch_xla._XLAC._xla_user_computation(
-                "xla::splash_attention", list(arrays), self._computations[number]
-            )
-        )
+        call = torch_xla._XLAC._xla_user_computation
+        return list(call("xla::splash_attention", list(arrays), self._computations[number]))
 
 
 class _Call(torch.autograd.Function):

@@ -16,24 +16,20 @@ from configs.settings.train import Train
 from runtimes.contract import Probe
 from runtimes.detect_hardware import peak_rss
 from runtimes.process.compile_cache import CompileCache
-from runtimes.registry import check_precision
+from runtimes.registry import check_supported
 from runtimes.spmd.slices import peak_of
 from runtimes.xla.mesh import replace_operators
 
 
 def check(settings: Train) -> None:
     """Raise Refused for train settings that this runtime or this machine does not support."""
-    _check_name(settings.device)
-    check_precision(settings)
+    _count_chips(settings.device)
+    check_supported("xla", settings)
     if settings.processes > 1:
         raise Refused(
             "train.processes is not for runtime xla: one process uses all devices of a host, and "
             "train.fsdp sets how many share each array"
         )
-    if settings.optimizer != "adamw":
-        raise Refused(f"train.optimizer: {settings.optimizer} is not for runtime xla: set adamw")
-    if settings.gradient_checkpointing == "selective":
-        raise Refused("train.gradient_checkpointing: selective is not for runtime xla: set blocks")
 
 
 def start(name: str, compiled: str | None) -> CompileCache:
@@ -46,8 +42,7 @@ def start(name: str, compiled: str | None) -> CompileCache:
     Raises:
         Refused: the device is absent, or this process has opened another device.
     """
-    chips = _check_name(name)
-    wanted = "CPU" if name == "cpu" or not chips else "TPU"
+    wanted = "CPU" if name == "cpu" or not _count_chips(name) else "TPU"
     if os.environ.setdefault("PJRT_DEVICE", wanted) != wanted and name != "auto":
         raise Refused(f"device {name}: PJRT_DEVICE is {os.environ['PJRT_DEVICE']}")
     kept = CompileCache(compiled, f"xla-{version('torch_xla')}")
@@ -58,7 +53,7 @@ def start(name: str, compiled: str | None) -> CompileCache:
     return kept
 
 
-def _check_name(name: str) -> int:
+def _count_chips(name: str) -> int:
     """Number of TPU chips of this machine. Raises Refused if the named device is absent."""
     chips = tpu.num_available_chips()
     if name not in ("auto", "cpu", "tpu"):

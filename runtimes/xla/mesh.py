@@ -27,10 +27,7 @@ from numpy.typing import NDArray
 from torch_xla.core import xla_model as xm
 from torch_xla.distributed import spmd
 
-from runtimes.data.loader import padded_rows
 from runtimes.spmd.slices import AXES, mesh_shape, shard_axes
-
-Spec = tuple[Any, ...]
 
 
 class Mesh:
@@ -58,17 +55,13 @@ class Mesh:
 
             XlaAttention(shape).register()
 
-    def padded_rows(self, rows: int) -> int:
-        """The smallest multiple of this host's device count that is at least `rows`."""
-        return padded_rows(rows, self.local)
-
     def shard_rows(self, array: NDArray[Any]) -> torch.Tensor:
         """Shard the batch [B * hosts, ...] of all hosts over all devices.
 
         Args:
             array: this host's rows [B, ...].
         """
-        rows: Spec = (AXES, *(None for _ in array.shape[1:]))
+        rows = (AXES, *(None for _ in array.shape[1:]))
         spec = spmd.ShardingSpec(self.mesh, rows, minibatch=self._hosts > 1)
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         (sent,) = xm.send_cpu_data_to_device([tensor], self.device, spec)
@@ -111,13 +104,11 @@ class Mesh:
             own = slice(first.start - index.start, first.stop - index.start)
             _data(shard).copy_(rows[(own, *others)])
         data = [s.data for s in shards]
-        devices = [s.shard_device for s in shards]
-        torch_xla._XLAC._load_local_shards(tensor, data, devices)
+        torch_xla._XLAC._load_local_shards(tensor, data, [s.shard_device for s in shards])
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """A sharded array with all elements on each device, and so its gradient."""
-        gathered: torch.Tensor = _Gathered.apply(tensor, self)
-        return gathered
+        return _Gathered.apply(tensor, self)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a full array to the host; a collective call of all hosts."""
@@ -140,7 +131,13 @@ class Mesh:
 
         The array is assembled from its shards: `.cpu()` would compile a program per array.
         """
-        return _joined(_local_shards(tensor), tensor)
+        shards = _local_shards(tensor)
+        whole: torch.Tensor = shards[0].data
+        if shards[0].indices is not Ellipsis:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for shard in shards:
+                whole[tuple(shard.indices)] = _data(shard)
+        return whole
 
     def fetch_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy this host's rows of a sharded array [B, ...] to the host."""
@@ -211,15 +208,6 @@ def _is_on_this_host(tensor: torch.Tensor) -> bool:
     places = {tuple((part.start, part.stop) for part in indices) for _, indices in shards}
     count = sum(math.prod(stop - start for start, stop in place) for place in places)
     return count == tensor.numel()
-
-
-def _joined(shards: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
-    if shards[0].indices is Ellipsis:
-        return shards[0].data
-    whole = torch.empty(like.shape, dtype=like.dtype)
-    for shard in shards:
-        whole[tuple(shard.indices)] = _data(shard)
-    return whole
 
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -34,9 +34,8 @@ from runtimes.process.job import TrainJob
 from runtimes.process.launcher import Ranks
 from runtimes.spmd.slices import check_rows
 from runtimes.torch_models.activation_memory import Inputs, micro_batches
-from runtimes.torch_models.flop_count import FlopCounter
 from runtimes.torch_models.loading import trained_scheduler
-from runtimes.torch_models.network import Network, has_dropout, seed_dropout
+from runtimes.torch_models.network import FlopCounter, Network, has_dropout, seed_dropout
 from runtimes.xla.device import check, describe, memory_bytes, peak_flops, start, versions
 from runtimes.xla.mesh import Mesh
 
@@ -53,7 +52,7 @@ class Update:
     """
 
     def __init__(self, parameters: Parameters, settings: Train, mesh: Mesh) -> None:
-        self._parameters = parameters
+        self._parameters: dict[str, torch.Tensor] = dict(parameters)
         self._settings = settings
         self._mesh = mesh
         self._first = {name: self._zeros(p) for name, p in parameters.items()}
@@ -78,10 +77,8 @@ class Update:
             The global L2 norm of the gradients before clipping, a scalar on the device.
         """
         settings = self._settings
-        scalars = torch.from_numpy(
-            optimizer_state.step_scalars(self._step, learning_rate, settings)
-        )
-        rate, step_size, root, ema_share = scalars.to(torch_xla.device()).unbind()
+        scalars = optimizer_state.step_scalars(self._step, learning_rate, settings)
+        rate, step_size, root, ema_share = torch.from_numpy(scalars).to(torch_xla.device()).unbind()
         gradients = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
         factor = None
@@ -147,11 +144,7 @@ class Update:
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of State on the devices, not copies."""
-        groups: dict[str, dict[str, torch.Tensor]] = {
-            "weights": dict(self._parameters),
-            "exp_avg": self._first,
-            "exp_avg_sq": self._second,
-        }
+        groups = {"weights": self._parameters, "exp_avg": self._first, "exp_avg_sq": self._second}
         return groups | ({"ema": self._average} if self._average else {})
 
 
@@ -212,7 +205,7 @@ def recompute(model: Any, mesh: Mesh) -> None:
     layers do not. A zero that requires gradients is therefore added to the inputs and outputs.
     """
     model._set_gradient_checkpointing(
-        enable=True, gradient_checkpointing_func=partial(_checkpointed, mesh.device)
+        enable=True, gradient_checkpointing_func=partial(_recomputed, mesh.device)
     )
     if mesh.fsdp > 1:
         for module in model.modules():
@@ -220,7 +213,7 @@ def recompute(model: Any, mesh: Mesh) -> None:
                 module.forward = partial(_with_gathered_weights, module, module.forward, mesh)
 
 
-def _checkpointed(device: torch.device, block: Any, *arguments: Any) -> Any:
+def _recomputed(device: torch.device, block: Any, *arguments: Any) -> Any:
     """Outputs of a block, whose weights are inputs of the checkpoint.
 
     XLA merges equal operations on other weights, so that the gathered weights of the forward pass
@@ -245,10 +238,7 @@ def _with_gathered_weights(
 ) -> Any:
     """Outputs of a module's own forward, with its own weights gathered."""
     sharded = dict(module._parameters)
-    gathered = {
-        name: mesh.gathered(weight) for name, weight in sharded.items() if weight is not None
-    }
-    module._parameters.update(gathered)
+    module._parameters.update({n: mesh.gathered(w) for n, w in sharded.items() if w is not None})
     try:
         return forward(*arguments, **options)
     finally:
@@ -259,7 +249,6 @@ class TheRuntime(BaseRuntime):
     """Implements contract.Runtime."""
 
     def load(self, job: TrainJob, base: Base) -> None:
-        self._job = job
         self._base = base
         self.versions = versions()
         settings = self._settings = Train(**job.train)
@@ -274,7 +263,7 @@ class TheRuntime(BaseRuntime):
         check_rows(settings, ranks.world, self._mesh.local)
         plain = settings.model_copy(update={"gradient_checkpointing": "none"})
         network = self._network = Network.load(job, base, plain)
-        self._counter = FlopCounter(network)
+        self._counter = FlopCounter(network, self._mesh.local)
         if settings.gradient_checkpointing == "blocks":
             for part in network.parts.values():
                 recompute(part, self._mesh)
@@ -286,13 +275,6 @@ class TheRuntime(BaseRuntime):
 
     def put(self, batch: contract.StepBatch) -> contract.StepBatch:
         return replace(batch, on_device=list(self._step.inputs(batch)))
-
-    def step(self, batch: contract.StepBatch, learning_rate: float) -> contract.StepOutput:
-        return self._step(batch, learning_rate)
-
-    def flops(self, batch: contract.StepBatch) -> float | None:
-        whole = self._counter.of(batch)
-        return None if whole is None else whole * self._ranks.world / self._mesh.count
 
     def peak_flops(self) -> float | None:
         return peak_flops(self._settings.compute_dtype)

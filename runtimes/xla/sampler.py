@@ -18,7 +18,7 @@ import torch_xla
 from numpy.typing import NDArray
 
 from runtimes.contract import UNCAST, StepBatch
-from runtimes.data.loader import pad_batch
+from runtimes.data.loader import pad_batch, padded_rows
 from runtimes.pipeline_folder.folder import TEXT_BATCH, Base
 from runtimes.process.job import Drawing, EncodeJob, GenerateJob
 from runtimes.process.launcher import Ranks
@@ -45,8 +45,8 @@ def sharded_encoder(mesh: Mesh, batch_size: int, base: Base, **more: Any) -> Pad
     """
     return PaddedEncoder(
         base,
-        images=mesh.padded_rows(batch_size),
-        captions=mesh.padded_rows(TEXT_BATCH),
+        images=padded_rows(batch_size, mesh.local),
+        captions=padded_rows(TEXT_BATCH, mesh.local),
         device=torch_xla.device(),
         send=mesh.shard_rows,
         fetch=mesh.fetch_rows,
@@ -62,7 +62,6 @@ def open_encoder(job: EncodeJob) -> PaddedEncoder:
     return sharded_encoder(mesh, job.batch_size, Base.of(job), **more)
 
 
-Conditioning = dict[str, torch.Tensor]
 Float32 = NDArray[np.float32]
 
 
@@ -103,39 +102,27 @@ class Sampler:
     @torch.no_grad()
     def pixels(self, prompts: Sequence[str], sampler: dict[str, Any], *, first: int) -> Float32:
         """Images [N, H, W, 3] f32 in 0..1; the arguments are those of `draw`."""
-        family = self._network.family
-        guidance = family.guidance_weight(sampler)
-        guided = family.is_guided(sampler, self._encoder.info)
+        guidance = self._network.family.guidance_weight(sampler)
         config = self._network.denoiser.config
         table = self._conditioner.table(self._scheduler, sampler, config)
         batches = self._conditioner.batches(
             prompts, sampler, first=first, denoiser=config, multiple=self._mesh.local
         )
-        pictures = list[Float32]()
-        for batch in batches:
-            pictures += list(self._denoise(batch, table, guidance, guided)[: batch.count])
-        return np.stack(pictures)
+        pictures = [self._denoise(batch, table, guidance)[: batch.count] for batch in batches]
+        return np.concatenate(pictures)
 
     def _texts(self, captions: list[str]) -> tuple[Embeds, Float32 | None]:
         return self._encoder.texts(captions, self._network.text_encoders)
 
-    def _to_devices(self, name: str, array: Float32) -> torch.Tensor:
-        """Copy conditioning to the devices, in `dtype` except for what contract.UNCAST names."""
-        sent = self._mesh.shard_rows(array)
-        return sent if name in UNCAST else sent.to(self._dtype)
-
-    def _denoise(
-        self, batch: ConditionedNoise, table: SchedulerTable, guidance: float, guided: bool
-    ) -> Float32:
+    def _denoise(self, batch: ConditionedNoise, table: SchedulerTable, guidance: float) -> Float32:
         """Images [B, H, W, 3] f32 in 0..1 of one batch, padding included."""
-        conditioning = {
-            name: self._to_devices(name, array) for name, array in batch.conditioning.items()
-        }
+        sent = {name: self._mesh.shard_rows(rows) for name, rows in batch.conditioning.items()}
+        conditioning = {n: t if n in UNCAST else t.to(self._dtype) for n, t in sent.items()}
         latents = self._mesh.shard_rows(batch.noise) * table.start
         previous = torch.zeros_like(latents)
         for timestep, row in zip(table.timesteps, table.rows, strict=True):
             numbers = torch.tensor([timestep, *row, guidance]).to(latents.device)
-            latents, previous = self._step(latents, previous, conditioning, numbers, guided)
+            latents, previous = self._step(latents, previous, conditioning, numbers)
             torch_xla.sync()
         pixels = (self._encoder.decode(latents) / 2 + 0.5).clamp(0, 1)
         return self._mesh.fetch_rows(pixels).numpy().transpose(0, 2, 3, 1)
@@ -144,9 +131,8 @@ class Sampler:
         self,
         latents: torch.Tensor,
         previous: torch.Tensor,
-        conditioning: Conditioning,
+        conditioning: dict[str, torch.Tensor],
         numbers: torch.Tensor,
-        guided: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One sampling step.
 
@@ -155,12 +141,12 @@ class Sampler:
             previous: predicted original of the previous step [B, C, h, w] f32.
             conditioning: keyword to [B, ...] or, with guidance, [2 B, ...].
             numbers: [8] f32, the timestep, the 6 StepCoefficients, the weight of guidance.
-            guided: whether to apply classifier-free guidance.
 
         Returns:
             The next latents and the predicted original, both [B, C, h, w] f32.
         """
         timestep, *row, weight = numbers.unbind()
+        guided = len(conditioning["prompt_embeds"]) > len(latents)
         inputs = (latents * row[0]).to(self._dtype)
         if guided:
             inputs = inputs.repeat_interleave(2, dim=0)

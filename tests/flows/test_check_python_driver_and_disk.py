@@ -4,6 +4,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,16 @@ def test_a_cpu_build_beside_a_driver_is_a_problem_for_a_recipe_on_cuda(
     assert gpus.what.startswith("gpu 0 to 1 NVIDIA GeForce RTX 4090, 24.0 GiB: fits ")
 
 
-def test_the_build_of_this_machine_is_read_without_an_import() -> None:
+def test_the_build_of_this_machine_is_read_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     assert detect_hardware.torch_cuda_version() == torch.version.cuda
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = '13.0'\n")  # of a CUDA build
+    package = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(detect_hardware, "find_spec", lambda _: package)
+    assert detect_hardware.torch_cuda_version() == "13.0"
 
 
 def test_a_driver_that_is_too_old_for_the_build_is_a_problem(

@@ -109,7 +109,7 @@ def test_weights_on_which_the_loss_does_not_depend_are_known(tiny_qwen_image: Pa
     settings = Train(global_batch_size=2)
     asked = TpuStepRequest(str(tiny_qwen_image), settings.model_dump(mode="json"), 32, "v5p-8")
     step = AbstractStep(asked, settings, jax.devices()[:1], hosts=1)
-    found = names_without_gradient(step._counter.network, step._network, step._batch)
+    found = names_without_gradient(step._counter, step._network, step._batch)
     last = "transformer.transformer_blocks.1."
     assert {name.removeprefix(last).partition(".")[0] for name in found} == {"attn", "txt_mlp"}
     assert any("to_add_out" in name for name in found)

@@ -122,7 +122,7 @@ def test_a_validation_gathers_the_weights_once(monkeypatch: pytest.MonkeyPatch) 
     runtime._state, runtime._frozen, runtime._names = {"weights": {}}, {}, {"w": "unet.w"}
     runtime._working = lambda weights: {"w": next(gathered)}
     monkeypatch.setattr(
-        jax_runtime, "held_out_errors", lambda call, arrays, *_: seen.append(arrays)
+        jax_runtime.steps, "held_out_errors", lambda call, arrays, *_: seen.append(arrays)
     )
     for _ in range(2):
         with runtime.evaluating():

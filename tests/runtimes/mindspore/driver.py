@@ -47,7 +47,7 @@ def draw(model: str, folder: str, given: dict[str, Any]) -> dict[str, str]:
     network = load_network(Drawing(folder), Base.open(Path(model)), ms.float32)
     sampler, wrong = Sampler(Base.open(Path(model)), network.parts, ms.float32), {}
     for name in given["schedulers"]:
-        sampler.use({"scheduler": make_scheduler({**given["config"], "_class_name": name})})
+        sampler.use(None, make_scheduler({**given["config"], "_class_name": name}))
         try:
             drawn = list(sampler.draw_floats(given["prompts"], given["sampler"], first=0))
         except Refused as error:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from configs.settings.train import Train
 from runtimes.process.launcher import Ranks
 from runtimes.torch.device import (
     check,
-    check_fsdp,
+    check_on_device,
     choose_device,
     free_memory,
     make_deterministic,
@@ -60,9 +61,10 @@ def test_settings_that_the_devices_can_serve_are_accepted(
 
 
 def test_npus_form_no_shard_groups() -> None:
-    check_fsdp(Train(fsdp=4), Ranks(world=4), "npu")
+    npu: Any = SimpleNamespace(type="npu")
+    check_on_device(Train(fsdp=4), npu, Ranks(world=4))
     with pytest.raises(Refused, match="fsdp: 2 is not for device npu: set 1 or all"):
-        check_fsdp(Train(fsdp=2), Ranks(world=4), "npu")
+        check_on_device(Train(fsdp=2), npu, Ranks(world=4))
 
 
 def test_attention_takes_no_kernel_that_adds_in_any_order() -> None:

@@ -24,8 +24,7 @@ from runtimes.process.questions import GpuStepRequest, StepMemory
 from runtimes.process.questions import ask as ask_process
 from runtimes.torch.gpu_plan import cuda_on_cpu, step_memory
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network, sample_batch
+from runtimes.torch_models.network import FlopCounter, Network, sample_batch
 
 pytestmark = pytest.mark.slow
 

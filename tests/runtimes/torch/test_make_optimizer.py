@@ -89,7 +89,7 @@ def test_adafactor_remembers_rows_and_columns() -> None:
 def test_weights_of_zero_move_by_the_learning_rate(name: str) -> None:
     """As `up` of an adapter, which starts at 0: a rate relative to its size would train nothing."""
     up = torch.nn.Parameter(torch.zeros(64, 4))
-    optimizer = Optimizer({"unet.up": up}, settings(name))
+    optimizer = Optimizer({"unet.up": up}, settings(name), frees_gradients=True)
     for step in range(10):
         up.grad = torch.randn(up.shape, generator=torch.Generator().manual_seed(step)) + 5
         optimizer.step(1e-3)
@@ -105,7 +105,9 @@ def test_state_of_another_optimizer_is_refused() -> None:
 def test_each_part_has_its_learning_rate() -> None:
     given = parameters()
     ratio = {"learning_rate": 1e-2, "text_encoder_lr": 1e-3}
-    optimizer = Optimizer(given, Train(**ratio, train_text_encoder=True, weight_decay=0.0))
+    optimizer = Optimizer(
+        given, Train(**ratio, train_text_encoder=True, weight_decay=0.0), frees_gradients=True
+    )
     before = {name: p.detach().clone() for name, p in given.items()}
     give_gradients(given, 0)
     optimizer.step(5e-3)

@@ -15,8 +15,7 @@ from runtimes.contract import StepBatch
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import FlopCounter, Network
 
 pytestmark = pytest.mark.slow
 

@@ -27,8 +27,7 @@ from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import TrainJob
 from runtimes.torch.runtime import TheRuntime
-from runtimes.torch_models.flop_count import FlopCounter
-from runtimes.torch_models.network import Network
+from runtimes.torch_models.network import FlopCounter, Network
 
 
 @pytest.fixture(autouse=True)

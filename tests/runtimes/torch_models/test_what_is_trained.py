@@ -29,7 +29,7 @@ def test_captions_are_encoded_in_the_step_and_dropped_ones_are_zeros(make_job: M
     dropped = given.conditioning["dropped"]
     assert set(dropped.tolist()) == {0.0, 1.0}
     network = runtime._network.eval()
-    pipe = DiffusionPipeline.from_pretrained(runtime._job.model)
+    pipe = DiffusionPipeline.from_pretrained(runtime._base.folder)
     outputs = [
         encoder(given.conditioning["input_ids"][:, row].long(), output_hidden_states=True)
         for row, encoder in enumerate((pipe.text_encoder, pipe.text_encoder_2))
