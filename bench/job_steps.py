@@ -32,8 +32,7 @@ from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Events, TrainJob, read_job
 from runtimes.process.launcher import Stop
 from runtimes.registry import open_runtime
-from runtimes.train.training_loop import make_loader, train
-from runtimes.train.training_run import learning_rate
+from runtimes.train.training_loop import learning_rate, make_loader, train
 
 CONDITIONING = ("prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 Arrays = dict[str, NDArray[np.float32]]

@@ -25,7 +25,7 @@ from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJ
 from runtimes.sample.generate_job import generate
 from runtimes.torch_models.encoders import Encoder
 from runtimes.torch_models.network import Network
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 
 STEPS, GUIDANCE = 20, 3.5

@@ -19,8 +19,9 @@ import heapq
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,9 +37,12 @@ from artifacts.errors import is_forbidden, is_of_client, may_pass, retrying
 from artifacts.filesystems import delete_tree, entries, name_of, subfolders
 from artifacts.lock import LockLost
 from artifacts.safetensors import StoredArray, read_arrays, write_arrays, writing
-from configs.errors import Away
+from configs.errors import Away, Refused
+from configs.settings.train import Train
 from runtimes.contract import OneWriter, Owners, State, StateShapes, Writers
 from runtimes.optimizer_state import shapes_of
+from runtimes.process.job import Events, TrainJob
+from runtimes.process.launcher import Ranks
 
 #: Threads of each rank. One thread computes the sha256 of about 1 GB/s.
 THREADS = 8
@@ -510,3 +514,102 @@ class Checkpoints:
     def _folders(self) -> list[int]:
         names = (re.fullmatch(r"step-(\d+)", name) for name in subfolders(self._fs, self._root))
         return sorted(int(match[1]) for match in names if match)
+
+
+def own_checkpoint(checkpoints: Checkpoints, job: TrainJob, settings: Train) -> Checkpoint | None:
+    """The newest checkpoint of this run within its steps. Raises Refused as check_same_run."""
+    saved = checkpoints.latest()
+    if saved is not None:
+        check_same_run(saved, job, settings)
+        if saved.step > settings.steps:  # this run once had more steps
+            if settings.best_checkpoint is not None:
+                raise Refused(
+                    f"{job.work} holds a run of {saved.step} steps, and its best checkpoint within "
+                    f"{settings.steps} may be deleted: choose another work folder"
+                )
+            return checkpoints.latest(settings.steps + 1)
+    return saved
+
+
+def check_same_run(saved: Checkpoint, job: TrainJob, settings: Train) -> None:
+    """Raise Refused if the checkpoint was written with settings that change the weights.
+
+    `steps` may change unless the weights of a step depend on them.
+    """
+    now = settings.key_settings()
+    before = Train(**saved.facts["train"]).key_settings()
+    now["denoiser_config"] = job.denoiser_config  # the content: its path may change
+    before["denoiser_config"] = saved.facts.get("denoiser_config")
+    if settings.method == "lora" and settings.lora.dropout:
+        # Dropout masks depend on the rank, so the number of processes must not change.
+        now["processes"] = Ranks.here().world
+        before["processes"] = saved.facts["processes"]
+    if not settings.weights_depend_on_steps:
+        now["steps"] = before["steps"]
+    for name in sorted(now):
+        if before.get(name) != now[name]:
+            raise Refused(
+                f"{job.work} holds a run with train.{name}={before.get(name)}, this one has "
+                f"{now[name]}: choose another work folder"
+            )
+
+
+#: Commits a checkpoint; returns its path and its size in bytes.
+Save = Callable[[], tuple[str, int]]
+
+
+class Saver:
+    """Writes one checkpoint at a time. A failed write loses that checkpoint but not the run.
+
+    All writers save the same checkpoints, in the same order. Training continues while a background
+    thread commits a checkpoint.
+
+    Args:
+        flush: called before each write: a resume repeats no point of a tracker before it.
+    """
+
+    def __init__(self, flush: Callable[[], None], events: Events) -> None:
+        self._flush = flush
+        self._events = events
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[CheckpointError | Away | None] | None = None
+
+    def start(self, step: int, since: float, save: Save) -> None:
+        """Start the write of a step's checkpoint after the previous write has ended.
+
+        Args:
+            since: perf_counter at which the loop paused for this checkpoint.
+            save: writes copies of the state, so that training can continue.
+        """
+        self.wait()
+        blocked = time.perf_counter() - since
+        self._writing = self._thread.submit(self._write, step, since, blocked, save)
+
+    def wait(self) -> CheckpointError | Away | None:
+        """Wait for the current write; the error of the last write, if it failed."""
+        return None if self._writing is None else self._writing.result()
+
+    def close(self) -> None:
+        """Wait for the current write and end the thread."""
+        self._thread.shutdown()
+
+    def _write(
+        self, step: int, since: float, blocked: float, save: Save
+    ) -> CheckpointError | Away | None:
+        self._flush()
+        try:
+            path, size = save()
+        except (CheckpointError, Away) as error:
+            self._events.emit("warning", message=str(error))
+            # Tracebacks keep the state in memory: this error's, and that of its cause.
+            error.__context__ = None
+            return error.with_traceback(None)
+        self._events.emit(
+            "checkpoint",
+            step=step,
+            path=path,
+            seconds=round(time.perf_counter() - since, 3),
+            blocked=round(blocked, 3),
+            bytes=size,
+        )
+        return None

@@ -30,7 +30,7 @@ from runtimes.contract import ImagesNotFinite, Runtime, WeightsLost
 from runtimes.data.loader import Holdout, draw_losses
 from runtimes.process.job import Events, TrainJob
 from runtimes.process.launcher import Stop
-from runtimes.train.recorder import Recorder
+from runtimes.train.history import Recorder
 from runtimes.train.trackers import Trackers
 
 #: Seed of the noise. It ignores the run's seed, so that losses of runs are comparable.

@@ -30,7 +30,7 @@ from runtimes.process.job import Drawing, Events, GenerateJob, TrainJob
 from runtimes.sample.generate_job import generate
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.network import Network
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 
 pytestmark = pytest.mark.slow
 

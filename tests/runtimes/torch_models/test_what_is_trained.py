@@ -17,7 +17,7 @@ from runtimes.process.job import Drawing, TrainJob
 from runtimes.sample.load_network import load_network
 from runtimes.torch_models.activation_memory import Inputs, sender
 from runtimes.torch_models.network import Network
-from runtimes.train.training_run import write_result
+from runtimes.train.training_loop import write_result
 from tasks.publish.assemble import assemble
 
 pytestmark = pytest.mark.slow

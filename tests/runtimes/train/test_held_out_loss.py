@@ -77,7 +77,7 @@ def test_the_manifest_of_the_latents_is_not_read_again(
 ) -> None:
     """That of 400,000 shards has 507 MiB in memory."""
     job = make_job(latents=latents_url, holdout_loss={"every_n_steps": 1})
-    monkeypatch.setattr("runtimes.train.training_loop.open_job_latents", pytest.fail)
+    monkeypatch.setattr("runtimes.data.loader.open_job_latents", pytest.fail)
     assert (
         make_holdout(job, Base.of(job), read_train_settings(job), open_latents(latents_url))
         is not None
