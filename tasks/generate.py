@@ -27,7 +27,7 @@ from runtimes import registry
 from runtimes import registry as runtimes_registry
 from runtimes.objective.noise_schedule import drawing_config, read_scheduler_config
 from runtimes.process.job import GenerateJob
-from runtimes.sample.initial_noise import check_size
+from runtimes.sample.conditioning import check_size
 from tasks.cut_captions import cut_facts, tell_cut_prompts
 from tasks.evaluate.draw import EvalModel, RunJob, progress_callback, sampler_settings, scratch
 from tasks.evaluate.metrics import read_prompts

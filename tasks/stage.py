@@ -40,7 +40,7 @@ from artifacts.store import MANIFEST, SHARDS, Artifact, Draft, KeyParts, Store
 from configs.errors import Failed, Refused
 from configs.load_recipe import CHECKOUT
 from configs.secrets import one_line
-from runtimes.adapters.lora import LORA_WEIGHTS
+from runtimes.adapters.lora_files import LORA_WEIGHTS
 from runtimes.objective.noise_schedule import SCHEDULER_FILE
 from runtimes.process.job import Drawing
 from runtimes.registry import interpreter, spec_of

@@ -18,7 +18,7 @@ from jobs import HOLDOUT, MakeJob, predicted, trained
 from safetensors.torch import save_file
 from training import history, roll_back, train, weights
 
-from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters, to_kohya
+from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters, to_kohya
 from runtimes.families import FAMILIES
 from runtimes.pipeline_folder.folder import Base
 from runtimes.process.job import Drawing, EncodeJob, Events, GenerateJob, TrainJob

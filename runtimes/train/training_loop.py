@@ -34,7 +34,7 @@ from artifacts.records import FileEntry
 from artifacts.safetensors import Arrays, Sink, read_arrays, write_arrays, writing
 from configs.errors import Failed, Refused
 from configs.settings.train import Train
-from runtimes.adapters.lora import LORA_WEIGHTS, metadata, to_file_names, to_state_names
+from runtimes.adapters.lora_files import LORA_WEIGHTS, metadata, to_file_names, to_state_names
 from runtimes.contract import Runtime, State, StepBatch, StoredRows
 from runtimes.data import loader as batches
 from runtimes.families.extra_inputs import ExtraInputs

@@ -12,7 +12,7 @@ from store_servers import UrlOf
 from training import history, train
 
 from configs.errors import Refused
-from runtimes.adapters.lora import LORA_WEIGHTS, read_adapters
+from runtimes.adapters.lora_files import LORA_WEIGHTS, read_adapters
 from runtimes.process.job import TrainJob
 from runtimes.train.training_loop import start_from_adapters
 
