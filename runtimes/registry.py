@@ -160,14 +160,9 @@ def probe_runtime(name: str) -> Probe:
     try:
         if _needs_subprocess(python := interpreter(name)):
             return Probe(**_query(python, "--probe", name))
-        return probe_here(name)
+        return cast(Probe, import_from(name, "device").probe())
     except (Refused, TypeError) as error:
         return Probe(available=False, reason=str(error))
-
-
-def probe_here(name: str) -> Probe:
-    """`probe_runtime` in this process. Raises Refused."""
-    return cast(Probe, import_from(name, "device").probe())
 
 
 def check_devices(name: str, asked: Mapping[str, str]) -> None:
@@ -192,14 +187,9 @@ def check_devices(name: str, asked: Mapping[str, str]) -> None:
 def check_settings(name: str, settings: Train) -> None:
     """Raise Refused for train settings that the runtime or its device does not support."""
     if not _needs_subprocess(python := interpreter(name)):
-        check_settings_here(name, settings)
+        import_from(name, "device").check(settings)
     else:
         _query(python, "--check", name, settings.model_dump_json())
-
-
-def check_settings_here(name: str, settings: Train) -> None:
-    """`check_settings` in this process. Raises Refused."""
-    import_from(name, "device").check(settings)
 
 
 def check_family(name: str, family: str, device: str = "auto") -> None:
@@ -279,7 +269,9 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
         Refused: this machine has fewer accelerators than processes.
     """
     kind, numbered, _ = job.device.partition(":")
-    kind = _found(job.runtime) if kind == "auto" else kind
+    accelerator = {"torch": "cuda", "mindspore": "ascend"}.get(job.runtime)
+    if kind == "auto" and accelerator is not None:  # as the runtime chooses: see its device.py
+        kind = accelerator if _count(accelerator) else "cpu"
     if kind == "cpu":
         return ["cpu"] * (processes or 1)
     shares_all = spec_of(job.runtime).uses_all_devices
@@ -294,15 +286,6 @@ def encoder_devices(job: EncodeJob, processes: int | None) -> list[str]:
             setting="encode.processes",
         )
     return devices[:processes]
-
-
-def _found(runtime: str) -> str:
-    """The kind of device that `auto` selects: see choose_device and choose of the runtimes."""
-    if runtime == "torch":
-        return "cuda" if _count("cuda") else "cpu"
-    if runtime == "mindspore":
-        return "ascend" if count_npus() else "cpu"
-    return "auto"
 
 
 def _count(kind: str) -> int:

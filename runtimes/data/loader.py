@@ -227,10 +227,7 @@ class BatchReader:
         conditioning = self._family.condition(captioned, self._guidance_scale)
         return StepBatch(
             step=step,
-            noisy_latents=noised.noisy_latents,
-            timesteps=noised.timesteps,
-            target=noised.target,
-            weight=noised.weight,
+            **vars(noised),
             conditioning=conditioning | self._extra_inputs(captioned, chosen),
             denominator=denominator,
         )
@@ -254,9 +251,9 @@ class BatchReader:
         samples = [item.sample for item in captioned]
         if self._extras.inpainting:
             masked = [sample.masked for sample in samples if sample.masked is not None]
-            at = [int(c.mask * len(m.masks)) for m, c in zip(masked, chosen, strict=True)]
-            masks = latent_shards.stack_rows([m.masks[k] for m, k in zip(masked, at, strict=True)])
-            means = latent_shards.stack_rows([m.means[k] for m, k in zip(masked, at, strict=True)])
+            pairs = [(m, int(c.mask * len(m.masks))) for m, c in zip(masked, chosen, strict=True)]
+            masks = latent_shards.stack_rows([m.masks[k] for m, k in pairs])
+            means = latent_shards.stack_rows([m.means[k] for m, k in pairs])
             latents = self._objective.scale.scaled(means)
             inputs["inpainting"] = np.concatenate([masks[:, None], latents], 1, dtype=np.float32)
         if self._extras.aesthetic_score:
@@ -276,7 +273,8 @@ class BatchReader:
                 raise ValueError(f"picture {index.row} of {group} has no masks")
             if self._extras.aesthetic_score and sample.aesthetic_score is None:
                 raise ValueError(f"picture {index.row} of {group} has no aesthetic score")
-            row = _caption_row(sample, choices)
+            rows = sample.caption_rows or (0,)  # row 0 of a shard is the empty caption
+            row = 0 if choices.dropped else rows[int(choices.caption * len(rows))]
             return self._captioned(sample, shard, row, choices.dropped and self._zeros)
         except (ValueError, IndexError, KeyError) as error:
             raise Refused(f"latent shard {shard.path} is damaged: {error}") from None
@@ -309,12 +307,6 @@ class BatchReader:
         padded = np.zeros_like(stored, shape=self._prompt_shape)
         padded[: stored.shape[0], : stored.shape[1]] = stored
         return padded
-
-
-def _caption_row(sample: latent_shards.LatentSample, choices: Choices) -> int:
-    """The shard's row of the sample's caption; row 0 is the empty caption."""
-    rows = sample.caption_rows or (0,)
-    return 0 if choices.dropped else rows[int(choices.caption * len(rows))]
 
 
 def latent_moments(samples: Sequence[Captioned]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -368,9 +360,7 @@ class Loader:
         with self._lock:
             if self._windows.get(window.bucket) != window:
                 self._windows[window.bucket] = window
-                in_use = {
-                    n for current in self._windows.values() for n in self.order.shards(current)
-                }
+                in_use = set().union(*map(self.order.shards, self._windows.values()))
                 self._reader.read_ahead(self.order.shards(window), in_use)
             return self._reader.batch(step, samples, counters, self._batch_size)
 
@@ -447,10 +437,9 @@ class Holdout:
             rows = [(number, sample, d) for number, sample in bucket for d in range(self._draws)]
             for start in range(0, len(rows), self._batch_size):
                 chunk = rows[start : start + self._batch_size]
-                counters = [number * self._draws + draw for number, _, draw in chunk]
-                numbers = [number for number, _, _ in chunk]
-                samples = [sample for _, sample, _ in chunk]
-                yield numbers, self._reader.batch(0, samples, counters, len(chunk))
+                numbers, samples, draws = zip(*chunk, strict=True)
+                counters = [n * self._draws + draw for n, draw in zip(numbers, draws, strict=True)]
+                yield list(numbers), self._reader.batch(0, samples, counters, len(chunk))
 
     def __enter__(self) -> Holdout:
         return self

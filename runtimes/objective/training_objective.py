@@ -183,34 +183,28 @@ class Objective:
     _bounds: random_draws.Probabilities | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.schedule, noise_schedule.NoiseSchedule):
-            self._check_diffusion(self.schedule)
-        else:
-            self._check_flow()
-        bounds = random_draws.level_bounds(self.sampling, len(self.schedule))
-        object.__setattr__(self, "_bounds", bounds)
-
-    def _check_flow(self) -> None:
-        for name in ("snr_gamma", "debiased_estimation_loss"):
-            if getattr(self, name):
-                raise Refused(
-                    f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
-                    "train.weighting_scheme"
-                )
-
-    def _check_diffusion(self, schedule: noise_schedule.NoiseSchedule) -> None:
-        if self.weighting_scheme != "none":
+        schedule = self.schedule
+        if isinstance(schedule, noise_schedule.FlowSchedule):
+            for name in ("snr_gamma", "debiased_estimation_loss"):
+                if getattr(self, name):
+                    raise Refused(
+                        f"train.{name} weighs diffusion by its SNR, and the base is a flow: use "
+                        "train.weighting_scheme"
+                    )
+        elif self.weighting_scheme != "none":
             raise Refused(
                 f"train.weighting_scheme: {self.weighting_scheme} is for flow matching, and the "
                 "base's scheduler is for diffusion: use train.snr_gamma or "
                 "train.debiased_estimation_loss"
             )
-        if schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
+        elif schedule.prediction_type == "epsilon" and schedule.alphas_cumprod[-1] == 0:
             raise Refused(
                 "prediction_type epsilon cannot go with zero terminal SNR (train.zero_terminal_snr "
                 "or the scheduler's rescale_betas_zero_snr): at the noisiest level the input "
                 "equals epsilon, a trivial prediction; set train.prediction_type to v_prediction"
             )
+        bounds = random_draws.level_bounds(self.sampling, len(self.schedule))
+        object.__setattr__(self, "_bounds", bounds)
 
     @classmethod
     def of(
@@ -262,9 +256,7 @@ class Objective:
         if bands is None:
             return choices
         middles = [(2 * (counter % bands) + 1) * levels // (2 * bands) for counter in counters]
-        return [
-            replace(choice, level=level) for choice, level in zip(choices, middles, strict=True)
-        ]
+        return [replace(choice, level=n) for choice, n in zip(choices, middles, strict=True)]
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
         """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w)."""
@@ -282,7 +274,9 @@ class Objective:
             counters: B sample counters.
         """
         shape = mean.shape[1:]
-        schedule = self._schedule_for(*mean.shape[-2:])
+        schedule = self.schedule
+        if self.resolution_shift and isinstance(schedule, noise_schedule.FlowSchedule):
+            schedule = schedule.shifted(self.resolution_shift, *mean.shape[-2:])
         eps = random_draws.draw_normal(self.seed, random_draws.Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
@@ -293,14 +287,6 @@ class Objective:
             schedule.target(latents, noise, levels),
             self.weight(levels, schedule),
         )
-
-    def _schedule_for(self, height: int, width: int) -> noise_schedule.Schedule:
-        """The schedule of latents [C, height, width]."""
-        if self.resolution_shift is None or not isinstance(
-            self.schedule, noise_schedule.FlowSchedule
-        ):
-            return self.schedule
-        return self.schedule.shifted(self.resolution_shift, height, width)
 
     def weight(self, levels: noise_schedule.Levels, schedule: noise_schedule.Schedule) -> Array:
         """Loss weight per sample [B] f32 at noise levels [B] of a schedule."""

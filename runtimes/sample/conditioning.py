@@ -203,28 +203,17 @@ class Conditioner:
             size = (batch.height, batch.width)
             if more is None:
                 more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
-            conditioning = self._condition(batch.prompts, unconditional)
+            conditioning = self._embeds(batch.prompts)
+            if unconditional is not None:
+                conditioning, negative = same_length(conditioning, unconditional)
+                conditioning = {
+                    name: _interleave(np.broadcast_to(negative[name], array.shape), array)
+                    for name, array in conditioning.items()
+                }
             drawn = family.drawing_condition(size, sampler["guidance_scale"])
             count = len(conditioning["prompt_embeds"])
             conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
             yield ConditionedNoise(batch.count, batch.noise, conditioning | more)
-
-    def _condition(
-        self, captions: list[str], unconditional: dict[str, Float32] | None
-    ) -> dict[str, Float32]:
-        """Text conditioning, interleaved with the unconditional rows where guidance is on.
-
-        Args:
-            unconditional: unconditional embeddings [1, ...]; None without guidance.
-        """
-        conditioning = self._embeds(captions)
-        if unconditional is not None:
-            conditioning, unconditional = same_length(conditioning, unconditional)
-            conditioning = {
-                name: _interleave(np.broadcast_to(unconditional[name], array.shape), array)
-                for name, array in conditioning.items()
-            }
-        return conditioning
 
     def _extra_inputs(
         self, extras: ExtraInputs, size: tuple[int, int], sampler: Mapping[str, Any], rows: int
@@ -239,9 +228,8 @@ class Conditioner:
             times = 2 * rows if self.family.is_guided(sampler, self.info) else rows
             inputs["inpainting"] = np.repeat(fully_masked(mean, self.info), times, axis=0)
         if extras.aesthetic_score:
-            inputs["aesthetic_score"] = np.tile(
-                np.array(aesthetic_scores(sampler), np.float32), rows
-            )
+            scores = np.array(aesthetic_scores(sampler), np.float32)
+            inputs["aesthetic_score"] = np.tile(scores, rows)
         return inputs
 
     def _unconditional(self, negative: str | None) -> dict[str, Float32]:
@@ -285,16 +273,13 @@ def same_length(*conditionings: dict[str, Float32]) -> list[dict[str, Float32]]:
     """Pad embeddings and masks of varying length to the longest; others stay as they are."""
     if not all("prompt_embeds_mask" in conditioning for conditioning in conditionings):
         return list(conditionings)
-    names = ("prompt_embeds", "prompt_embeds_mask")
     length = max(conditioning["prompt_embeds"].shape[1] for conditioning in conditionings)
-    return [
-        conditioning
-        | {
-            name: np.stack([_with_rows(row, length) for row in conditioning[name]])
-            for name in names
-        }
-        for conditioning in conditionings
-    ]
+    for name in ("prompt_embeds", "prompt_embeds_mask"):
+        conditionings = tuple(
+            c | {name: np.stack([_with_rows(row, length) for row in c[name]])}
+            for c in conditionings
+        )
+    return list(conditionings)
 
 
 def _with_rows(array: Float32, rows: int) -> Float32:

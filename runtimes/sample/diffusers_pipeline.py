@@ -49,8 +49,7 @@ class PipelineSampler(ABC):
         self._make_scheduler = make_scheduler
         self._pads_batches = pads_batches
         pipe.set_progress_bar_config(disable=True)
-        replaceable = ("scheduler", *family.clip_encoders)
-        self._defaults = {name: getattr(pipe, name) for name in replaceable}
+        self._defaults = {n: getattr(pipe, n) for n in ("scheduler", *family.clip_encoders)}
 
     def use(self, parts: Mapping[str, Any], scheduler: Any = None) -> None:
         """Replace components of the pipeline; those not in `parts` are reset to the pipeline's.

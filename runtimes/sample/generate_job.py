@@ -96,29 +96,29 @@ def _missing(out: Path, job: GenerateJob) -> list[range]:
 
 
 def _holdout(job: GenerateJob, base: Base, drawing: Drawing, pipeline: Pipeline) -> Holdout:
-    scheduler = drawing.parts.get("scheduler", base.part("scheduler"))
     latents = open_job_latents(str(job.latents))
     family = base.family
     objective = Objective(
-        schedule=read_schedule(Path(scheduler)),
+        schedule=read_schedule(Path(drawing.parts.get("scheduler", base.part("scheduler")))),
         scale=LatentScale.from_info(latents.info, draws=family.draws_latents),
         seed=job.holdout["seed"],
         noise_offset=job.holdout.get("noise_offset", 0.0),
         equidistant_levels=job.holdout["levels"],
     )
-    folder = Path(drawing.parts.get(family.denoiser, base.denoiser_folder))
     reader = BatchReader(
         latents,
         family,
         objective,
         text_encoders=pipeline.encodes_text,
-        extras=folder_extras(folder),
+        extras=folder_extras(Path(drawing.parts.get(family.denoiser, base.denoiser_folder))),
         guidance_scale=job.holdout.get("guidance_scale", 1.0),
     )
-    rows = min(LOSS_BATCH, job.sampler["batch_size"])  # the sampling batch fits in memory
-    samples = job.holdout["samples"]
-    levels = job.holdout["levels"]
-    return Holdout(reader, samples=samples, draws=levels, batch_size=rows)
+    return Holdout(
+        reader,
+        samples=job.holdout["samples"],
+        draws=job.holdout["levels"],
+        batch_size=min(LOSS_BATCH, job.sampler["batch_size"]),  # the sampling batch fits in memory
+    )
 
 
 def _save_images(

@@ -20,14 +20,6 @@ from numpy.typing import NDArray
 
 from configs.errors import Refused
 
-_REFUSED = (
-    "clip_sample",
-    "invert_sigmas",
-    "stochastic_sampling",
-    "thresholding",
-    "use_flow_sigmas",
-)
-
 
 @dataclass(frozen=True)
 class StepCoefficients:
@@ -69,10 +61,10 @@ def tabulate(
     """
     name = type(scheduler).__name__
     if name not in _ROWS:
-        raise Refused(
-            f"the scheduler {name} has no table of coefficients (supported: {', '.join(_ROWS)})"
-        )
-    for option in _REFUSED:
+        known = ", ".join(_ROWS)
+        raise Refused(f"the scheduler {name} has no table of coefficients (supported: {known})")
+    flags = ("clip_sample", "invert_sigmas", "stochastic_sampling", "thresholding")
+    for option in (*flags, "use_flow_sigmas"):
         if scheduler.config.get(option):
             raise Refused(f"the scheduler {name} with {option} has no table: turn it off")
     spacing = {"num_inference_steps": steps} if sigmas is None else {"sigmas": sigmas}

@@ -67,25 +67,21 @@ def array_files(shapes: StateShapes, most: int) -> list[ArrayFile]:
     Args:
         most: bytes of a file, except for a single larger array.
     """
-    return [file for group in sorted(shapes) for file in _of_group(group, shapes[group], most)]
-
-
-def _of_group(group: str, shapes: dict[str, tuple[int, ...]], most: int) -> list[ArrayFile]:
-    parts: list[list[str]] = [[]]
-    sizes = [0]
-    for name in sorted(shapes):
-        size = 4 * prod(shapes[name])
-        if parts[-1] and sizes[-1] + size > most:
-            parts.append([])
-            sizes.append(0)
-        parts[-1].append(name)
-        sizes[-1] += size
-    count = len(parts)
-    numbers = [f"-{n:05d}-of-{count:05d}" if count > 1 else "" for n in range(1, count + 1)]
-    return [
-        ArrayFile(f"{group}{number}.safetensors", group, tuple(names), size)
-        for number, names, size in zip(numbers, parts, sizes, strict=True)
-    ]
+    files = []
+    for group in sorted(shapes):
+        parts: list[list[str]] = [[]]
+        sizes = [0]
+        for name in sorted(shapes[group]):
+            size = 4 * prod(shapes[group][name])
+            if parts[-1] and sizes[-1] + size > most:
+                parts.append([])
+                sizes.append(0)
+            parts[-1].append(name)
+            sizes[-1] += size
+        for number, (names, size) in enumerate(zip(parts, sizes, strict=True), 1):
+            suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            files.append(ArrayFile(f"{group}{suffix}.safetensors", group, tuple(names), size))
+    return files
 
 
 def files_by_rank(files: list[ArrayFile], world: int) -> list[list[ArrayFile]]:
@@ -97,46 +93,6 @@ def files_by_rank(files: list[ArrayFile], world: int) -> list[list[ArrayFile]]:
         by_rank[rank].append(file)
         heapq.heappush(loads, (load + file.size, rank))
     return by_rank
-
-
-def owners(files: list[list[ArrayFile]]) -> Owners:
-    """Runtime.state's owners for `files_by_rank`."""
-    ranks: dict[str, dict[str, int]] = {}
-    for rank, own in enumerate(files):
-        for file in own:
-            ranks.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
-    return ranks
-
-
-def write_files(
-    fs: AbstractFileSystem,
-    path: str,
-    files: Sequence[ArrayFile],
-    state: State,
-    check: Callable[[], None] | None,
-) -> list[records.FileEntry]:
-    """Write files of a checkpoint's folder; a file in a bucket has the bucket's checksum.
-
-    Args:
-        check: as of `writing`.
-    """
-
-    def write(file: ArrayFile) -> records.FileEntry:
-        entries: list[records.FileEntry] = []
-        with writing(fs, path, file.path, entries, check) as sink:
-            write_arrays(sink, {name: state[file.group][name] for name in file.names})
-        return (
-            entries[0] if isinstance(fs, LocalFileSystem) else records.stamped(fs, path, entries)[0]
-        )
-
-    return _in_threads(write, files)
-
-
-def verify_files(fs: AbstractFileSystem, path: str, files: Sequence[records.FileEntry]) -> None:
-    """Raise ValueError for the first file that differs from its entry."""
-    for fault in _in_threads(lambda entry: records.file_fault(fs, path, entry), files):
-        if fault is not None:
-            raise ValueError(fault)
 
 
 def open_arrays(
@@ -158,7 +114,6 @@ def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[R
 
 
 log = logging.getLogger("kiln")
-T = TypeVar("T")
 
 
 class CheckpointError(OSError):
@@ -192,7 +147,7 @@ def is_unreachable(fs: AbstractFileSystem, error: Exception) -> bool:
     return isinstance(error, OSError) or is_of_client(error)
 
 
-def with_retries(fs: AbstractFileSystem, work: Callable[[], T], failure: str) -> T:
+def with_retries(fs: AbstractFileSystem, work: Callable[[], Result], failure: str) -> Result:
     """The result of `work`; a remote store that does not respond is tried again.
 
     Args:
@@ -259,10 +214,9 @@ class Checkpoints:
                 newest checkpoint.
         """
 
-        def newest_first(committed: list[int]) -> Iterable[int]:
-            return (n for n in reversed(committed) if before is None or n < before)
-
-        return self._first_valid(newest_first)
+        return self._first_valid(
+            lambda committed: (n for n in reversed(committed) if before is None or n < before)
+        )
 
     def first_valid(self, steps: Sequence[int]) -> Checkpoint | None:
         """The first of these steps whose checkpoint has valid checksums; as `latest`.
@@ -324,7 +278,11 @@ class Checkpoints:
 
     def owners(self, shapes: StateShapes) -> Owners:
         """The rank that writes each array of a state with these shapes."""
-        return owners(self._files_by_rank(shapes))
+        ranks: dict[str, dict[str, int]] = {}
+        for rank, own in enumerate(self._files_by_rank(shapes)):
+            for file in own:
+                ranks.setdefault(file.group, {}).update(dict.fromkeys(file.names, rank))
+        return ranks
 
     def _files_by_rank(self, shapes: StateShapes) -> list[list[ArrayFile]]:
         return files_by_rank(array_files(shapes, self._shard_bytes), self._writers.world)
@@ -360,11 +318,11 @@ class Checkpoints:
             LockLost: another builder owns the folder; its checkpoints stay as they are.
         """
         path = self._path(step)
-        parts = self._files_by_rank(shapes or shapes_of(state))
+        own = self._files_by_rank(shapes or shapes_of(state))[self._writers.rank]
         try:
             # A killed run may have left a partial checkpoint.
             self._together(lambda: self._discard(path) if self._first else None)
-            written = self._together(lambda: self._write_part(path, parts, state))
+            written = self._together(lambda: self._write_part(path, own, state))
             files = sorted(
                 (records.FileEntry(**f) for part in written for f in part), key=lambda f: f.path
             )
@@ -414,11 +372,18 @@ class Checkpoints:
         except Exception as error:  # the store is away: the checkpoint is lost, not the run
             log.debug("the lock cannot be read: %s", error)
 
-    def _write_part(
-        self, path: str, files: list[list[ArrayFile]], state: State
-    ) -> list[dict[str, Any]]:
-        entries = write_files(self._fs, path, files[self._writers.rank], state, self._check)
-        return [entry.as_dict() for entry in entries]
+    def _write_part(self, path: str, files: list[ArrayFile], state: State) -> list[dict[str, Any]]:
+        """Write this rank's files; a file in a bucket has the bucket's checksum."""
+
+        def write(file: ArrayFile) -> dict[str, Any]:
+            entries: list[records.FileEntry] = []
+            with writing(self._fs, path, file.path, entries, self._check) as sink:
+                write_arrays(sink, {name: state[file.group][name] for name in file.names})
+            if not isinstance(self._fs, LocalFileSystem):
+                entries = records.stamped(self._fs, path, entries)
+            return entries[0].as_dict()
+
+        return _in_threads(write, files)
 
     def _commit(
         self, path: str, files: list[records.FileEntry], history: list[str], facts: dict[str, Any]
@@ -462,9 +427,10 @@ class Checkpoints:
         if record is None:
             raise ValueError("it was not committed")
         if verify:
-            rank = self._writers.rank
-            world = self._writers.world
-            verify_files(self._fs, path, record["files"][rank::world] if rank < world else [])
+            own = record["files"][self._writers.rank :: self._writers.world]
+            for fault in _in_threads(lambda entry: records.file_fault(self._fs, path, entry), own):
+                if fault is not None:
+                    raise ValueError(fault)
         return Checkpoint(
             step=step,
             state=open_arrays(self._fs, path, record["files"]),
@@ -506,10 +472,11 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Steps of all committed checkpoints, oldest first. Raises as the filesystem does."""
-        return [step for step in self._folders() if self._is_committed(step)]
-
-    def _is_committed(self, step: int) -> bool:
-        return MANIFEST in map(name_of, entries(self._fs, self._path(step)))
+        return [
+            step
+            for step in self._folders()
+            if MANIFEST in map(name_of, entries(self._fs, self._path(step)))
+        ]
 
     def _folders(self) -> list[int]:
         names = (re.fullmatch(r"step-(\d+)", name) for name in subfolders(self._fs, self._root))

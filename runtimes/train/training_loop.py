@@ -547,7 +547,11 @@ def _write(
         with write(LORA_WEIGHTS) as sink:
             write_arrays(sink, to_file_names(trained), metadata(trained, settings.lora))
     else:
-        for component, arrays in by_component(trained | state.get("constants", {})).items():
+        components: dict[str, Arrays] = {}
+        for name, array in (trained | state.get("constants", {})).items():
+            component, _, rest = name.partition(".")
+            components.setdefault(component, {})[rest] = array
+        for component, arrays in components.items():
             own = trained_config(base.denoiser, settings, job.denoiser_config)
             stem = DENOISER_WEIGHTS
             if component.startswith("text_encoder"):
@@ -570,12 +574,3 @@ def _write(
 
 def _json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-
-
-def by_component(arrays: Arrays) -> dict[str, Arrays]:
-    """Arrays with State's names, grouped by pipeline component, with names inside it."""
-    components: dict[str, Arrays] = {}
-    for name, array in arrays.items():
-        component, _, rest = name.partition(".")
-        components.setdefault(component, {})[rest] = array
-    return components
