@@ -95,11 +95,6 @@ def open_encoder(job: EncodeJob) -> PipelineEncoder:
     return cast(PipelineEncoder, import_from(job.runtime, "sampler").open_encoder(job))
 
 
-def uses_tabulated_scheduler(name: str) -> bool:
-    """Whether a runtime samples from tabulated coefficients (sample/tabulated_schedulers.py)."""
-    return spec_of(name).schedulers == TABULATED
-
-
 def interpreter(name: str) -> str:
     """Path of the Python interpreter that runs a runtime's processes.
 

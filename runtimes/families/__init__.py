@@ -13,7 +13,10 @@ from typing import Any
 
 from artifacts.records import parse_json
 from configs.errors import Refused
-from runtimes.families.family import Captioned, Conditioning, Family, TextEncoder
+from runtimes.families.family import Captioned as Captioned
+from runtimes.families.family import Conditioning as Conditioning
+from runtimes.families.family import Family as Family
+from runtimes.families.family import TextEncoder as TextEncoder
 from runtimes.families.flux import Flux
 from runtimes.families.flux2 import Flux2
 from runtimes.families.qwen_image import QwenImage
@@ -83,17 +86,3 @@ def repeated_blocks() -> tuple[str, ...]:
 def _plugged_in() -> dict[str, Family]:
     families = [point.load() for point in entry_points(group=PLUG_INS)]
     return {family.name: family for family in families}
-
-
-__all__ = [
-    "FAMILIES",
-    "Captioned",
-    "Conditioning",
-    "Family",
-    "TextEncoder",
-    "all_families",
-    "denoiser_classes",
-    "detect_family",
-    "family_named",
-    "repeated_blocks",
-]

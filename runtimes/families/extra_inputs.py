@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -92,15 +93,9 @@ def source_weight_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the base's weights that `added_weights` reads."""
     if config.get("_class_name", UNET) != UNET:
         return ()
-    return (
-        "conv_in.weight",
-        *(
-            f"{owner}.{layer}.{kind}"
-            for owner in ("time_embedding", "class_embedding")
-            for layer in CLASS_LAYERS
-            for kind in ("weight", "bias")
-        ),
-    )
+    owners = ("time_embedding", "class_embedding")
+    names = product(owners, CLASS_LAYERS, ("weight", "bias"))
+    return ("conv_in.weight", *map(".".join, names))
 
 
 def fully_masked(mean: NDArray[Any], vae: Mapping[str, Any]) -> Float32:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +22,7 @@ from configs.errors import Refused
 from configs.settings.train import Train
 from configs.settings.train_parts import TimestepSampling
 from runtimes.objective import noise_schedule, random_draws
+from runtimes.objective.random_draws import Stream, draw_normal
 
 Array = NDArray[np.float32]
 FlowWeighting = Literal["none", "sigma_sqrt", "cosmap"]
@@ -250,17 +251,31 @@ class Objective:
         """The random choices for the samples at `counters`."""
         levels = len(self.schedule)
         bands = self.equidistant_levels
-        choices = random_draws.draw_choices(
-            self.seed, counters, levels, self._bounds, self.caption_dropout_rate
-        )
-        if bands is None:
-            return choices
-        middles = [(2 * (counter % bands) + 1) * levels // (2 * bands) for counter in counters]
-        return [replace(choice, level=n) for choice, n in zip(choices, middles, strict=True)]
+        rngs = random_draws.generators(self.seed, Stream.CHOICES, counters)
+        choices = []
+        for counter, rng in zip(counters, rngs, strict=True):
+            u, caption, dropout, flip, mask = rng.random(5).tolist()
+            if bands is not None:
+                level = (2 * (counter % bands) + 1) * levels // (2 * bands)
+            elif self._bounds is None:
+                level = int(u * levels)
+            else:
+                level = random_draws.level_at(u, self._bounds)
+            dropped = dropout < self.caption_dropout_rate
+            choices.append(random_draws.Choices(level, caption, dropped, flip, mask))
+        return choices
 
     def noise(self, counters: Sequence[int], shape: tuple[int, ...]) -> Array:
-        """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w)."""
-        return random_draws.draw_noise(self.seed, counters, shape, self.noise_offset)
+        """eps [B, C, h, w] f32 of the samples at `counters`; shape is (C, h, w).
+
+        A noise offset shifts each channel at random (N. Guttenberg, "Diffusion with offset noise",
+        2023).
+        """
+        noise = draw_normal(self.seed, Stream.NOISE, counters, shape)
+        if self.noise_offset:
+            shift = draw_normal(self.seed, Stream.NOISE_OFFSET, counters, (shape[0], 1, 1))
+            noise = noise + np.float32(self.noise_offset) * shift
+        return noise
 
     def noised(
         self, mean: Array, logvar: Array, levels: noise_schedule.Levels, counters: Sequence[int]
@@ -277,10 +292,13 @@ class Objective:
         schedule = self.schedule
         if self.resolution_shift and isinstance(schedule, noise_schedule.FlowSchedule):
             schedule = schedule.shifted(self.resolution_shift, *mean.shape[-2:])
-        eps = random_draws.draw_normal(self.seed, random_draws.Stream.POSTERIOR, counters, shape)
+        eps = draw_normal(self.seed, Stream.POSTERIOR, counters, shape)
         latents = self.scale.sample(mean, logvar, eps)
         noise = self.noise(counters, shape)
-        perturbed = random_draws.perturb(self.seed, counters, noise, self.input_perturbation)
+        perturbed = noise
+        if self.input_perturbation:  # arXiv 2301.11706: the target has `noise`
+            more = draw_normal(self.seed, Stream.INPUT_PERTURBATION, counters, shape)
+            perturbed = noise + np.float32(self.input_perturbation) * more
         return NoisedBatch(
             schedule.add_noise(latents, perturbed, levels),
             schedule.timesteps(levels),

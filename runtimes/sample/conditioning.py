@@ -195,14 +195,13 @@ class Conditioner:
         family = self.family
         guided = family.is_guided(sampler, self.info)
         unconditional = self._unconditional(sampler.get("negative_prompt")) if guided else None
-        more: dict[str, Float32] | None = None
         factor = self.info["vae_scale_factor"]
+        size = image_size(sampler, family, denoiser, factor)
+        more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
+        drawn = family.drawing_condition(size, sampler["guidance_scale"])
         for batch in noise_batches(
             prompts, sampler, family, denoiser, factor, first=first, rows=rows
         ):
-            size = (batch.height, batch.width)
-            if more is None:
-                more = self._extra_inputs(ExtraInputs.from_config(denoiser), size, sampler, rows)
             conditioning = self._embeds(batch.prompts)
             if unconditional is not None:
                 conditioning, negative = same_length(conditioning, unconditional)
@@ -210,7 +209,6 @@ class Conditioner:
                     name: _interleave(np.broadcast_to(negative[name], array.shape), array)
                     for name, array in conditioning.items()
                 }
-            drawn = family.drawing_condition(size, sampler["guidance_scale"])
             count = len(conditioning["prompt_embeds"])
             conditioning |= {n: np.repeat(array[None], count, axis=0) for n, array in drawn.items()}
             yield ConditionedNoise(batch.count, batch.noise, conditioning | more)
@@ -271,7 +269,7 @@ def padded_embeds(states: Sequence[Float32]) -> dict[str, Float32]:
 
 def same_length(*conditionings: dict[str, Float32]) -> list[dict[str, Float32]]:
     """Pad embeddings and masks of varying length to the longest; others stay as they are."""
-    if not all("prompt_embeds_mask" in conditioning for conditioning in conditionings):
+    if "prompt_embeds_mask" not in conditionings[0]:
         return list(conditionings)
     length = max(conditioning["prompt_embeds"].shape[1] for conditioning in conditionings)
     for name in ("prompt_embeds", "prompt_embeds_mask"):

@@ -227,39 +227,33 @@ class Checkpoints:
             steps: those of rank 0 count.
         """
         failure = f"the checkpoints in {self._root} could not be read"
-        return self._first_valid(
-            lambda committed: (n for n in steps if n in committed),
-            # Inside the collectives: an attempt of one rank alone must not call them again.
-            lambda work: with_retries(self._fs, work, failure),
-        )
+        return self._first_valid(lambda committed: (n for n in steps if n in committed), failure)
 
     def _first_valid(
-        self,
-        choose: Callable[[list[int]], Iterable[int]],
-        attempt: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+        self, choose: Callable[[list[int]], Iterable[int]], failure: str | None = None
     ) -> Checkpoint | None:
         """The first valid checkpoint of the steps that `choose` selects from the committed ones.
 
         Args:
-            attempt: calls a function that lists or reads, maybe repeatedly.
+            failure: words for the log, if a store that does not respond is tried again. A try is
+                inside the collectives: one rank alone must not call them again.
         """
-        steps = iter(choose(self._reached(attempt, self._steps)) if self._first else ())
+
+        def reached(work: Callable[[], Result]) -> Result:
+            try:
+                return work() if failure is None else with_retries(self._fs, work, failure)
+            except Exception as error:
+                if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
+                    raise
+                message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
+                raise failure_of(self._fs, error, message) from error
+
+        steps = iter(choose(reached(self._steps)) if self._first else ())
         while (step := int(self._gather(next(steps, -1))[0])) >= 0:
-            read = partial(self._read_if_valid, step)
-            saved: Checkpoint | None = self._reached(attempt, read)
+            saved = reached(partial(self._read_if_valid, step))
             if all(self._gather(saved is not None)):
                 return saved
         return None
-
-    def _reached(self, attempt: Callable[[Callable[[], Any]], Any], work: Callable[[], Any]) -> Any:
-        """The result of an attempt. Raises CheckpointError, Away."""
-        try:
-            return attempt(work)
-        except Exception as error:
-            if not (isinstance(error, OSError) or is_unreachable(self._fs, error)):
-                raise
-            message = f"the checkpoints in {self._root} cannot be read: {reason_of(error)}"
-            raise failure_of(self._fs, error, message) from error
 
     def _gather(self, value: Any) -> list[Any]:
         """Every writer's `value`, as JSON, by rank. Collective."""
@@ -269,9 +263,8 @@ class Checkpoints:
         try:
             return self.read(step, verify=True)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            if is_unreachable(self._fs, error):
-                raise
-            if getattr(error, "errno", None) in records.UNRELATED_ERRORS:
+            unrelated = getattr(error, "errno", None) in records.UNRELATED_ERRORS
+            if unrelated or is_unreachable(self._fs, error):
                 raise
             log.warning("checkpoint %s is skipped: %s", self._path(step), error)
         return None

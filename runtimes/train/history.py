@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from configs.settings.train import Train
@@ -18,16 +17,6 @@ from runtimes.process.job import Events
 from runtimes.train.divergence import DivergenceDetector
 from runtimes.train.throughput import BatchShapes, Throughput
 from runtimes.train.trackers import Trackers
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step whose loss and norm the host has not yet fetched."""
-
-    output: StepOutput
-    learning_rate: float
-    shapes: BatchShapes  # of its batch
-    skipped: Sequence[int]
 
 
 class Recorder:
@@ -52,7 +41,8 @@ class Recorder:
     def begin(self, history: list[str]) -> None:
         """Continue after the steps of `history` (JSON lines, one per step)."""
         self.history = history
-        self._pending: list[_PendingStep] = []
+        #: Steps that the host has not fetched: output, learning rate, batch's shapes, skipped.
+        self._pending: list[tuple[StepOutput, float, BatchShapes, Sequence[int]]] = []
         self.divergence.reset(json.loads(line)["loss"] for line in history)
         self.throughput.restart(0.0)
 
@@ -69,27 +59,25 @@ class Recorder:
             skipped: numbers of the batches that the run skipped just before this step.
         """
         shapes = self.throughput.register(batch)
-        self._pending.append(_PendingStep(output, learning_rate, shapes, skipped))
+        self._pending.append((output, learning_rate, shapes, skipped))
 
     def synchronize(self) -> None:
         """Wait for all queued outputs; record them up to the first divergence."""
-        for pending in self._pending:
+        for output, learning_rate, shapes, skipped in self._pending:
             if self.divergence.event is not None:
                 break
             step = len(self.history) + 1
-            loss = float(pending.output.loss)
-            norm = float(pending.output.grad_norm)
-            overflowed = pending.output.overflowed
-            self.divergence.observe(step, loss, 0.0 if overflowed else norm)
-            line: dict[str, Any] = {"step": step, "loss": loss}
-            line["learning_rate"] = pending.learning_rate
-            line["grad_norm"] = None if overflowed else norm
-            if overflowed:
+            loss = float(output.loss)
+            norm = float(output.grad_norm)
+            self.divergence.observe(step, loss, 0.0 if output.overflowed else norm)
+            line: dict[str, Any] = {"step": step, "loss": loss, "learning_rate": learning_rate}
+            line["grad_norm"] = None if output.overflowed else norm
+            if output.overflowed:
                 line["overflowed"] = True
-            if pending.skipped:
-                line["skipped"] = list(pending.skipped)
+            if skipped:
+                line["skipped"] = list(skipped)
             self.history.append(json.dumps(line))
-            self.throughput.add(pending.shapes)
+            self.throughput.add(shapes)
         self._pending.clear()
 
     def last_record(self) -> dict[str, Any]:

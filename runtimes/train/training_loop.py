@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,8 +73,7 @@ def train(job: TrainJob, events: Events, stop: Stop) -> bool:
     latents = batches.open_job_latents(job.latents)
     check_wandb(settings.wandb)
     base = Base.of(job)
-    loader = make_loader(job, base, settings, latents)
-    holdout = make_holdout(job, base, settings, latents)
+    loader, holdout = make_batches(job, base, settings, latents)
     if not Ranks.here().first:
         events = SilentEvents()
     prepare(job)
@@ -429,63 +429,49 @@ def read_train_settings(job: TrainJob) -> Train:
     return settings
 
 
-def make_loader(job: TrainJob, base: Base, settings: Train, latents: Latents) -> batches.Loader:
-    """This rank's loader of training batches for a job. Raises Refused."""
+def make_batches(
+    job: TrainJob, base: Base, settings: Train, latents: Latents
+) -> tuple[batches.Loader, batches.Holdout | None]:
+    """This rank's loader of training batches, and the held-out batches; None if they are off.
+
+    Args:
+        latents: those to train on; `job.holdout` replaces them for the held-out loss.
+
+    Raises:
+        Refused: the latents do not fit the model, or have no held-out samples.
+    """
     ranks = Ranks.here()
-    return batches.Loader(
-        _reader(job, base, settings, latents),
+    family = base.family
+    config = trained_config(base.denoiser, settings, job.denoiser_config)
+    multiple = family.latent_multiple(config)
+    shift = noise_schedule.ResolutionShift.from_config(base.scheduler, multiple)
+    scale = partial(LatentScale.from_info, draws=family.draws_latents)
+    objective = Objective.of(settings, base.schedule(settings), scale(latents.info), shift)
+    read = partial(
+        batches.BatchReader,
+        family=family,
+        text_encoders=settings.train_text_encoder or job.text_dtype is not None,
+        extras=ExtraInputs.from_config(config),
+        cache_bytes=settings.cache_bytes,
+        guidance_scale=settings.guidance_scale,
+    )
+    loader = batches.Loader(
+        read(latents, objective=objective),
         batch_size=settings.global_batch_size,
         seed=settings.seed,
         window=settings.shuffle_window,
         rank=ranks.rank,
         world=ranks.world,
     )
-
-
-def make_holdout(
-    job: TrainJob, base: Base, settings: Train, latents: Latents
-) -> batches.Holdout | None:
-    """The held-out batches for the held-out loss; None if it is off.
-
-    Args:
-        latents: those to train on; `job.holdout` replaces them.
-
-    Raises:
-        Refused: the latents have no held-out samples.
-    """
     if not settings.holdout_loss.every_n_steps:
-        return None
-    if job.holdout is not None:
-        latents = batches.open_job_latents(job.holdout)
-    return batches.Holdout(
-        _reader(job, base, settings, latents, held_out=True),
+        return loader, None
+    held_out = latents if job.holdout is None else batches.open_job_latents(job.holdout)
+    measured = replace(objective.held_out(validation.SEED), scale=scale(held_out.info))
+    return loader, batches.Holdout(
+        read(held_out, objective=measured, keep_bytes=HELD_OUT_BYTES),
         samples=settings.holdout_loss.samples,
         draws=settings.holdout_loss.draws,
-        # A micro-batch fits in memory during training.
-        batch_size=settings.micro_batch(Ranks.here().world),
-    )
-
-
-def _reader(
-    job: TrainJob, base: Base, settings: Train, latents: Latents, *, held_out: bool = False
-) -> batches.BatchReader:
-    family = base.family
-    config = trained_config(base.denoiser, settings, job.denoiser_config)
-    objective = Objective.of(
-        settings,
-        base.schedule(settings),
-        LatentScale.from_info(latents.info, draws=family.draws_latents),
-        noise_schedule.ResolutionShift.from_config(base.scheduler, family.latent_multiple(config)),
-    )
-    return batches.BatchReader(
-        latents,
-        family,
-        objective.held_out(validation.SEED) if held_out else objective,
-        text_encoders=settings.train_text_encoder or job.text_dtype is not None,
-        extras=ExtraInputs.from_config(config),
-        cache_bytes=settings.cache_bytes,
-        guidance_scale=settings.guidance_scale,
-        keep_bytes=HELD_OUT_BYTES if held_out else 0,
+        batch_size=settings.micro_batch(ranks.world),  # it fits in memory during training
     )
 
 
